@@ -34,9 +34,9 @@ import stocache
 from benchmark.filling import Photos
 from benchmark.support.measuring import machine, settle, undisturbed
 from stocache import CachedDataset, DataLoader
-from stocache.advice.advise import Advice
 from stocache.cli.bench import find_jpegs, photo_folder
-from stocache.forecast.model import Setting
+from stocache.observe.advice.advise import Advice
+from stocache.observe.model import Setting
 from stocache.system.limits import GIB, MIB
 
 CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), what it chooses within 5 % of the best."

@@ -38,8 +38,8 @@ from benchmark.support.measuring import machine, settle
 from stocache import CachedDataset
 from stocache.loader import collate as loader_collate
 from stocache.loader import requests, thread_iterator
-from stocache.timing import record
-from stocache.timing.histogram import BUCKETS, Distribution, bucket_of
+from stocache.observe.recording import record
+from stocache.observe.recording.histogram import BUCKETS, Distribution, bucket_of
 
 CLAIM = "Recording waits costs under 1 %, percentiles are exact within 2 %, and the verdict finds eight bottlenecks."
 

@@ -3,9 +3,6 @@
 from . import errors as errors
 from . import loader as loader
 
-# Observing
-from .advice.advise import advise as advise
-
 # Caching
 from .cache.base import SlotState as SlotState
 from .cache.options import CacheOptions as CacheOptions
@@ -84,6 +81,9 @@ from .errors import (
 # Loading
 from .loader.dataloader import DataLoader as DataLoader
 from .loader.sample_seed import SampleSeed as SampleSeed
+
+# Observing
+from .observe.advice.advise import advise as advise
 from .preparation.prepare import DataPreparer as DataPreparer
 from .preparation.prepare import prepare as prepare
 

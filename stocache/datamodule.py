@@ -10,9 +10,9 @@ from torch.utils.data import Dataset, DistributedSampler, RandomSampler, Sampler
 
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.stored import StorageDataset
-from stocache.diagnosis.verdict import Verdict
 from stocache.errors import LimitError, StateError
 from stocache.loader.dataloader import DataLoader
+from stocache.observe.verdict import Verdict
 from stocache.preparation.prepare import DataPreparer, prepare
 from stocache.samplers.block import BlockSampler
 from stocache.samples.indices import check_indices

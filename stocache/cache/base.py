@@ -44,6 +44,8 @@ from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, RACES, REFUSED, REJECTED, SET, CacheStats
 from stocache.errors import BusyError, ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.observe.recording.record import note_loads
+from stocache.observe.recording.spans import LOAD, in_spans, span
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.agreement import Agreement, has_agreement
 from stocache.shm.claims import BLOCKS, Claims
@@ -53,8 +55,6 @@ from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.shm.siblings import count_ranks
 from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
-from stocache.timing.record import note_loads
-from stocache.timing.spans import LOAD, in_spans, span
 
 logger = logging.getLogger("stocache")
 

@@ -18,12 +18,12 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
+from stocache.observe.recording.record import note_loads
+from stocache.observe.recording.spans import GATHER, span
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
-from stocache.timing.record import note_loads
-from stocache.timing.spans import GATHER, span
 
 logger = logging.getLogger("stocache")
 

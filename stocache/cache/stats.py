@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stocache.timing.flat import flat_numbers
+from stocache.observe.recording.epochs import EpochStats
+from stocache.observe.recording.flat import flat_numbers
 
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
@@ -86,3 +87,37 @@ class CacheStats:
     def fill_fraction(self) -> float:
         """Cached samples among all samples of the dataset: the hit rate of the next epoch."""
         return self.filled / max(1, self.dataset_len)
+
+
+@dataclass(frozen=True)
+class DatasetStats:
+    """The counts of a `CachedDataset`.
+
+    Attributes:
+        total: the counts since the cache was made, and its content.
+        epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits.
+        disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
+        compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
+        left: whether the cache is not served any more, because samples depend on more than their index.
+        ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
+    """
+
+    total: CacheStats
+    epochs: tuple[EpochStats, ...]
+    disk: CacheStats | None = None
+    compared: int = 0
+    left: bool = False
+    ranks: int = 1
+
+    def flat(self, prefix: str = "cache") -> dict[str, float]:
+        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
+
+        ``cache/hits`` is in total, ``cache/epoch_hits`` of the last epoch, and ``cache/disk_hits`` of the disk.
+        """
+        numbers = self.total.flat(prefix) | {f"{prefix}/compared": self.compared, f"{prefix}/left": int(self.left)}
+        if self.epochs:
+            epoch = self.epochs[-1]
+            numbers |= flat_numbers(f"{prefix}/epoch_", epoch, {"hit_rate": epoch.hit_rate})
+        if self.disk is not None:
+            numbers |= self.disk.flat(f"{prefix}/disk_")
+        return numbers

@@ -173,9 +173,9 @@ def advise(
     collate_fn: _CollateFn = None,
 ) -> None:
     """Measure a dataset for a while, and recommend a limit, workers and a codec. Predicts the seconds of an epoch."""
-    from stocache.advice.advise import advise as measure_and_rank
     from stocache.cli.dataset import describe_error
     from stocache.errors import DatasetError, LimitError
+    from stocache.observe.advice.advise import advise as measure_and_rank
 
     dataset, used = _load_source(source, allow_pickle, collate_fn)
     try:

@@ -1,7 +1,7 @@
 """Find the named caches and loaders of this machine, and read their state without attaching to them.
 
 A disk cache that is in use is one of them: its samples are in a folder, and their states are in shared memory. A loader over a
-named cache records its times in a file beside the cache; see `stocache.timing.record`.
+named cache records its times in a file beside the cache; see `stocache.observe.recording.record`.
 """
 
 import os
@@ -26,7 +26,7 @@ from stocache.system.limits import MIB, format_size, parse_size
 from stocache.system.waiting import FileKey, identify, printable
 
 if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
-    from stocache.timing.record import Counted
+    from stocache.observe.recording.record import Counted
 
 _LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
 _MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.1 MiB
@@ -267,7 +267,7 @@ def _count(loader: NamedLoader) -> NamedLoader | None:
 
     The directory is locked for one record at a time: a forged record may be large.
     """
-    from stocache.timing.record import read_named
+    from stocache.observe.recording.record import read_named
 
     def read(at: int | None) -> NamedLoader | None:
         if at is None or registry.key_of(at, loader.path) is None:

@@ -17,8 +17,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from stocache.cache.stats import CacheStats
 from stocache.cli import listing
 from stocache.cli.listing import NamedCache, NamedFile, NamedLoader
-from stocache.timing.histogram import BOUNDS_S, PER_DOUBLING
-from stocache.timing.record import (
+from stocache.observe.recording.histogram import BOUNDS_S, PER_DOUBLING
+from stocache.observe.recording.record import (
     COLLATE_NS,
     CPU_NS,
     HAND_OVER_NS,

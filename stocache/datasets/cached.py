@@ -23,9 +23,8 @@ from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.cache.stats import MISSING
+from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit, OnChange
-from stocache.datasets.epochs import DatasetStats, EpochCounter, takes_epoch
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import FollowedMethod, follow, is_part
@@ -34,9 +33,10 @@ from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.cache import DiskCache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.loading import in_children_or_here, run_here
+from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, check_indices, length_of
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
-from stocache.system.objects import attribute_of, get_many_of
+from stocache.system.objects import attribute_of, get_many_of, takes_epoch
 from stocache.system.ranks import is_first_rank
 from stocache.transforms import huggingface
 from stocache.transforms.part_transform import PartTransform, as_transform
@@ -706,6 +706,15 @@ def _load_each(load: Callable[[int], Any], indices: Sequence[int], before_each: 
     for position, idx in enumerate(indices):
         before_each(position)
         yield load(idx)
+
+
+def layers(dataset: Any) -> list[Any]:
+    """Return a dataset, and the datasets that it wraps."""
+    found = [dataset]
+    while isinstance(dataset, Subset | CachedDataset):
+        dataset = dataset.dataset
+        found.append(dataset)
+    return found
 
 
 def with_lazy_batches(dataset: Any) -> Any:

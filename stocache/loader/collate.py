@@ -17,10 +17,10 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map  # d
 from stocache.cache.batches import Empty, LazyBatch
 from stocache.loader.requests import count_samples, current_answer
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
+from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord, TimingRow, row_here
+from stocache.observe.recording.spans import COLLATE, span
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
-from stocache.timing.record import HAND_OVER_NS, TimingRecord, TimingRow, row_here
-from stocache.timing.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]

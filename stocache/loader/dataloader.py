@@ -29,30 +29,38 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data.dataloader import DataLoader as TorchLoader
 
-from stocache.datasets.cached import CachedDataset, with_lazy_batches
-from stocache.diagnosis.epochs import EpochLog, LoaderEpochStats, RunningEpoch
-from stocache.diagnosis.verdict import Verdict
+from stocache.datasets.cached import CachedDataset, layers, with_lazy_batches
 from stocache.errors import LimitError, WorkerError
-from stocache.forecast.choice import with_chosen_workers
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress, known_length
-from stocache.loader.requests import RequestContext, layers
+from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
-from stocache.loader.worker_method import METHODS, GilTrial, choose_method
 from stocache.loader.worker_state import StateBatch, WorkerStates
+from stocache.observe.choice import with_chosen_workers
+from stocache.observe.epochs import EpochLog, LoaderEpochStats, RunningEpoch
+from stocache.observe.recording.flat import flat_numbers
+from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
+from stocache.observe.recording.record import (
+    COLLATE_NS,
+    HAND_OVER_NS,
+    LOAD_NS,
+    SAMPLES_MADE,
+    WAIT_NS,
+    TimingRecord,
+    record_here,
+)
+from stocache.observe.recording.spans import WAIT, span
+from stocache.observe.verdict import Verdict
+from stocache.observe.worker_method import METHODS, GilTrial, choose_method
 from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.ranks import ranks_here
-from stocache.timing.flat import flat_numbers
-from stocache.timing.histogram import EMPTY_DISTRIBUTION, Distribution
-from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
-from stocache.timing.spans import WAIT, span
 
 logger = logging.getLogger("stocache")
 

@@ -31,13 +31,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from stocache.datasets.epochs import takes_epoch
 from stocache.errors import StateError
 from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
-from stocache.loader.worker_state import has_state
 from stocache.samplers.block import BlockSampler, ResumableSampler
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.system import rng
+from stocache.system.objects import has_state, takes_epoch
 from stocache.system.state import equal_states
 
 _DRAW_FIRST = {

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Subset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from stocache.datasets.cached import CachedDataset
-from stocache.datasets.epochs import takes_epoch
+from stocache.datasets.cached import layers
+from stocache.observe.recording.record import record_here, record_of, row_here
 from stocache.ring.ring import Ring, ring_of
-from stocache.timing.record import record_here, record_of, row_here
+from stocache.system.objects import takes_epoch
 
 
 @dataclass
@@ -150,15 +150,6 @@ def _unpack_indices(data: bytes, width: int) -> NDArray[np.int64]:
     wide = np.zeros((len(data) // width, 8), np.uint8)
     wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
     return wide.view(np.int64).ravel()
-
-
-def layers(dataset: Any) -> list[Any]:
-    """Return a dataset, and the datasets that it wraps."""
-    found = [dataset]
-    while isinstance(dataset, Subset | CachedDataset):
-        dataset = dataset.dataset
-        found.append(dataset)
-    return found
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:

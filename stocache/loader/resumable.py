@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
 from torch.utils.data.dataloader import DataLoader as TorchLoader
 
-from stocache.datasets.epochs import takes_epoch
+from stocache.datasets.cached import layers
 from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, epoch_of, samplers_in
-from stocache.loader.requests import layers, set_epoch
+from stocache.loader.requests import set_epoch
 from stocache.loader.sample_seed import SampleSeed
 from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
@@ -24,14 +24,13 @@ from stocache.loader.worker_state import (
     StatefulMap,
     WorkerState,
     WorkerStates,
-    has_state,
     restore,
     state_of,
 )
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, has_state, takes_epoch
 from stocache.system.state import STATE_TYPES, StateForm
 
 _T = TypeVar("_T")

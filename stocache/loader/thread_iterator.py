@@ -45,10 +45,10 @@ from stocache.loader.threads.info import Generators
 from stocache.loader.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
+from stocache.observe.recording.gil import GilWatch
+from stocache.observe.recording.record import TimingRow, record_here, row_here
+from stocache.observe.recording.spans import COLLATE, span
 from stocache.system.objects import attribute_of
-from stocache.timing.gil import GilWatch
-from stocache.timing.record import TimingRow, record_here, row_here
-from stocache.timing.spans import COLLATE, span
 
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known

@@ -28,14 +28,9 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_
 
 from stocache.errors import StateError
 from stocache.loader.requests import NoIndices, current_request
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, has_state
 
 logger = logging.getLogger(__name__)
-
-
-def has_state(value: Any) -> bool:
-    """Whether an object has ``state_dict`` and ``load_state_dict``."""
-    return callable(attribute_of(value, "state_dict")) and callable(attribute_of(value, "load_state_dict"))
 
 
 def state_of(value: Any) -> Any:

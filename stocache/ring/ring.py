@@ -41,13 +41,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import WorkerError
+from stocache.observe.recording.spans import RECEIVE, span
 from stocache.ring.fork_tracker import ForkTracker
 from stocache.ring.pickling import RingPickler, pack, unpack
 from stocache.ring.pinned import Pinned
 from stocache.shm.pool import LeaseTracker
 from stocache.shm.segment import Segment
 from stocache.system.limits import GIB, KIB, MIB, format_size
-from stocache.timing.spans import RECEIVE, span
 
 logger = logging.getLogger("stocache")
 

@@ -30,6 +30,16 @@ def attribute_of(value: Any, name: str, default: Any = None) -> Any:
     return found
 
 
+def has_state(value: Any) -> bool:
+    """Whether an object has ``state_dict`` and ``load_state_dict``."""
+    return callable(attribute_of(value, "state_dict")) and callable(attribute_of(value, "load_state_dict"))
+
+
+def takes_epoch(value: Any) -> bool:
+    """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
+    return callable(attribute_of(value, "set_epoch"))
+
+
 def vars_of(value: Any) -> dict[str, Any]:
     """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
     try:

@@ -5,8 +5,8 @@ import os
 
 from stocache import CachedDataset, DataLoader, SharedCacheDDP
 from stocache.cli import doctor, listing
-from stocache.timing import record
-from stocache.timing.record import LOAD_NS, SAMPLES_MADE, TIMING_ROW_WORDS, WAIT_NS, TimingRecord
+from stocache.observe.recording import record
+from stocache.observe.recording.record import LOAD_NS, SAMPLES_MADE, TIMING_ROW_WORDS, WAIT_NS, TimingRecord
 from tests.support.records import SQUARES, forge, leave_loader_behind
 
 

@@ -21,10 +21,8 @@ import pytest
 
 from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP, cli
 from stocache.cli import listing
-from stocache.shm import registry
-from stocache.system.waiting import wait_until
-from stocache.timing.histogram import BOUNDS_S, BUCKETS, bucket_of
-from stocache.timing.record import (
+from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
+from stocache.observe.recording.record import (
     COLLATE_NS,
     CPU_NS,
     HAND_OVER_NS,
@@ -35,6 +33,8 @@ from stocache.timing.record import (
     WAIT_NS,
     TimingRecord,
 )
+from stocache.shm import registry
+from stocache.system.waiting import wait_until
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
 pytest.importorskip("prometheus_client", reason="needs the extra metrics")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._utils import ExceptionWrapper
 
-from stocache.advice import advise
 from stocache.cli.bench import sweep_dataset
 from stocache.cli.dataset import PartlyCached, describe_error
 from stocache.errors import LimitError
+from stocache.observe.advice import advise
 
 MODULE = """
 import torch

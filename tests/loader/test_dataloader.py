@@ -28,9 +28,9 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
+from stocache.observe.recording import record
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY
 from stocache.system import limits
-from stocache.timing import record
 from tests.support.containers import Point
 from tests.support.endings import said_at_the_end
 from tests.support.equality import same

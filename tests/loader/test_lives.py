@@ -9,7 +9,7 @@ import torch
 
 import stocache
 from stocache import CachedDataset
-from stocache.timing import record
+from stocache.observe.recording import record
 from tests.support.images import Images
 from tests.support.loading import THREADS
 from tests.support.processes import in_child

@@ -15,10 +15,10 @@ from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler, de
 
 import stocache
 from stocache import CachedDataset
-from stocache.diagnosis import epochs
-from stocache.diagnosis.verdict import Verdict
 from stocache.loader import dataloader
-from stocache.timing.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
+from stocache.observe import epochs
+from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
+from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
 from tests.support.processes import run_all
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from stocache.observe.recording.record import TIMING_ROW_WORDS, WAIT_NS, TimingRecord
 from stocache.shm import layout, registry
-from stocache.timing.record import TIMING_ROW_WORDS, WAIT_NS, TimingRecord
 from tests.support.processes import in_child
 
 FOLDER = Path(registry.directory_of())

@@ -1,7 +1,7 @@
 """Choose between worker processes and worker threads: ``worker_method="auto"``.
 
 Two threads make samples as fast as two processes, and start much faster, if making a sample leaves the GIL free. Two
-measurements decide that: how often the GIL is held while one thread makes samples (by *looks*, see timing/gil.py), and the
+measurements decide that: how often the GIL is held while one thread makes samples (by *looks*, see recording/gil.py), and the
 speed-up of two threads over one. Threads are chosen if both favour them: the first misjudges samples that hold the GIL often
 but briefly, and the second is inexact on a busy machine. The time that threads wait for a CPU does not count, because other
 programs may use it. A child process makes the samples, so that the user's dataset stays as it is.
@@ -25,15 +25,13 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from stocache.cache.base import SlotState
-from stocache.datasets.cached import CachedDataset
-from stocache.loader.requests import layers
+from stocache.datasets.cached import CachedDataset, layers
 from stocache.loader.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
 from stocache.loader.threads.loading import would_stall
-from stocache.loader.worker_state import has_state
+from stocache.observe.recording.gil import LATE_S, LOOK_S, queued_seconds
 from stocache.system.children import in_children
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, has_state
 from stocache.system.rng import RngMonitor
-from stocache.timing.gil import LATE_S, LOOK_S, queued_seconds
 
 logger = logging.getLogger("stocache")
 

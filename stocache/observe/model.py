@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.forecast.costs import UNCACHED, BatchCosts, Costs
+from stocache.observe.costs import UNCACHED, BatchCosts, Costs
 
 PREFETCH = 2  # torch's default
 

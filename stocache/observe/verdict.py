@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from stocache.system.limits import GIB, format_size
-from stocache.timing.gil import LOOK_S
-from stocache.timing.record import (
+from stocache.observe.recording.gil import LOOK_S
+from stocache.observe.recording.record import (
     COLLATE_NS,
     CPU_NS,
     HAND_OVER_NS,
@@ -28,6 +27,7 @@ from stocache.timing.record import (
     SEEN_BUSY_NS,
     Counted,
 )
+from stocache.system.limits import GIB, format_size
 
 Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
 

@@ -8,11 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from stocache.shm import registry
-from stocache.shm.layout import Layout
-from stocache.timing import record as recording
-from stocache.timing.histogram import BUCKETS
-from stocache.timing.record import (
+from stocache.observe.recording import record as recording
+from stocache.observe.recording.histogram import BUCKETS
+from stocache.observe.recording.record import (
     COLLATE_NS,
     LOAD_NS,
     MAKE_NS,
@@ -23,6 +21,8 @@ from stocache.timing.record import (
     WORKER,
     TimingRecord,
 )
+from stocache.shm import registry
+from stocache.shm.layout import Layout
 from tests.support.processes import in_child, wait_until
 
 batches_of = lambda counted: [counted.distribution(COLLATE_NS, row).count for row in range(len(counted.rows))]

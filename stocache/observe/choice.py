@@ -13,10 +13,10 @@ from torch.utils.data import IterableDataset
 from stocache.cache.ragged import RaggedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError
-from stocache.forecast.costs import Costs
-from stocache.forecast.epochs import MakeLoader
-from stocache.forecast.measure import count_cores, measure_costs
-from stocache.forecast.model import Forecast, Setting, cached_share, predict
+from stocache.observe.costs import Costs
+from stocache.observe.measure import count_cores, measure_costs
+from stocache.observe.model import Forecast, Setting, cached_share, predict
+from stocache.observe.trials import MakeLoader
 from stocache.system.limits import GIB, MIB
 from stocache.system.objects import vars_of
 

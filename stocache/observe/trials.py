@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker  # for get_worker_inf
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import CodecError, SampleError
-from stocache.forecast.costs import UNCACHED
+from stocache.observe.costs import UNCACHED
 from stocache.samples.codecs import Codec
 from stocache.system.limits import MIB
 from stocache.system.waiting import cpu_seconds

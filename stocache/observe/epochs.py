@@ -10,12 +10,12 @@ from functools import partial
 
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
-from stocache.diagnosis.verdict import CacheFacts, EpochFacts, Verdict, judge
+from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
+from stocache.observe.recording.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
+from stocache.observe.verdict import CacheFacts, EpochFacts, Verdict, judge
 from stocache.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
 from stocache.system.ranks import is_first_rank
-from stocache.timing.histogram import EMPTY_DISTRIBUTION, Distribution
-from stocache.timing.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
 
 logger = logging.getLogger("stocache")
 

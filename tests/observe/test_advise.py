@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
-from stocache.forecast import epochs, measure
-from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.epochs import EpochRun, EpochTrials, FilledCache, SkippedWay, run_epochs
-from stocache.forecast.model import Setting
+from stocache.observe import measure, trials
+from stocache.observe.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.observe.model import Setting
+from stocache.observe.trials import EpochRun, EpochTrials, FilledCache, SkippedWay, run_epochs
 
 CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None
 CHEAP, FREE = BatchCosts(1e-5, 1e-5), BatchCosts(0.0, 0.0)
@@ -65,9 +65,9 @@ def measured(monkeypatch):
                 raise costs
             return costs
 
-        for user in ("stocache.advice.advise", "stocache.forecast.choice"):
+        for user in ("stocache.observe.advice.advise", "stocache.observe.choice"):
             monkeypatch.setattr(f"{user}.measure_costs", found)
-        monkeypatch.setattr("stocache.advice.advise.recommended_limit", lambda: 1 << 20)
+        monkeypatch.setattr("stocache.observe.advice.advise.recommended_limit", lambda: 1 << 20)
         return arguments
 
     return use
@@ -134,7 +134,7 @@ def test_the_report_says_what_was_measured(measured):
 @pytest.mark.parametrize(("load_s", "limit_s", "tried"), [(0.001, 60, True), (0.06, 60, False), (0.001, 30, False)])
 def test_threads_are_tried_where_samples_are_fast_and_time_is_left(load_s, limit_s, tried, measured, monkeypatch):
     measured(costs_of(load_s))
-    monkeypatch.setattr("stocache.advice.advise.GilTrial.speed_up", lambda self, dataset: 1.75)
+    monkeypatch.setattr("stocache.observe.advice.advise.GilTrial.speed_up", lambda self, dataset: 1.75)
     advice = advise(Images(), time_limit_s=limit_s, progress=False)
     assert advice.costs.thread_speed_up == (1.75 if tried else None)
     assert ("two make 1.75 times as many samples as one" in str(advice)) == tried
@@ -168,7 +168,7 @@ def messages(caplog):
 ], ids=["free", "waiting", "ranks", "unknown"])  # fmt: skip
 def test_auto_takes_as_many_workers_as_make_an_epoch_short(costs, ranks, workers, measured, monkeypatch, messages):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr("stocache.forecast.choice.count_cores", lambda: 4 if isinstance(costs, Costs) else 99)
+    monkeypatch.setattr("stocache.observe.choice.count_cores", lambda: 4 if isinstance(costs, Costs) else 99)
     arguments = measured(costs)
     options = {"persistent_workers": True, "prefetch_factor": 3, "multiprocessing_context": "fork", "drop_last": True}
     loader = DataLoader(range(64), 8, False, None, None, "auto", **options)
@@ -205,7 +205,7 @@ def short(monkeypatch):
     for name in ("_ALONE_S", "_BUSY_S"):
         monkeypatch.setattr(measure, name, 0.01)
     for name in ("_FILL_S", "_ROUND_S", "_WARM_UP_S"):
-        monkeypatch.setattr(epochs, name, 0.001)
+        monkeypatch.setattr(trials, name, 0.001)
     monkeypatch.setattr(measure, "CACHE_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "_MOST_WORKERS", 1)
 
@@ -223,7 +223,9 @@ def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
 
 
 def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, messages):
-    monkeypatch.setattr("stocache.advice.advise.measure_costs", partial(measure.measure_costs, codecs=(None,), passes=1))
+    monkeypatch.setattr(
+        "stocache.observe.advice.advise.measure_costs", partial(measure.measure_costs, codecs=(None,), passes=1)
+    )
     dataset, before = Images(), state_of_generators()
     advice = advise(dataset, batch_size=8, progress=False)
     with CachedDataset(dataset, 1) as cached:

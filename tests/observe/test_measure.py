@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from stocache import DatasetError
-from stocache.forecast import loads, measure
-from stocache.forecast.costs import UNCACHED, Costs, WayCosts
-from stocache.forecast.epochs import EpochRun, FilledCache, SkippedWay, nbytes_of
-from stocache.forecast.loads import time_busy_loads, time_loads
-from stocache.forecast.measure import fit_costs
-from stocache.forecast.model import Setting, predict, simulate
+from stocache.observe import loads, measure
+from stocache.observe.costs import UNCACHED, Costs, WayCosts
+from stocache.observe.loads import time_busy_loads, time_loads
+from stocache.observe.measure import fit_costs
+from stocache.observe.model import Setting, predict, simulate
+from stocache.observe.trials import EpochRun, FilledCache, SkippedWay, nbytes_of
 from stocache.system.children import ChildError
 
 

@@ -25,8 +25,11 @@ import numpy as np
 
 from stocache.datasets.loaders import SampleLoader
 from stocache.errors import DatasetError, StocacheError, WorkerError
-from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.epochs import (
+from stocache.loader.threads.loading import run_here
+from stocache.observe.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.observe.loads import LoadMany, Loads, time_busy_loads, time_loads
+from stocache.observe.model import simulate
+from stocache.observe.trials import (
     CACHE_BYTES,
     EpochRun,
     EpochTrials,
@@ -36,9 +39,6 @@ from stocache.forecast.epochs import (
     nbytes_of,
     run_epochs,
 )
-from stocache.forecast.loads import LoadMany, Loads, time_busy_loads, time_loads
-from stocache.forecast.model import simulate
-from stocache.loader.threads.loading import run_here
 from stocache.system.children import ChildError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.objects import get_many_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stocache.timing.histogram import BOUNDS_S, BUCKETS, EMPTY_DISTRIBUTION, Distribution, bucket_of, count_all
+from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, EMPTY_DISTRIBUTION, Distribution, bucket_of, count_all
 
 rng = np.random.default_rng(0)
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from stocache.forecast.choice import candidates, limits_gib, rank, round_down, round_up, worker_counts
-from stocache.forecast.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.forecast.model import Forecast, Setting, cached_share, predict, simulate
+from stocache.observe.choice import candidates, limits_gib, rank, round_down, round_up, worker_counts
+from stocache.observe.costs import UNCACHED, BatchCosts, Costs, WayCosts
+from stocache.observe.model import Forecast, Setting, cached_share, predict, simulate
 from stocache.system.limits import GIB, MIB
 
 FREE = BatchCosts(0.0, 0.0)

@@ -20,16 +20,20 @@ import os
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from stocache.cache.base import SampleCache
-from stocache.cache.stats import CacheStats
 from stocache.errors import ClosedError
-from stocache.system.objects import attribute_of
 from stocache.system.ranks import is_first_rank
-from stocache.timing.flat import flat_numbers
 
 logger = logging.getLogger("stocache")
+
+
+class HasCounts(Protocol):
+    """A cache whose requests are counted."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the hits, misses and fills of all processes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,52 +58,13 @@ class EpochStats:
         return self.hits / max(1, self.hits + self.misses)
 
 
-@dataclass(frozen=True)
-class DatasetStats:
-    """The counts of a `CachedDataset`.
-
-    Attributes:
-        total: the counts since the cache was made, and its content.
-        epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits.
-        disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
-        compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
-        left: whether the cache is not served any more, because samples depend on more than their index.
-        ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
-    """
-
-    total: CacheStats
-    epochs: tuple[EpochStats, ...]
-    disk: CacheStats | None = None
-    compared: int = 0
-    left: bool = False
-    ranks: int = 1
-
-    def flat(self, prefix: str = "cache") -> dict[str, float]:
-        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
-
-        ``cache/hits`` is in total, ``cache/epoch_hits`` of the last epoch, and ``cache/disk_hits`` of the disk.
-        """
-        numbers = self.total.flat(prefix) | {f"{prefix}/compared": self.compared, f"{prefix}/left": int(self.left)}
-        if self.epochs:
-            epoch = self.epochs[-1]
-            numbers |= flat_numbers(f"{prefix}/epoch_", epoch, {"hit_rate": epoch.hit_rate})
-        if self.disk is not None:
-            numbers |= self.disk.flat(f"{prefix}/disk_")
-        return numbers
-
-
-def takes_epoch(value: Any) -> bool:
-    """Return whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
-    return callable(attribute_of(value, "set_epoch"))
-
-
 class EpochCounter:
     """Finds the ends of epochs, in the process that made it; see NOTE [ Epochs ]."""
 
-    def __init__(self, dataset_len: int, cache: SampleCache) -> None:
+    def __init__(self, dataset_len: int, cache: HasCounts) -> None:
         self._dataset_len, self._pid = dataset_len, os.getpid()
         self._complete: list[EpochStats] = []
-        self._cache: weakref.ref[SampleCache] | None = weakref.ref(cache)
+        self._cache: weakref.ref[HasCounts] | None = weakref.ref(cache)
         self._loops: list[weakref.ref[Any]] = []
         self._epoch: int | None = None  # the last one that was set
         self._requests = {"epoch": -1, "loop": -1}  # of the cache in all, when the last epoch was set, and the last loop began
@@ -110,13 +75,13 @@ class EpochCounter:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_cache": None, "_loops": []}  # another process does not count epochs
 
-    def begin(self, cache: SampleCache) -> None:
+    def begin(self, cache: HasCounts) -> None:
         """Begin an epoch. Requests since the end of the last one are not counted."""
         self._began_at, self._began_with = time.monotonic(), cache.counts()
         self._last_requests = -1  # at the last update
         self._loops = []
 
-    def loop_begins(self, cache: SampleCache, loader: Any, expected: bool) -> None:
+    def loop_begins(self, cache: HasCounts, loader: Any, expected: bool) -> None:
         """Note that a loop over a loader begins. ``expected``: whether an earlier one must have asked the cache for samples."""
         again = any(loop() is loader for loop in self._loops)
         gone = bool(self._loops) and all(loop() is None for loop in self._loops)
@@ -125,7 +90,7 @@ class EpochCounter:
         if not any(loop() is loader for loop in self._loops):
             self._loops.append(weakref.ref(loader))
 
-    def _note_requests(self, cache: SampleCache, kind: str, ended: str | None) -> None:
+    def _note_requests(self, cache: HasCounts, kind: str, ended: str | None) -> None:
         """Note that an epoch is set or a loop begins. Warn once if another has ``ended`` in which no sample was requested."""
         requests = sum(cache.counts()[:2])
         if ended is not None and requests == self._requests[kind] and not self._warned and is_first_rank():
@@ -136,7 +101,7 @@ class EpochCounter:
             )  # fmt: skip
         self._requests[kind] = requests
 
-    def update(self, cache: SampleCache, begins: bool = False, workers_start: bool = False, epoch: int | None = None) -> None:
+    def update(self, cache: HasCounts, begins: bool = False, workers_start: bool = False, epoch: int | None = None) -> None:
         """End the running epoch if it is complete, or if another one ``begins``: number ``epoch``, where it is known."""
         if os.getpid() != self._pid:  # a worker
             return
@@ -168,12 +133,12 @@ class EpochCounter:
             with contextlib.suppress(ClosedError):
                 self.update(cache, workers_start=True)
 
-    def stats(self, cache: SampleCache) -> tuple[EpochStats, ...]:
+    def stats(self, cache: HasCounts) -> tuple[EpochStats, ...]:
         """Return the counts of all epochs; of the running one, too, if it has requests."""
         running = self._running(cache)
         return (*self._complete, running) if running.hits + running.misses else tuple(self._complete)
 
-    def _running(self, cache: SampleCache) -> EpochStats:
+    def _running(self, cache: HasCounts) -> EpochStats:
         hits, misses, fills = (now - then for now, then in zip(cache.counts(), self._began_with, strict=True))
         return EpochStats(hits, misses, fills, time.monotonic() - self._began_at)
 

@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stocache.errors import StocacheError
+from stocache.observe.recording.gil import queued_seconds
+from stocache.observe.recording.histogram import BUCKETS, Counts, Distribution, bucket_of, count_all
 from stocache.shm import named, registry
 from stocache.shm.layout import Layout
 from stocache.shm.segment import Segment
-from stocache.timing.gil import queued_seconds
-from stocache.timing.histogram import BUCKETS, Counts, Distribution, bucket_of, count_all
 
 logger = logging.getLogger("stocache")
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import stocache
 from stocache import CachedDataset, SampleSeed
-from stocache.loader import worker_method
-from stocache.loader.worker_method import GilTrial, choose_method
+from stocache.observe import worker_method
+from stocache.observe.worker_method import GilTrial, choose_method
 from tests.support.images import Images, N
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stocache.diagnosis.epochs import EpochLog
-from stocache.diagnosis.verdict import CacheFacts, EpochFacts, judge
+from stocache.observe.epochs import EpochLog
+from stocache.observe.recording import record
+from stocache.observe.verdict import CacheFacts, EpochFacts, judge
 from stocache.system.limits import GIB
-from stocache.timing import record
 
 CACHE = CacheFacts(0, 500, 1000, sample_bytes=2_000_000, overhead_bytes=32_000, room_bytes=8 * GIB, disk=False)
 room = lambda gib, **more: replace(CACHE, room_bytes=int(gib * GIB), **more)

@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from stocache.datasets.wrapping import check_dataset
 from stocache.errors import LimitError
-from stocache.forecast.choice import candidates, check_length, rank
-from stocache.forecast.costs import UNCACHED, Costs
-from stocache.forecast.measure import measure_costs
-from stocache.forecast.model import Forecast, Setting, predict
 from stocache.loader.dataloader import DataLoader
-from stocache.loader.worker_method import GilTrial
+from stocache.observe.choice import candidates, check_length, rank
+from stocache.observe.costs import UNCACHED, Costs
+from stocache.observe.measure import measure_costs
+from stocache.observe.model import Forecast, Setting, predict
+from stocache.observe.worker_method import GilTrial
 from stocache.system.limits import GIB, format_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 
