@@ -86,8 +86,8 @@ class NoRecord:
     def write(self) -> None:
         """Do nothing."""
 
-    def answer_to(self, key: str) -> None:
-        """Do nothing."""
+    def claim(self, worker: int) -> None:
+        """Return no row."""
 
 
 NO_ROW = NoRow()

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stocache.observe.recording.epochs import EpochStats
-from stocache.observe.recording.flat import flat_numbers
+from stocache.system.figures import flat_numbers
+
+if TYPE_CHECKING:
+    from stocache.observe.recording.epochs import EpochStats  # which imports torch
 
 # The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
@@ -103,7 +105,7 @@ class DatasetStats:
     """
 
     total: CacheStats
-    epochs: tuple[EpochStats, ...]
+    epochs: "tuple[EpochStats, ...]"
     disk: CacheStats | None = None
     compared: int = 0
     left: bool = False

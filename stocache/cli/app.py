@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from stocache.cli.output import echo, print_rows, terminal_width
+from stocache.system.figures import plural
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -113,7 +114,7 @@ def bench(
         _refuse(context, ("size", "repeat_folder", "photos", "warm_pages"), "photos. Leave it out for a dataset of yours")
         dataset, used = _load_source(source, allow_pickle, collate_fn)
         csv_path, png_path = _result_paths(out)
-        samples = f"{len(dataset)} sample{'s' * (len(dataset) != 1)} of {source}"
+        samples = f"{plural(len(dataset), 'sample')} of {source}"
         how = f"{type(dataset).__name__}, files left in the page cache"
         run = partial(experiment.sweep_dataset, dataset, **options, **used)
     else:
@@ -124,7 +125,7 @@ def bench(
         paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
         if not paths:
             _fail(f"{folder} holds no .jpg or .jpeg files.", 2)
-        samples = f"{len(paths)} photo{'s' * (len(paths) != 1)} from {folder or 'generated files'}"
+        samples = f"{plural(len(paths), 'photo')} from {folder or 'generated files'}"
         pages = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
         how = f"{pages}; decoded and resized to 3x{size}x{size} uint8"
         before_epoch = (lambda: None) if warm_pages else None
@@ -406,10 +407,10 @@ def prepare(
             address=address,
         )
         index = storage.index
-    blocks = len(index.blocks)
+    blocks = plural(len(index.blocks), "block")
     state = " is whole" if repair else " was prepared already" if before and not again else ""
     typer.echo(
-        f"{dst}{state}: {index.samples} samples in {blocks} block{'s' * (blocks != 1)} of "
+        f"{dst}{state}: {index.samples} samples in {blocks} of "
         f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
@@ -610,8 +611,8 @@ def rm(
         loaders = [loader for loader in listing.find_loaders(uid, count=False) if loader.state == "dead"]
         files: list[listing.NamedFile] = [*caches, *loaders]
         paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
-        of_loaders = f" and {len(loaders)} dead loader{'s' * (len(loaders) != 1)}" if loaders else ""
-        echo(f"{len(caches)} dead cache{'s' * (len(caches) != 1)}{of_loaders}, {limits.format_size(size)}")
+        of_loaders = f" and {plural(len(loaders), 'dead loader')}" if loaders else ""
+        echo(f"{plural(len(caches), 'dead cache')}{of_loaders}, {limits.format_size(size)}")
     else:
         if uid == -1:
             _fail("--user all works with --dead only. Name one user.", 2)
@@ -736,7 +737,7 @@ def doctor(
             echo(finding.what, f"{finding.kind}: ", " " * 4)
             echo(finding.remedy, "    do: ", " " * 8)
         problems = sum(finding.kind == "problem" for finding in findings)
-        echo(f"{problems} problem{'s' * (problems != 1)} found")
+        echo(f"{plural(problems, 'problem')} found")
     raise typer.Exit(any(finding.kind == "problem" for finding in findings))
 
 

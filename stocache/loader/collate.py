@@ -17,7 +17,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map  # d
 from stocache.cache.batches import Empty, LazyBatch
 from stocache.loader.requests import count_samples, current_answer
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
-from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord, TimingRow, row_here
+from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.observe.recording.spans import COLLATE, span
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
@@ -38,14 +38,11 @@ class RingCollate:
         collate_fn: the user's collate function.
         stacking: whether it `stacks`, so that tensors can be stacked straight into the ring.
         ring, iteration: the ring, and the number of the iteration in it.
-        record: of the loader. It is here so that workers get it.
     """
 
-    def __init__(
-        self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int, record: TimingRecord
-    ) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int) -> None:
         self._collate_fn, self._stacking = collate_fn, stacking
-        self._ring, self._iteration, self._record = ring, iteration, record
+        self._ring, self._iteration = ring, iteration
 
     def __call__(self, samples: Any) -> Any:
         """Return the handle to send for a list of samples, or for a `LazyBatch`."""

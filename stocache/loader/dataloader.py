@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,9 +39,8 @@ from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
-from stocache.observe.choice import with_chosen_workers
-from stocache.observe.epochs import EpochLog, LoaderEpochStats, RunningEpoch
-from stocache.observe.recording.flat import flat_numbers
+from stocache.observe.choice import METHODS, GilTrial, choose_method, with_chosen_workers
+from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import (
     COLLATE_NS,
@@ -54,12 +52,12 @@ from stocache.observe.recording.record import (
     record_here,
 )
 from stocache.observe.recording.spans import WAIT, span
-from stocache.observe.verdict import Verdict
-from stocache.observe.worker_method import METHODS, GilTrial, choose_method
+from stocache.observe.verdict import LoaderEpochStats, Verdict
 from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
+from stocache.system.figures import flat_numbers
 from stocache.system.ranks import ranks_here
 
 logger = logging.getLogger("stocache")
@@ -212,7 +210,6 @@ class DataLoader(ResumableLoader[_T]):
     _uses_threads: bool  # by the newest workers
     _ring: Ring | None
     _pool: Pool  # for batches without workers
-    _totals: "_Totals"
     _record: TimingRecord | None
     _log: EpochLog
     _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
@@ -258,18 +255,14 @@ class DataLoader(ResumableLoader[_T]):
             length = known_length(self._index_source)
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
-        return _Iteration(batches, progress, self._totals, group, self._worker_states, self._in_order, epoch, self._log)
+        return _Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
         cached = self._cached_dataset()
-        cache = disk = None
         if cached is not None:
             cached.begin_loop(self, looped=self._progress.delivered > (self._progress.resumed or 0))
-            cache, disk = cached.cache, cached.disk_cache
         persistent = bool(self.num_workers and self.persistent_workers)
-        epoch = self._log.begin(self.record, cache, disk is not None, self.num_workers, persistent, self._ring)
-        epoch.has_left = lambda: cached is not None and cached.is_left
-        return epoch
+        return self._log.begin(self.record, cached, self.num_workers, persistent, self._ring)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
@@ -304,9 +297,8 @@ class DataLoader(ResumableLoader[_T]):
         ring = self.ring
         iteration = ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        ring.on_receive = partial(self.record.main.add_later, HAND_OVER_NS)
-        self.record.answer_to(ring.key)
-        collate: Any = RingCollate(collate_fn, stacking, ring, iteration, self.record)
+        ring.record = self.record
+        collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
         replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
         order.final_requests = self._final_requests
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
@@ -400,7 +392,7 @@ class DataLoader(ResumableLoader[_T]):
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
-        ring, totals, cached = self._ring, self._totals, self._cached_dataset()
+        ring, cached = self._ring, self._cached_dataset()
         counted = None if self._record is None else self._record.read()
         wait, load, collate, hand_over = (
             Distribution() if counted is None else counted.distribution(quantity)
@@ -409,8 +401,8 @@ class DataLoader(ResumableLoader[_T]):
         samples, epochs = 0 if counted is None else counted.sum(SAMPLES_MADE), self._log.epochs()
         is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
-            batches=totals.batches,
-            waited_s=totals.waited_s,
+            batches=wait.count,
+            waited_s=wait.count * wait.mean_s,
             ring=0 if ring is None else ring.received,
             fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
@@ -431,7 +423,7 @@ class DataLoader(ResumableLoader[_T]):
 def _fresh() -> dict[str, Any]:
     """Return the attributes that belong to one loader object alone, as they are at first."""
     own: dict[str, Any] = {"_ring": None, "_record": None, "_unused": None, "_uses_threads": False}
-    return own | {"_pool": Pool(), "_totals": _Totals(), "_log": EpochLog()}
+    return own | {"_pool": Pool(), "_log": EpochLog()}
 
 
 _said_lost = False  # the warning below
@@ -453,14 +445,6 @@ def _warn_of_lost(options: list[str], dataset: int, pid: int) -> None:
             "that you made, or leave the option out.",
             " and ".join(options),
         )
-
-
-@dataclass
-class _Totals:
-    """The running totals of `LoaderStats`."""
-
-    batches: int = 0
-    waited_s: float = 0.0
 
 
 class _LateIteration:
@@ -504,14 +488,13 @@ class _Iteration:
         self,
         batches: Iterator[Any],
         progress: Progress,
-        totals: _Totals,
         group: WorkerGroup,
         states: WorkerStates,
         ordered: bool,
         epoch: RunningEpoch,
         log: EpochLog,
     ) -> None:
-        self._batches, self._progress, self._totals, self._worker_group = batches, progress, totals, group
+        self._batches, self._progress, self._worker_group = batches, progress, group
         self._worker_states = states
         self._ordered = ordered
         self._epoch, self._log = epoch, log
@@ -561,9 +544,7 @@ class _Iteration:
         finally:
             if self._own_row is not None:
                 record_here(before)
-            ended = time.perf_counter_ns()
-            self._totals.waited_s += (ended - began) / 1e9
-        self._totals.batches += 1
+        ended = time.perf_counter_ns()
         self._epoch.note_batch(ended, ended - began, getattr(self._batches, "last_worker", None))
         group.busy = False
         return batch

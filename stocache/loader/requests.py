@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from stocache.datasets.cached import layers
-from stocache.observe.recording.record import record_here, record_of, row_here
+from stocache.observe.recording.record import record_here, row_here
 from stocache.ring.ring import Ring, ring_of
 from stocache.system.objects import takes_epoch
 
@@ -104,12 +104,13 @@ def _unpickle_request(
 ) -> Any:
     global _epoch
     _here.request, began_ns = number, time.perf_counter_ns()
-    lane = ring_of(key).lane(iteration)
+    ring = ring_of(key)
+    lane = ring.lane(iteration)
     if lane is not None:
         lane.record_request(number)
     row = row_here()
-    if row is None and (record := record_of(key)) is not None and (worker := get_worker_info()) is not None:
-        row = record.claim(worker.id)
+    if row is None and ring.record is not None and (worker := get_worker_info()) is not None:
+        row = ring.record.claim(worker.id)
         record_here(row)
     if epoch is not None and epoch != _epoch and (worker := get_worker_info()) is not None:
         _epoch = epoch

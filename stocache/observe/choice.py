@@ -1,24 +1,45 @@
-"""Choose among settings by their forecasts; choose the number of workers of a loader."""
+"""Choose among settings by their forecasts; choose the number of workers of a loader, and whether they are threads.
+
+NOTE [ Threads or processes ]
+    Two threads make samples as fast as two processes, and start much faster, if making a sample leaves the GIL free. Two
+    measurements decide that: how often the GIL is held while one thread makes samples (by *looks*, see recording/gil.py), and
+    the speed-up of two threads over one. Threads are chosen if both favour them: the first misjudges samples that hold the GIL
+    often but briefly, and the second is inexact on a busy machine. The time that threads wait for a CPU does not count, because
+    other programs may use it. A child process makes the samples, so that the user's dataset stays as it is.
+
+    Threads are chosen in any case where forked processes would stall (NOTE [ Stalled processes ]), and processes where samples
+    draw from the global random number generators, of which processes have their own.
+"""
 
 import itertools
 import logging
-import math
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from stocache.cache.ragged import RaggedCache
-from stocache.datasets.cached import CachedDataset
-from stocache.errors import DatasetError
-from stocache.observe.costs import Costs
+from stocache.datasets.cached import CachedDataset, layers
+from stocache.loader.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
+from stocache.loader.threads.loading import would_stall
 from stocache.observe.measure import count_cores, measure_costs
-from stocache.observe.model import Forecast, Setting, cached_share, predict
+from stocache.observe.model import Costs, Forecast, Setting, cached_share, predict
+from stocache.observe.recording.gil import look, queued_seconds
 from stocache.observe.trials import MakeLoader
+from stocache.system.children import in_children
+from stocache.system.figures import round_digits
 from stocache.system.limits import GIB, MIB
-from stocache.system.objects import vars_of
+from stocache.system.objects import attribute_of, has_state, vars_of
+from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
@@ -28,6 +49,15 @@ _ROOM = 1.02  # of a cache that holds all samples, to the bytes that were measur
 _MOST_WORKERS = 128
 _AUTO_S = 10.0  # for num_workers="auto"
 _FALLBACK = 8
+
+METHODS = "multiprocessing", "thread", "auto"
+
+_CACHED = 0.9  # the share of samples in the cache, from which batches are mostly gathered, which leaves the GIL free
+_SPEED_UP = 1.2  # of two threads over one, from which threads are chosen
+_MOST_HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen
+_ROUND_S, _TRIAL_S, _ROUNDS = 0.01, 0.1, 3
+_PATIENCE_S = 30.0  # for one round
+_DRAWS = "samples draw"
 
 
 def worker_counts(costs: Costs) -> list[int]:
@@ -43,23 +73,11 @@ def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
         return []
     needed = costs.ways[codec].nbytes(costs.samples) * _ROOM + MIB
     room = min(needed, most_bytes)
-    limits = [round_up(share * room / GIB) for share in _SHARES]
+    limits = [round_digits(share * room / GIB, 3, up=True) for share in _SHARES]
     if needed > most_bytes:
-        limits[-1] = round_down(room / GIB)
+        limits[-1] = round_digits(room / GIB, 3, up=False)
     parts = [limit for limit in limits[:-1] if cached_share(costs, int(limit * GIB), codec) < 1]
     return [limit for limit in [*parts, limits[-1]] if 0 < limit * GIB <= most_bytes]
-
-
-def round_up(gib: float) -> float:
-    """Return ``gib`` rounded up to three significant digits."""
-    unit = 10.0 ** (math.floor(math.log10(gib)) - 2) if gib > 0 else 1.0
-    return float(f"{math.ceil(gib / unit - 1e-9) * unit:.3g}")
-
-
-def round_down(gib: float) -> float:
-    """Return ``gib`` rounded down to three significant digits."""
-    unit = 10.0 ** (math.floor(math.log10(gib)) - 2) if gib > 0 else 1.0
-    return float(f"{math.floor(gib / unit + 1e-9) * unit:.3g}")
 
 
 def candidates(costs: Costs, batch_sizes: Sequence[int], most_bytes: int) -> list[Setting]:
@@ -92,10 +110,16 @@ def _price(forecast: Forecast) -> tuple[bool, int, int, float]:
     return setting.codec is not None, setting.workers, forecast.memory_bytes, forecast.epoch_s
 
 
-def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
-    """Return arguments of torch's DataLoader with a number in place of ``num_workers="auto"``.
+# --------------------------------------------------------------------------------------------------- the number of workers
 
-    If it is 0, arguments that torch refuses without workers are left out.
+
+def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
+    """Return arguments of torch's DataLoader with a number in place of ``num_workers="auto"``, and log why.
+
+    It is the smallest number with which an epoch is predicted to be as fast as it can be if the training step takes no time;
+    never more than there are CPUs. The costs of samples and batches are measured for up to 10 s. An iterable dataset gets 0
+    workers, because each would yield all samples. A dataset that cannot be measured gets one for each CPU, at most 8. If it is
+    0, arguments that torch refuses without workers are left out.
 
     Args:
         arguments: of the constructor, without default values; "self" and "dataset" are left out of the result.
@@ -103,42 +127,28 @@ def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader:
     chosen = {name: value for name, value in arguments.items() if name not in ("self", "dataset")}
     size = chosen.get("batch_size", getattr(chosen.get("batch_sampler"), "batch_size", 1))
     size = size if isinstance(size, int) and size > 0 else 1
-    chosen["num_workers"] = choose_workers(dataset, size, chosen.get("collate_fn"), make_loader)
+    chosen["num_workers"], reason = _choose_number(dataset, size, chosen.get("collate_fn"), make_loader)
+    logger.info("num_workers='auto' chooses %d: %s", chosen["num_workers"], reason)
     if not chosen["num_workers"]:
         for name in ("persistent_workers", "multiprocessing_context"):
             chosen.pop(name, None)
     return chosen
 
 
-def choose_workers(
-    dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None, make_loader: MakeLoader
-) -> int:
-    """Return the number of workers for a loader, for ``num_workers="auto"``, and log why.
-
-    It is the smallest number with which an epoch is predicted to be as fast as it can be if the training step takes no time;
-    never more than there are CPUs. The costs of samples and batches are measured for up to 10 s. An iterable dataset gets 0
-    workers, because each would yield all samples. A dataset that cannot be measured gets one for each CPU, at most 8.
-    """
-    workers, reason = _choose(dataset, batch_size, collate_fn, make_loader)
-    logger.info("num_workers='auto' chooses %d: %s", workers, reason)
-    return workers
-
-
-def _choose(
+def _choose_number(
     dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None, make_loader: MakeLoader
 ) -> tuple[int, str]:
     if isinstance(dataset, IterableDataset):
         return 0, "the dataset is iterable, and each worker would yield all of its samples"
     if multiprocessing.current_process().daemon:
         return 0, "this process is daemonic, and may not start workers"
-    fallback, cores = min(count_cores(), _FALLBACK), count_cores()
+    cores = count_cores()
+    fallback = min(cores, _FALLBACK)
     cached = dataset if isinstance(dataset, CachedDataset) else None
     source = dataset if cached is None else cached.dataset
-    if _holds_cache(source):
+    if holds_cache(source):
         return fallback, "the dataset wraps a CachedDataset, which is not measured"
-    codec: str | None = None
-    if cached is not None and isinstance(cached.cache, RaggedCache):
-        codec = cached.cache.codec
+    codec = cached.cache.codec if cached is not None and isinstance(cached.cache, RaggedCache) else None
     try:
         if not len(source):
             return 0, "the dataset has no samples"
@@ -167,8 +177,8 @@ def _choose(
     )
 
 
-def _holds_cache(dataset: Any) -> bool:
-    """Whether a dataset gets samples from a `CachedDataset`."""
+def holds_cache(dataset: Any) -> bool:
+    """Return whether a dataset gets samples from a `CachedDataset`."""
     for _ in range(32):
         if isinstance(dataset, CachedDataset):
             return True
@@ -178,9 +188,139 @@ def _holds_cache(dataset: Any) -> bool:
     return False
 
 
-def check_length(dataset: Any) -> None:
-    """Raise DatasetError if a dataset has no samples, or is a `CachedDataset`."""
-    if _holds_cache(dataset):
-        raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
-    if not len(dataset):
-        raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")
+# --------------------------------------------------------------------------------------------------- threads or processes
+
+
+def choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> str:
+    """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
+    method, reason = _choose_method(dataset, hooks, trial)
+    if method == "multiprocessing" and trial.stalls(layers(dataset)[-1]):
+        method, reason = "thread", "forked processes would stall"
+    logger.info("worker_method='auto' chooses %r: %s", method, reason)
+    return method
+
+
+def _choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> tuple[str, str]:
+    if attribute_of(dataset, "thread_safe") is False:
+        return "multiprocessing", "the dataset has thread_safe = False"
+    if isinstance(dataset, IterableDataset) or has_state(dataset) or holds_generator(dataset):
+        return "multiprocessing", "the dataset is iterable, or has a state or a generator of its own"
+    if hooks:
+        return "multiprocessing", "sample_seed has hooks, which may set objects that threads share"
+    handle = find_open_handle(dataset) or find_running(dataset)
+    if handle is not None:
+        return "multiprocessing", f"threads would share {handle}"
+    cached = next((layer for layer in layers(dataset) if isinstance(layer, CachedDataset)), None)
+    share = 0.0 if cached is None or cached.is_transformed else cached.cache.stats().fill_fraction
+    if share >= _CACHED:
+        return "thread", f"{share:.0%} of the samples are cached"
+    if (os.cpu_count() or 1) < 2:
+        return "thread", "there is one CPU"
+    speed_up = trial.speed_up(dataset)
+    if speed_up is None:
+        return "multiprocessing", "threads could not be tried"
+    if trial.draws:
+        return "multiprocessing", "samples draw from the global random number generators, which threads share"
+    better = speed_up >= _SPEED_UP and trial.held <= _MOST_HELD
+    reason = f"one thread holds the GIL for {trial.held:.0%} of its time, two make {speed_up:.2f} times as many samples"
+    return "thread" if better else "multiprocessing", reason
+
+
+class GilTrial:
+    """Measures once, for all iterators of a loader, how many samples two threads make in the time of one.
+
+    Args:
+        forks: whether worker processes of the loader are forked.
+
+    Attributes:
+        held: the share of its time for which one thread holds the GIL.
+        draws: whether samples draw from the global random number generators.
+    """
+
+    def __init__(self, forks: bool = False) -> None:
+        self._tried, self.held, self.draws = False, 0.0, False
+        self._speed_up: float | None = None
+        self._stalls = None if forks else False
+
+    def speed_up(self, dataset: Any) -> float | None:
+        """Return the speed-up of two threads over one; None if it could not be measured."""
+        if not self._tried:
+            self._tried = True
+            try:
+                found = list(in_children([partial(_measure, dataset)], dataset, _PATIENCE_S))
+            except Exception as error:  # of a sample: it is raised again when the sample is requested
+                logger.debug("threads could not be tried: %s", str(error))
+            else:
+                self.draws = _DRAWS in found
+                rounds = [numbers for numbers in found if numbers != _DRAWS]
+                alone_s, together_s, held, looks = (sum(numbers) for numbers in zip((0.0,) * 4, *rounds, strict=True))
+                self._speed_up = 2 * alone_s / together_s if together_s > 0 else None
+                self.held = held / max(1, looks)
+        return self._speed_up
+
+    def stalls(self, dataset: Any) -> bool:
+        """Return whether forked processes that load samples would stall."""
+        if self._stalls is None:
+            self._stalls = self._speed_up is None and would_stall(dataset)
+        return self._stalls
+
+
+def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
+    """Yield the seconds of one thread and of two in each round, the looks that found the GIL held, and all looks.
+
+    And `_DRAWS`, if samples draw random numbers.
+
+    Runs in a child process.
+    """
+    datasets = copy_dataset(dataset), copy_dataset(dataset)
+    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+    sys.setswitchinterval(_ROUND_S / 10)  # else a round is too short for threads to take turns
+    began, monitor = time.perf_counter(), RngMonitor()
+    for mine in datasets:  # opens files
+        mine[order.pop()]
+    if monitor.changed():
+        yield _DRAWS
+    cost_s = (time.perf_counter() - began) / 2
+    count, rounds = max(1, int(_ROUND_S / max(cost_s, 1e-7))), 0
+    while rounds < _ROUNDS or time.perf_counter() - began < _TRIAL_S:
+        count = min(count, len(order) // 4)
+        if not count:
+            return
+        parts = [[order.pop() for _ in range(count)] for _ in range(4)]
+        yield _time(datasets[:1], parts), _time(datasets, parts[1:3]), *_sample_gil(datasets[0], parts[3])
+        rounds += 1
+
+
+def _time(datasets: Sequence[Any], parts: list[list[int]]) -> float:
+    """Return the mean time in which threads, one for each dataset, load their parts."""
+    ready, begin, began = threading.Semaphore(0), threading.Event(), 0.0
+    before_s: dict[int, float] = {}
+
+    def load(dataset: Any, part: list[int]) -> float:
+        own, cpu_s = threading.get_native_id(), time.thread_time()
+        before_s[own] = 0.0
+        ready.release()
+        begin.wait()
+        for idx in part:
+            dataset[idx]
+        ended, queued_s = time.perf_counter(), queued_seconds(own)
+        return max(ended - began - (queued_s - before_s[own]), time.thread_time() - cpu_s)
+
+    with ThreadPoolExecutor(len(datasets)) as threads:
+        took_s = [threads.submit(load, *arguments) for arguments in zip(datasets, parts, strict=False)]
+        for _ in datasets:
+            ready.acquire()
+        before_s.update({thread: queued_seconds(thread) for thread in before_s})  # to subtract later waits for a CPU
+        began = time.perf_counter()
+        begin.set()
+        return statistics.mean(took.result() for took in took_s)
+
+
+def _sample_gil(dataset: Any, part: list[int]) -> tuple[int, int]:
+    """Look at the GIL while a thread loads samples. Return how often it was held, and the number of looks."""
+    with ThreadPoolExecutor(1) as threads:
+        loaded, found = threads.submit(lambda: [dataset[idx] for idx in part] and None), list[bool]()
+        while not loaded.done():
+            found.append(look()[1])
+        loaded.result()
+    return sum(found), len(found)

@@ -1,5 +1,8 @@
 """Predict the seconds of an epoch for a setting, from measured costs. The result depends on the arguments only.
 
+A *load* makes one sample from the dataset. A *way* is the path of samples into batches: from the cache, with a codec or without
+one; or from the dataset (`UNCACHED`).
+
 NOTE [ An epoch as events ]
     An epoch is simulated batch by batch. Worker w makes the batches w, w + W, w + 2 W, ... of W workers, as torch's DataLoader
     gives them out, and has at most ``prefetch_factor`` of them that the main process has not taken. Batches come in order: the
@@ -10,17 +13,18 @@ NOTE [ An epoch as events ]
     Of a long epoch only the first batches are simulated; it goes on at the rate of the second half of them. A short one is
     simulated several times, and the mean is taken. The loads of batches are drawn from the measured ones with a fixed seed, and
     rescaled to their mean.
+
+    Where all batches are alike, W workers that need c seconds each for a batch deliver one every c / W seconds. If that is
+    longer than the step, the main process waits for the difference (`steady_wait_s`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from stocache.observe.costs import UNCACHED, BatchCosts, Costs
 
 PREFETCH = 2  # torch's default
 
@@ -30,6 +34,126 @@ _Seconds: TypeAlias = NDArray[np.float64]
 _PLAYED = 160  # batches, and at least four of each worker
 _EPOCHS = 8  # that are simulated at most, if they are short: which worker gets the slow batches matters then
 _TINY_S = 1e-12
+
+
+UNCACHED = "uncached"
+"""The way of samples that are not cached. Its costs are those of batches without the loads."""
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """The costs of batches with a number of workers: a part for each sample, and a part for each batch.
+
+    Attributes:
+        sample_s, batch_s: CPU seconds of the worker; without workers, of the main process.
+        main_sample_s, main_batch_s: CPU seconds of the main process; 0 without workers.
+        start_s, start_sample_s: seconds that an epoch takes beyond the model, with persistent workers.
+        wake_s: seconds for which a worker waits for each batch.
+
+    A batch of n samples costs ``batch_s + n * sample_s``. ``batch_s`` may be negative: samples of large batches cost more.
+    An epoch of such batches takes ``start_s + n * start_sample_s`` beyond the model, which may be negative, too.
+    """
+
+    sample_s: float
+    batch_s: float
+    main_sample_s: float = 0.0
+    main_batch_s: float = 0.0
+    start_s: float = 0.0
+    start_sample_s: float = 0.0
+    wake_s: float = 0.0
+
+    def start_of(self, batch_size: int) -> float:
+        """Return the seconds that an epoch takes beyond the model, with this batch size."""
+        return self.start_s + batch_size * self.start_sample_s
+
+    def mixed(self, other: "BatchCosts", share: float) -> "BatchCosts":
+        """Return the costs of batches of which ``share`` is as ``other``, and the rest as this one."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return BatchCosts(*(one + share * (another - one) for one, another in pairs))
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """The costs of one way.
+
+    Attributes:
+        by_workers: the costs of batches, by the number of workers.
+        sample_bytes: bytes of a sample in the cache.
+        extra_bytes: further bytes of the cache for each sample of the dataset.
+        fill_s: CPU seconds to put one sample into the cache.
+    """
+
+    by_workers: Mapping[int, BatchCosts]
+    sample_bytes: float = 0.0
+    extra_bytes: float = 0.0
+    fill_s: float = 0.0
+
+    def at(self, workers: int) -> BatchCosts:
+        """Return the costs for a number of workers: interpolated between measured ones; beyond them, those of the nearest."""
+        if workers in self.by_workers or not workers:
+            return self.by_workers[workers]
+        known = sorted(number for number in self.by_workers if number)
+        low = max((number for number in known if number < workers), default=known[0])
+        high = min((number for number in known if number > workers), default=known[-1])
+        share = (workers - low) / (high - low) if high > low else 0.0
+        return self.by_workers[low].mixed(self.by_workers[high], share)
+
+    def nbytes(self, samples: int) -> float:
+        """Return the bytes of a cache for ``samples`` samples."""
+        return samples * (self.sample_bytes + self.extra_bytes)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The measured costs of a dataset on a machine.
+
+    Attributes:
+        samples: samples of the dataset.
+        cores: CPUs that this process may use.
+        loads_s: seconds of each load that was timed: of a sample that was loaded before, with one process at work.
+        cpu_share: the share of that time for which the process was on a CPU; for the rest it waited.
+        busy_ratio: CPU time of a load while all CPUs load, divided by that of a load alone.
+        cold_ratio: time of the first load of a sample, divided by that of a later one.
+        batch_sizes: the smallest and the largest that were measured.
+        ways: the costs of batches: `UNCACHED`, and by codec, of which None is the cache without a codec.
+        batch_bytes: bytes of one sample in a batch.
+        worker_start_s: seconds to start one worker.
+        thread_speed_up: samples that two threads make in the time of one; None if it was not measured.
+        gil_share: the share of its time for which a thread that loads holds the GIL.
+        timed: number of loads that were timed.
+        has_transform: whether transforms of the dataset run after the cache. They are part of each way.
+        took_s: seconds that measuring took.
+        missing: the measurements that failed, and why; a sentence each.
+        stalls: whether forked workers would stall.
+    """
+
+    samples: int
+    cores: int
+    loads_s: tuple[float, ...]
+    ways: Mapping[str | None, WayCosts]
+    batch_sizes: tuple[int, int] = (1, 1 << 30)
+    cpu_share: float = 1.0
+    busy_ratio: float = 1.0
+    cold_ratio: float = 1.0
+    batch_bytes: float = 0.0
+    worker_start_s: float = 0.0
+    thread_speed_up: float | None = None
+    gil_share: float = 0.0
+    timed: int = 0
+    has_transform: bool = False
+    took_s: float = 0.0
+    missing: tuple[str, ...] = ()
+    stalls: bool = False
+
+    @property
+    def load_s(self) -> float:
+        """The mean seconds of a load."""
+        return sum(self.loads_s) / len(self.loads_s)
+
+    def contention(self, workers: int) -> float:
+        """Return the CPU time of a load while ``workers`` workers load, divided by that of a load alone."""
+        others = max(1, self.cores - 1)
+        return 1 + (self.busy_ratio - 1) * min(max(workers, 1) - 1, others) / others
 
 
 @dataclass(frozen=True)
@@ -122,18 +246,15 @@ def _draw_epoch(
     loads_s: _Seconds = _draw(rng, costs.loads_s, missing) * (costs.cold_ratio if cold else 1.0)
     way = costs.ways.get(setting.codec, costs.ways[UNCACHED])  # the same where nothing is cached
     hit, miss = way.at(workers), costs.ways[UNCACHED].at(workers)
-    cpu_s: _Seconds = loads_s * costs.cpu_share * costs.contention(workers)
-    wait_s: _Seconds = loads_s * (1 - costs.cpu_share)
-    cpu_s = cpu_s + missing * miss.sample_s + (sizes - missing) * hit.sample_s
     missed_part = float(missing.sum() / sizes.sum())
-    cpu_s += missed_part * miss.batch_s + (1 - missed_part) * hit.batch_s
-    wait_s = wait_s + missed_part * miss.wake_s + (1 - missed_part) * hit.wake_s
-    cpu_s = np.maximum(0.0, cpu_s)
+    batch = hit.mixed(miss, missed_part)
+    cpu_s: _Seconds = loads_s * costs.cpu_share * costs.contention(workers)
+    cpu_s = np.maximum(0.0, cpu_s + missing * miss.sample_s + (sizes - missing) * hit.sample_s + batch.batch_s)
     if cold:
         cpu_s += missing * share * way.fill_s
-    main_s = _main_s(miss, sizes) * missed_part + _main_s(hit, sizes) * (1 - missed_part)
-    near = min(max(size, costs.batch_sizes[0]), costs.batch_sizes[1])
-    start_s = missed_part * miss.start_of(near) + (1 - missed_part) * hit.start_of(near)
+    wait_s: _Seconds = loads_s * (1 - costs.cpu_share) + batch.wake_s
+    main_s: _Seconds = np.maximum(0.0, batch.main_batch_s + batch.main_sample_s * sizes)
+    start_s = batch.start_of(min(max(size, costs.batch_sizes[0]), costs.batch_sizes[1]))
     if not workers:
         each_s = cpu_s + wait_s
         busy_s = float(each_s.sum()) * costs.samples / float(sizes.sum())
@@ -145,11 +266,6 @@ def _draw_epoch(
         total_s += (batches - played) * (taken_s[-1] - taken_s[half - 1]) / (played - half)
     total_s = max(total_s + start_s, total_s / 2, batches * step_s)
     return total_s, max(0.0, total_s - batches * step_s)
-
-
-def _main_s(costs: BatchCosts, sizes: _Counts) -> _Seconds:
-    each: _Seconds = np.maximum(0.0, costs.main_batch_s + costs.main_sample_s * sizes)
-    return each
 
 
 def _spread(drawn: _Counts, sizes: _Counts, share: float) -> _Counts:
@@ -197,51 +313,41 @@ def simulate(
         step_s: seconds of the step after each batch, which uses no CPU time.
     """
     cpu, wait, main = (list(map(float, each)) for each in (cpu_s, wait_s, main_s))
+    on_cpu = [cpu[batch] / max(cpu[batch] + wait[batch], _TINY_S) for batch in range(len(cpu))]  # shares of their time
     count, now, ends = len(cpu), 0.0, list[float]()
     issued, done = min(count, prefetch_factor * workers), [False] * count
     begun = list(range(workers))  # for each worker, the batch that it makes, or will make next
-    left = [0.0] * workers  # of that batch: the share that is still to be made
-    active = [False] * workers
-    taking, main_left, step_left, at = False, 0.0, 0.0, 0
-    while at < count:
+    left: dict[int, float] = {}  # for each worker that makes a batch: the share that is still to be made
+    taking, main_left, step_left = False, 0.0, 0.0
+    while len(ends) < count:
         for worker in range(workers):
-            if not active[worker] and begun[worker] < issued:
-                active[worker], left[worker] = True, 1.0
-        if not taking and step_left <= 0 and done[at]:
-            taking, main_left = True, main[at]
-        needed = float(taking)
-        for worker in range(workers):
-            if active[worker]:
-                batch = begun[worker]
-                needed += cpu[batch] / max(cpu[batch] + wait[batch], _TINY_S)
-        slower = max(1.0, needed / cores)
-        next_s = math.inf
-        if taking:
-            next_s = main_left * slower
-        elif step_left > 0:
-            next_s = step_left
-        times_s = [0.0] * workers
-        for worker in range(workers):
-            if active[worker]:
-                batch = begun[worker]
-                times_s[worker] = max(_TINY_S, cpu[batch] * slower + wait[batch])
-                next_s = min(next_s, left[worker] * times_s[worker])
+            if worker not in left and begun[worker] < issued:
+                left[worker] = 1.0
+        if not taking and step_left <= 0 and done[len(ends)]:
+            taking, main_left = True, main[len(ends)]
+        slower = max(1.0, (taking + sum(on_cpu[begun[worker]] for worker in left)) / cores)
+        takes_s = {worker: max(_TINY_S, cpu[begun[worker]] * slower + wait[begun[worker]]) for worker in left}
+        main_s_left = main_left * slower if taking else step_left if step_left > 0 else math.inf
+        next_s = min([main_s_left, *(left[worker] * took_s for worker, took_s in takes_s.items())])
         now += next_s
-        for worker in range(workers):
-            if active[worker]:
-                left[worker] -= next_s / times_s[worker]
-                if left[worker] <= 1e-9:
-                    active[worker], done[begun[worker]] = False, True
-                    begun[worker] += workers
+        for worker, took_s in takes_s.items():
+            left[worker] -= next_s / took_s
+            if left[worker] <= 1e-9:
+                del left[worker]
+                done[begun[worker]] = True
+                begun[worker] += workers
         if taking:
             main_left -= next_s / slower
             if main_left <= _TINY_S:
-                taking, step_left = False, step_s
-                issued = min(count, issued + 1)
-                at, ended = at + 1, now + step_s
-                ends.append(ended)
+                taking, step_left, issued = False, step_s, min(count, issued + 1)
+                ends.append(now + step_s)
         elif step_left > 0:
             step_left -= next_s
             if step_left <= _TINY_S:
                 step_left = 0.0
     return ends
+
+
+def steady_wait_s(batch_s: float, workers: int, step_s: float) -> float:
+    """Return the wait for each of many equal batches, which cost a worker ``batch_s`` each; see NOTE [ An epoch as events ]."""
+    return max(0.0, batch_s / workers - step_s) if workers else batch_s

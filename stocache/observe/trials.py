@@ -1,34 +1,126 @@
-"""Run short epochs of the real loader over samples in memory, cached and not."""
+"""Time loads of samples, and run short epochs of the real loader over samples in memory, cached and not.
 
+The process that does it is a child: see `stocache.system.children`.
+"""
+
+import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import CodecError, SampleError
-from stocache.observe.costs import UNCACHED
+from stocache.observe.model import UNCACHED
 from stocache.samples.codecs import Codec
 from stocache.system.limits import MIB
 from stocache.system.waiting import cpu_seconds
 
+LoadMany = Callable[[list[int]], Iterable[Any]]
+"""Called with indices. Returns, or yields, their samples."""
+
 MakeLoader = Callable[..., Any]
 """Makes a DataLoader from a dataset and the arguments of torch's DataLoader."""
+
+_MOST_TOGETHER = 32  # groups
+_WARM_UP_LOADS = 16  # samples
 
 CACHE_BYTES = 160 * MIB  # of a cache to measure: more than the CPU caches hold
 _FILL_S = 0.8  # to fill one
 _ROUND_S, _ROUNDS = 0.1, 3  # at least, for the epochs of one setting
 _WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed; and seconds, up to which there are 3 more for each worker
 _CHUNK = 32  # samples that are put into a cache together
+
+
+# ---------------------------------------------------------------------------------------------------- loads
+
+
+class Loads(NamedTuple):
+    """The times of some loads.
+
+    Attributes:
+        indices: the samples.
+        first_s: the seconds of each, when it was loaded first; empty if that was not timed.
+        again_s: the seconds of each, when it was loaded again; empty if there was no time for that.
+        cpu_s: CPU seconds of all of ``again_s``; without them, of ``first_s``.
+    """
+
+    indices: tuple[int, ...]
+    first_s: tuple[float, ...]
+    again_s: tuple[float, ...]
+    cpu_s: float
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The seconds of each, when it was loaded last."""
+        return self.again_s or self.first_s
+
+
+def time_loads(
+    load_many: LoadMany, indices: Sequence[int], group: int, budget_s: float, keep: Callable[[Any], None]
+) -> Iterator[Loads]:
+    """Load each sample twice, for ``budget_s``; at least one sample once. Yield the loads of some samples together.
+
+    Args:
+        group: samples for each call of ``load_many``.
+        keep: called with each sample.
+
+    A sample is loaded again after up to 31 others, as in an epoch, where it is not in the CPU caches.
+    """
+    began, most, left, longest_s = time.perf_counter(), 1, iter(indices), 0.0
+    while part := tuple(islice(left, most * group)):
+        if longest_s and time.perf_counter() - began + longest_s > budget_s:
+            return
+        first_s, cpu_s = _time(load_many, part, group, keep)
+        again_s: tuple[float, ...] = ()
+        if time.perf_counter() - began + sum(first_s) <= budget_s:
+            again_s, cpu_s = _time(load_many, part, group)
+        longest_s = sum(first_s) + sum(again_s)
+        if most < _MOST_TOGETHER and longest_s < budget_s / 16:
+            most, longest_s = 2 * most, 2 * longest_s
+        yield Loads(part, first_s, again_s, cpu_s)
+
+
+def time_busy_loads(load_many: LoadMany, parts: Sequence[Sequence[int]], group: int, budget_s: float) -> Iterator[Loads]:
+    """Load ``parts`` for ``budget_s``, while other processes load other samples. Yield one item for each part.
+
+    The first loads are not timed: a forked process copies the pages that it writes to.
+    """
+    began = time.perf_counter()
+    _time(load_many, parts[0][:_WARM_UP_LOADS], 1, until=began + budget_s / 10)
+    for part in parts:
+        again_s, cpu_s = _time(load_many, part, group, until=began + budget_s)
+        yield Loads(tuple(part[: len(again_s)]), (), again_s, cpu_s)
+
+
+def _time(
+    load_many: LoadMany,
+    indices: Sequence[int],
+    group: int,
+    keep: Callable[[Any], None] = lambda sample: None,
+    until: float = math.inf,
+) -> tuple[tuple[float, ...], float]:
+    """Return the seconds of each load, and the CPU seconds. The time of a call is divided evenly among its samples."""
+    seconds, left, cpu_s = list[float](), iter(indices), time.process_time()
+    while time.perf_counter() < until and (part := list(islice(left, group))):
+        began = time.perf_counter()
+        samples = list(load_many(part))
+        seconds += [(time.perf_counter() - began) / len(part)] * len(part)
+        for sample in samples:
+            keep(sample)
+    return tuple(seconds), time.process_time() - cpu_s
+
+
+# ---------------------------------------------------------------------------------------------------- epochs
 
 
 class FilledCache(NamedTuple):
@@ -144,21 +236,31 @@ def run_epochs(
                     for way, dataset, collate_fn in datasets:
                         if time.monotonic() > trials.until:
                             return
-                        yield _run(way, dataset, workers, size, collate_fn, trials.make_loader)
+                        options = {"batch_size": size, "persistent_workers": workers > 0, "collate_fn": collate_fn}
+                        loader = trials.make_loader(dataset, shuffle=True, num_workers=workers, **options)
+                        times = _run(loader, workers)
+                        _end(loader, workers)
+                        yield EpochRun(way, workers, size, len(dataset), *times)
 
 
 def _prepare(
     way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
 ) -> tuple[CachedDataset, FilledCache, Callable[[list[Any]], Any]]:
     """Return a dataset for a way, with its cache filled, the costs of filling it, and the collate function."""
+
+    def cached(length: int, finish: Callable[[Any], Any] | None) -> CachedDataset:
+        options: Any = {"codec": None if way == UNCACHED else way, "allow_pickle": trials.allow_pickle}
+        return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, split=False, audit=0, **options)
+
     about, least = max(1, nbytes_of(samples[0])), 2 * max(trials.batch_sizes)
     length = max(least, min(trials.most, trials.cache_bytes // about))
     limit = 0 if way == UNCACHED else 4 * trials.cache_bytes + 2 * length * about
     if limit:
-        with _cached(samples, length, limit, None, way, trials.allow_pickle) as first:
-            length = min(length, max(least, _length_for(first, samples)))
-    dataset = _cached(samples, length, limit, finish, way, trials.allow_pickle)
-    fill_s = _fill(dataset, samples, range(length)) / length if limit else 0.0
+        with cached(length, None) as first:
+            each_s = _fill(first, samples, min(16, length))
+        length = min(length, max(least, int(_FILL_S / max(each_s, 1e-9))))
+    dataset = cached(length, finish)
+    fill_s = _fill(dataset, samples, length) if limit else 0.0
     stats = dataset.cache.stats()
     shared = isinstance(dataset.cache, SharedCache)  # whose capacity is that of all samples, if the limit is more
     extra = 0.0 if not limit else 1.0 if shared else (limit - stats.capacity_bytes) / length
@@ -167,27 +269,13 @@ def _prepare(
     return dataset, FilledCache(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
 
 
-def _cached(
-    samples: Sequence[Any], length: int, limit: int, finish: Callable[[Any], Any] | None, way: str | None, allow_pickle: bool
-) -> CachedDataset:
-    options: Any = {"codec": None if way == UNCACHED else way, "split": False, "audit": 0, "allow_pickle": allow_pickle}
-    return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, **options)
-
-
-def _length_for(dataset: CachedDataset, samples: Sequence[Any]) -> int:
-    """Return how many samples can be put into a cache in `_FILL_S`."""
-    count = min(16, len(dataset))
-    took_s = _fill(dataset, samples, range(count)) / max(1, count)
-    return int(_FILL_S / max(took_s, 1e-9))
-
-
-def _fill(dataset: CachedDataset, samples: Sequence[Any], indices: range) -> float:
-    """Put samples into the cache. Return the CPU seconds."""
-    cpu_s, count = time.process_time(), len(samples)
-    for start in range(0, len(indices), _CHUNK):
-        some = list(indices[start : start + _CHUNK])
-        dataset.cache.get_or_load_many(some, lambda wanted: [samples[idx % count] for idx in wanted], copy=False, strict=False)
-    return time.process_time() - cpu_s
+def _fill(dataset: CachedDataset, samples: Sequence[Any], count: int) -> float:
+    """Put the first ``count`` samples into the cache. Return the CPU seconds of each."""
+    cpu_s, load_many = time.process_time(), lambda wanted: [samples[idx % len(samples)] for idx in wanted]
+    for start in range(0, count, _CHUNK):
+        some = list(range(start, min(start + _CHUNK, count)))
+        dataset.cache.get_or_load_many(some, load_many, copy=False, strict=False)
+    return (time.process_time() - cpu_s) / max(1, count)
 
 
 def _collate_for(samples: list[Any]) -> Callable[[list[Any]], Any]:
@@ -199,17 +287,8 @@ def _collate_for(samples: list[Any]) -> Callable[[list[Any]], Any]:
     return default_collate
 
 
-def _run(
-    way: str | None,
-    dataset: CachedDataset,
-    workers: int,
-    size: int,
-    collate_fn: Callable[[list[Any]], Any],
-    make_loader: MakeLoader,
-) -> EpochRun:
-    loader = make_loader(
-        dataset, batch_size=size, shuffle=True, num_workers=workers, persistent_workers=workers > 0, collate_fn=collate_fn
-    )
+def _run(loader: Any, workers: int) -> tuple[float, float, float, float]:
+    """Return the seconds of an epoch, the CPU seconds of main process and workers in it, and the seconds to the first batch."""
     began, begin_s = time.perf_counter(), 0.0
     for number in range(_WARM_UP + 3 * workers):  # a worker gets other samples in each epoch, and maps their memory then
         if number >= _WARM_UP and time.perf_counter() - began > _WARM_UP_S:
@@ -226,25 +305,21 @@ def _run(
         seconds.append(time.perf_counter() - began)
     count = len(seconds)
     main_s, workers_s = (time.process_time() - main_s) / count, (cpu_seconds(pids) - workers_s) / count
-    _end(loader, workers)
-    return EpochRun(way, workers, size, len(dataset), statistics.median(seconds), main_s, workers_s, begin_s)
+    return statistics.median(seconds), main_s, workers_s, begin_s
 
 
 def _end(loader: Any, workers: int) -> None:
     """End the workers of a loader, and wait until they have ended."""
     if workers:
         loader._iterator = None
-        children = multiprocessing.active_children()
-        del loader
-        for child in children:
+        for child in multiprocessing.active_children():
             child.join(5)
 
 
 def nbytes_of(value: Any) -> int:
     """Return the approximate number of bytes of the values in a sample or a batch."""
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return sum(leaf.nbytes if isinstance(leaf, Tensor) or hasattr(leaf, "nbytes") else _plain_bytes(leaf) for leaf in leaves)
-
-
-def _plain_bytes(leaf: Any) -> int:
-    return len(leaf) if isinstance(leaf, str | bytes | bytearray) else 8
+    count = 0
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        text = isinstance(leaf, str | bytes | bytearray)
+        count += leaf.nbytes if hasattr(leaf, "nbytes") else len(leaf) if text else 8
+    return count

@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import WorkerError
+from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord
 from stocache.observe.recording.spans import RECEIVE, span
 from stocache.ring.fork_tracker import ForkTracker
 from stocache.ring.pickling import RingPickler, pack, unpack
@@ -84,10 +85,10 @@ class Ring:
 
     Attributes:
         received: batches that came through the ring.
-        on_receive: called with the nanoseconds that packing and unpacking each batch took; None if that is not wanted.
+        record: where the senders and the receiver record how long that takes; None if it is not recorded.
     """
 
-    on_receive: Callable[[int], None] | None = None
+    record: TimingRecord | None = None
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
@@ -115,10 +116,11 @@ class Ring:
         _rings[key] = self
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.key, self.lanes, self.depth, self._segment
+        return self.record, self.key, self.lanes, self.depth, self._segment
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._assemble(*state)
+        self.record, *own = state
+        self._assemble(*own)
         self._pid = 0  # another process made it
 
     def last_request_of(self, pid: int) -> int | None:
@@ -452,8 +454,8 @@ def _receive(packing_ns: int, key: str, *content: Any) -> Any:
     began, ring = time.perf_counter_ns(), ring_of(key)
     with span(RECEIVE):
         batch = ring.receive(*content)
-    if ring.on_receive is not None:
-        ring.on_receive(packing_ns + time.perf_counter_ns() - began)
+    if ring.record is not None:
+        ring.record.main.add_later(HAND_OVER_NS, packing_ns + time.perf_counter_ns() - began)
     return batch
 
 
@@ -469,8 +471,8 @@ def _receive_fallback(
     with span(RECEIVE):
         batch = unpack(payload, memoryview(memory), places)
     ring.record_fallback(reason)
-    if ring.on_receive is not None:
-        ring.on_receive(packing_ns + time.perf_counter_ns() - began)
+    if ring.record is not None:
+        ring.record.main.add_later(HAND_OVER_NS, packing_ns + time.perf_counter_ns() - began)
     return batch
 
 

@@ -20,6 +20,7 @@ from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
 from stocache.samples.record_encoder import PackedRecord
 from stocache.system.describe import difference
+from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size
 from stocache.transforms.dataset_tree import DatasetTree, find_leaves
 from stocache.transforms.encoded import open_loader
@@ -509,7 +510,7 @@ def _figures(option: Option, options: Sequence[Option]) -> str:
         return ""
     named = {"this": option, "the latest": options[0], "the smallest": min(options, key=lambda other: other.size)}
     figures = [
-        f"{name} cut caches {format_size(other.size)} a sample and saves {other.saved_s * 1e3:.3g} ms"
+        f"{name} cut caches {format_size(other.size)} a sample and saves {format_seconds(other.saved_s)}"
         for name, other in named.items()
         if name == "this" or other != option
     ]

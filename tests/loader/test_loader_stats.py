@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import multiprocessing
+import re
 import time
 from types import SimpleNamespace
 
@@ -181,7 +182,7 @@ def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers)
 
 def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
     judged = []
-    monkeypatch.setattr(epochs, "judge", lambda facts: judged.append(facts) or Verdict("source", 0.5, "loading is slow"))
+    monkeypatch.setattr(epochs, "judge", lambda *both: judged.append(both) or Verdict("source", 0.5, "loading is slow"))
     with CachedDataset(Images(), 1, probe=0) as dataset, caplog.at_level(logging.INFO, "stocache"):
         loader = stocache.DataLoader(dataset, 5)
         assert loader.stats().verdict is None
@@ -189,9 +190,11 @@ def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
         verdict = loader.stats().verdict
         assert str(verdict) == "loading is slow"
         assert verdict is loader.stats().epochs[0].verdict
-        assert "epoch 1: loading is slow" in caplog.messages
-        facts = judged[0]
-        assert (facts.batches, facts.samples, facts.misses, facts.workers, facts.starts_workers) == (10, N, N, 0, False)
+        requests = f"{N} samples requested, 0.0 % from the cache, {N} read from the dataset, {N} newly cached"
+        (line,) = [message for message in caplog.messages if message.startswith("epoch")]
+        assert re.fullmatch(rf"epoch 1: {requests}, \d+\.\d s; loading is slow", line)
+        stats, facts = judged[0]
+        assert (stats.batches, stats.samples, stats.misses, facts.workers, facts.starts_workers) == (10, N, N, 0, False)
         cache = facts.cache()
         assert (cache.fills, cache.filled, cache.dataset_len, cache.sample_bytes) == (N, N, N, dataset.stats().total.slot_bytes)
         assert cache.room_bytes > N * cache.sample_bytes

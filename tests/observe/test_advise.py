@@ -15,8 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.observe import measure, trials
-from stocache.observe.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.observe.model import Setting
+from stocache.observe.model import UNCACHED, BatchCosts, Costs, Setting, WayCosts
 from stocache.observe.trials import EpochRun, EpochTrials, FilledCache, SkippedWay, run_epochs
 
 CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None

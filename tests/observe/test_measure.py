@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from stocache import DatasetError
-from stocache.observe import loads, measure
-from stocache.observe.costs import UNCACHED, Costs, WayCosts
-from stocache.observe.loads import time_busy_loads, time_loads
+from stocache.observe import measure, trials
 from stocache.observe.measure import fit_costs
-from stocache.observe.model import Setting, predict, simulate
-from stocache.observe.trials import EpochRun, FilledCache, SkippedWay, nbytes_of
+from stocache.observe.model import UNCACHED, Costs, Setting, WayCosts, predict, simulate
+from stocache.observe.trials import EpochRun, FilledCache, SkippedWay, nbytes_of, time_busy_loads, time_loads
 from stocache.system.children import ChildError
 
 
@@ -47,7 +45,7 @@ class Slow:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (loads, measure):
+    for module in (trials, measure):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

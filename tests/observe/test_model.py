@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from stocache.observe.choice import candidates, limits_gib, rank, round_down, round_up, worker_counts
-from stocache.observe.costs import UNCACHED, BatchCosts, Costs, WayCosts
-from stocache.observe.model import Forecast, Setting, cached_share, predict, simulate
+from stocache.observe.choice import candidates, limits_gib, rank, worker_counts
+from stocache.observe.model import UNCACHED, BatchCosts, Costs, Forecast, Setting, WayCosts, cached_share, predict, simulate
+from stocache.system.figures import round_digits
 from stocache.system.limits import GIB, MIB
 
 FREE = BatchCosts(0.0, 0.0)
@@ -92,8 +92,8 @@ def test_limits_hold_all_samples_or_what_the_machine_gives_in_three_digits():
         assert shares[-1] == 1
         assert all(share < 1 for share in shares[:-1])
     for gib in (0.000123456, 0.0999, 0.1, 1.0, 123.456, 1000):
-        assert gib * 0.99 <= round_down(gib) <= gib <= round_up(gib) <= gib * 1.01
-        assert float(f"{round_up(gib):.3g}") == round_up(gib)
+        assert gib * 0.99 <= round_digits(gib, 3, up=False) <= gib <= round_digits(gib, 3, up=True) <= gib * 1.01
+        assert float(f"{round_digits(gib, 3, up=True):.3g}") == round_digits(gib, 3, up=True)
 
 
 def test_no_candidate_has_more_workers_than_processors_or_more_memory_than_there_is():

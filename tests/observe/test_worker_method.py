@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import stocache
 from stocache import CachedDataset, SampleSeed
-from stocache.observe import worker_method
-from stocache.observe.worker_method import GilTrial, choose_method
+from stocache.observe import choice
+from stocache.observe.choice import GilTrial, choose_method
 from tests.support.images import Images, N
 
 
@@ -25,7 +25,7 @@ def rounds(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
     def use(*found):
-        monkeypatch.setattr(worker_method, "in_children", lambda *_: iter(found))
+        monkeypatch.setattr(choice, "in_children", lambda *_: iter(found))
         return GilTrial()
 
     return use

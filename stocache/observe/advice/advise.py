@@ -13,13 +13,12 @@ from typing import Any
 from tqdm import tqdm
 
 from stocache.datasets.wrapping import check_dataset
-from stocache.errors import LimitError
+from stocache.errors import DatasetError, LimitError
 from stocache.loader.dataloader import DataLoader
-from stocache.observe.choice import candidates, check_length, rank
-from stocache.observe.costs import UNCACHED, Costs
+from stocache.observe.choice import GilTrial, candidates, holds_cache, rank
 from stocache.observe.measure import measure_costs
-from stocache.observe.model import Forecast, Setting, predict
-from stocache.observe.worker_method import GilTrial
+from stocache.observe.model import UNCACHED, Costs, Forecast, Setting, predict
+from stocache.system.figures import format_seconds, plural
 from stocache.system.limits import GIB, format_size, recommended_limit
 from stocache.system.ranks import is_first_rank
 
@@ -121,7 +120,10 @@ def advise(
     if not _is_number(time_limit_s) or time_limit_s <= 0:
         raise LimitError(f"time_limit_s={time_limit_s!r} must be a positive number of seconds.")
     check_dataset(dataset)
-    check_length(dataset)
+    if holds_cache(dataset):
+        raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
+    if not len(dataset):
+        raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")
     hidden = not progress or not is_first_rank()
     with tqdm(total=round(time_limit_s), unit="s", delay=1, disable=hidden, leave=False, bar_format=_BAR) as bar:
 
@@ -184,8 +186,7 @@ def _step_s(step_ms: float, size: int, first_size: int) -> float:
 def _advised(forecast: Forecast, cached: str, collate_fn: Any) -> Advised:
     """Return a setting; ``cached`` has more arguments of `CachedDataset`."""
     setting = forecast.setting
-    limit = setting.limit_bytes / GIB
-    limit = float(f"{limit:.3g}")
+    limit = float(f"{setting.limit_bytes / GIB:.3g}")
     dataset = "dataset"
     if setting.limit_bytes:
         codec = f", codec={setting.codec!r}" if setting.codec is not None else ""
@@ -203,13 +204,13 @@ def _describe(advice: Advice) -> list[str]:
     costs = advice.costs
     loads = sorted(costs.loads_s)
     cuts = statistics.quantiles(loads, n=20) if len(loads) > 1 else loads * 19
+    mean, median, most, longest = map(format_seconds, (costs.load_s, statistics.median(loads), cuts[18], loads[-1]))
     first = f", the first time {costs.cold_ratio:.2f} times as long" if costs.cold_ratio > 1 else ""
     lines = [
-        f"{advice.name}: {_samples(costs.samples)}, {format_size(costs.batch_bytes)} each in a batch. Measured for "
-        f"{costs.took_s:.0f} s, on {_samples(costs.timed)}, with {costs.cores} CPUs.",
-        f"  load      {_time(costs.load_s)} (median {_time(statistics.median(loads))}, 95 % {_time(cuts[18])}, longest "
-        f"{_time(loads[-1])}), {costs.cpu_share:.0%} of it CPU time{first}; with all CPUs busy "
-        f"{costs.busy_ratio:.2f} times the CPU time",
+        f"{advice.name}: {plural(costs.samples, 'sample')}, {format_size(costs.batch_bytes)} each in a batch. Measured for "
+        f"{costs.took_s:.0f} s, on {plural(costs.timed, 'sample')}, with {costs.cores} CPUs.",
+        f"  load      {mean} (median {median}, 95 % {most}, longest {longest}), {costs.cpu_share:.0%} of it CPU time{first}; "
+        f"with all CPUs busy {costs.busy_ratio:.2f} times the CPU time",
     ]
     for way, each in costs.ways.items():
         busy = each.at(costs.cores)
@@ -222,11 +223,11 @@ def _describe(advice: Advice) -> list[str]:
             plain = costs.ways.get(None)
             if way is not None and plain is not None and each.sample_bytes:
                 size += f" (ratio {plain.sample_bytes / each.sample_bytes:.2f})"
-            size += f", {_time(each.fill_s)} to fill, "
+            size += f", {format_seconds(each.fill_s)} to fill, "
         what = "batched" if way == UNCACHED else "read and batched"
         lines.append(
-            f"  {name:<9} {size}{what} in {_time(per_sample_s)} (a worker: {1 / max(per_sample_s, 1e-9):,.0f}/s), "
-            f"{_time(hand_s)} to hand over a batch of {advice.batch_size}"
+            f"  {name:<9} {size}{what} in {format_seconds(per_sample_s)} (a worker: {1 / max(per_sample_s, 1e-9):,.0f}/s), "
+            f"{format_seconds(hand_s)} to hand over a batch of {advice.batch_size}"
         )
     if costs.thread_speed_up is not None:
         lines.append(
@@ -241,13 +242,10 @@ def _table(settings: Sequence[Advised]) -> list[str]:
     rows = [("", "epoch", "first", "waiting", "cached", "memory", "workers", "codec", "batch")]
     for number, each in enumerate(settings, 1):
         forecast, setting = each.forecast, each.forecast.setting
-        rows.append(
-            (
-                str(number), _time(forecast.epoch_s), _time(forecast.first_epoch_s), f"{forecast.wait_share:.0%}",
-                f"{forecast.cached_share:.0%}", format_size(forecast.memory_bytes), str(setting.workers),
-                setting.codec or "-", str(setting.batch_size),
-            )
-        )  # fmt: skip
+        times = format_seconds(forecast.epoch_s), format_seconds(forecast.first_epoch_s)
+        shares = f"{forecast.wait_share:.0%}", f"{forecast.cached_share:.0%}"
+        chosen = str(setting.workers), setting.codec or "-", str(setting.batch_size)
+        rows.append((str(number), *times, *shares, format_size(forecast.memory_bytes), *chosen))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for at, each in enumerate(settings):
@@ -265,16 +263,5 @@ def _notes(advice: Advice) -> list[str]:
     if advice.costs.has_transform:
         notes.append("Transforms of the dataset run after the cache, and are part of these times.")
     if advice.costs.timed < 20:
-        notes.append(f"This rests on {_samples(advice.costs.timed)} only.")
+        notes.append(f"This rests on {plural(advice.costs.timed, 'sample')} only.")
     return notes + [f"{text[0].upper()}{text[1:]}." for text in advice.costs.missing]
-
-
-def _samples(count: int) -> str:
-    return f"{count} sample{'s' * (count != 1)}"
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale * 0.9995:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

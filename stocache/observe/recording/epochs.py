@@ -4,14 +4,14 @@ NOTE [ Epochs ]
     Samples are requested in worker processes, which do not know epochs. The counters in shared memory know how many samples all
     processes have requested together. The main process reads them when an epoch begins.
 
-    `stocache.DataLoader` says when its loops begin (`EpochCounter.loop_begins`). Several loaders may read one dataset, say for
-    training and for validation. So an epoch ends when a loader begins that has begun in it before, or when all loaders that
-    have begun in it are gone.
+    A `stocache.DataLoader` owns the epochs of its dataset: it says when its loops begin (`EpochCounter.loop_begins`), and logs
+    each one. Several loaders may read one dataset, say for training and for validation. So an epoch ends when a loader begins
+    that has begun in it before, or when all loaders that have begun in it are gone.
 
-    Other loaders do not say it. There an epoch is as many requests as the dataset has samples. The main process looks whenever
-    it touches the dataset: samplers ask for its length when an epoch begins, and a process that starts workers forks them, or
-    pickles the dataset for them. Up to 5 % of the requests may be missing, because a last batch was dropped, if two readings in
-    a row are equal (RandomSampler asks twice) or workers start. `set_epoch` begins an epoch explicitly.
+    Other loaders do not say it. There `set_epoch` begins an epoch; or an epoch is as many requests as the dataset has samples.
+    The main process looks whenever it touches the dataset: samplers ask for its length when an epoch begins, and a process that
+    starts workers forks them, or pickles the dataset for them. Up to 5 % of the requests may be missing, because a last batch
+    was dropped, if two readings in a row are equal (RandomSampler asks twice) or workers start.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class HasCounts(Protocol):
 
 @dataclass(frozen=True)
 class EpochStats:
-    """The counts of one epoch: of as many requests as the dataset has samples, by all processes that share the cache.
+    """The counts of one epoch. Those of a dataset are of all processes that share the cache.
 
     Attributes:
         hits: samples served from the cache.
@@ -57,6 +57,12 @@ class EpochStats:
         """Share of hits among all requests; 0 before the first request."""
         return self.hits / max(1, self.hits + self.misses)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.hits + self.misses} samples requested, {100 * self.hit_rate:.1f} % from the cache, {self.misses} read from "
+            f"the dataset, {self.fills} newly cached, {self.seconds:.1f} s"
+        )
+
 
 class EpochCounter:
     """Finds the ends of epochs, in the process that made it; see NOTE [ Epochs ]."""
@@ -65,7 +71,6 @@ class EpochCounter:
         self._dataset_len, self._pid = dataset_len, os.getpid()
         self._complete: list[EpochStats] = []
         self._cache: weakref.ref[HasCounts] | None = weakref.ref(cache)
-        self._loops: list[weakref.ref[Any]] = []
         self._epoch: int | None = None  # the last one that was set
         self._requests = {"epoch": -1, "loop": -1}  # of the cache in all, when the last epoch was set, and the last loop began
         self._warned = False
@@ -79,15 +84,18 @@ class EpochCounter:
         """Begin an epoch. Requests since the end of the last one are not counted."""
         self._began_at, self._began_with = time.monotonic(), cache.counts()
         self._last_requests = -1  # at the last update
-        self._loops = []
+        self._loops: list[weakref.ref[Any]] = []  # the loaders that have begun in the epoch
+
+    @property
+    def _living(self) -> list[Any]:
+        return [loader for loop in self._loops if (loader := loop()) is not None]
 
     def loop_begins(self, cache: HasCounts, loader: Any, expected: bool) -> None:
         """Note that a loop over a loader begins. ``expected``: whether an earlier one must have asked the cache for samples."""
-        again = any(loop() is loader for loop in self._loops)
-        gone = bool(self._loops) and all(loop() is None for loop in self._loops)
+        again, gone = any(each is loader for each in self._living), bool(self._loops) and not self._living
         self._note_requests(cache, "loop", "a loop over a loader" if again and expected else None)
         self.update(cache, begins=again or gone, workers_start=True)
-        if not any(loop() is loader for loop in self._loops):
+        if not any(each is loader for each in self._living):
             self._loops.append(weakref.ref(loader))
 
     def _note_requests(self, cache: HasCounts, kind: str, ended: str | None) -> None:
@@ -113,16 +121,12 @@ class EpochCounter:
         requests = running.hits + running.misses
         almost = requests >= 0.95 * self._dataset_len and (workers_start or requests == self._last_requests)
         self._last_requests = requests
-        complete = all(loop() is None for loop in self._loops) and (almost or requests >= self._dataset_len)
+        complete = not self._living and (almost or requests >= self._dataset_len)
         if requests and (begins or complete):
             self._complete.append(running)
+            if is_first_rank() and not self._loops:  # else the loader logs it
+                logger.info("epoch %d: %s", len(self._complete), running)
             self.begin(cache)
-            if is_first_rank():
-                logger.info(
-                    "epoch %d: %d samples requested, %.1f %% from the cache, %d read from the dataset, %d newly cached, %.1f s",
-                    len(self._complete), requests, 100 * running.hit_rate, running.misses, running.fills,
-                    running.seconds,
-                )  # fmt: skip
         elif begins:
             self._loops = []
 

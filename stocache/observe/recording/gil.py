@@ -8,19 +8,28 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-LOOK_S, LATE_S = 0.0007, 0.00025
+LOOK_S, _LATE_S = 0.0007, 0.00025
 """Seconds that a look sleeps; and the delay of its end from which the GIL counts as held."""
 
 _EACH_S, _SOON_S = 0.02, 0.001  # between looks; between the first ones, so that a short epoch has some
 _FIRST = 16
 
 
+def look(wait: Callable[[float], Any] = time.sleep) -> tuple[Any, bool]:
+    """Return the result of ``wait(LOOK_S)``, and whether it ended late, because another thread held the GIL.
+
+    A thread that sleeps for a moment has to take the GIL to go on. Time spent waiting for a CPU does not count, because other
+    programs may use the CPU.
+    """
+    queued_s, began = queued_seconds(), time.perf_counter()
+    came = wait(LOOK_S)
+    return came, time.perf_counter() - began - (queued_seconds() - queued_s) > LOOK_S + _LATE_S
+
+
 class GilWatch:
     """Looks at the GIL now and then, while its thread waits.
-
-    A thread that sleeps for a moment has to take the GIL to go on. If it goes on late, another thread held the GIL. Time spent
-    waiting for a CPU does not count, because other programs may use the CPU.
 
     Args:
         tell: called after each look: with True if the GIL was held.
@@ -35,18 +44,14 @@ class GilWatch:
 
     def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
         """Return the result of ``wait(timeout_s)``: whether the event came in time. Look at the GIL if a look is due."""
-        began = time.perf_counter()
-        if began < self._next_look or timeout_s <= LOOK_S:
+        if time.perf_counter() < self._next_look or timeout_s <= LOOK_S:
             return wait(timeout_s)
-        queued_s, began = queued_seconds(), time.perf_counter()
-        came = wait(LOOK_S)
-        took_s = time.perf_counter() - began - (queued_seconds() - queued_s)
-        late = took_s > LOOK_S + LATE_S
+        came, late = look(wait)
         if late or not came:  # else the event came before the end of the look, which shows nothing
             self._tell(late)
             self._next_look = time.perf_counter() + (_SOON_S if self._first > 0 else _EACH_S)
             self._first -= 1
-        return came or wait(timeout_s - LOOK_S)
+        return bool(came) or wait(timeout_s - LOOK_S)
 
 
 def queued_seconds(thread: int | None = None) -> float:

@@ -19,7 +19,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -241,7 +240,7 @@ class TimingRecord:
         segment = None if cache_name is None else make_named(cache_name, rows, rank)
         if segment is None and shared:
             segment = Segment.create(rows * TIMING_ROW_WORDS * 8, 0)
-        self._key, self._segment, self._pid = "", segment, os.getpid()
+        self._segment, self._pid = segment, os.getpid()
         self._workers = workers
         self._assemble(memoryview(bytearray(rows * TIMING_ROW_WORDS * 8)) if segment is None else segment.control)
         self.main = self.row(0)
@@ -250,13 +249,11 @@ class TimingRecord:
     def _assemble(self, memory: memoryview) -> None:
         self._words = memory.cast("Q")
         self._rows: dict[int, TimingRow] = {}
-        if self._key:
-            _records[self._key] = self
         self._claimed: tuple[int, TimingRow | None] = 0, None
         self._taking, self._takers = threading.Lock(), dict[int, int]()  # threads, by the number of their row
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_key", "_segment", "_pid", "_workers")}
+        return {name: getattr(self, name) for name in ("_segment", "_pid", "_workers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -267,11 +264,6 @@ class TimingRecord:
     def mine(self) -> bool:
         """Whether this process made the record; False in a forked child."""
         return self._pid == os.getpid()
-
-    def answer_to(self, key: str) -> None:
-        """Let worker processes find the record by a key, with `record_of`."""
-        self._key = key
-        _records[key] = self
 
     def row(self, number: int) -> TimingRow:
         """Return a row: 0 for the main process, and 1 + w for worker w."""
@@ -325,14 +317,6 @@ class TimingRecord:
         """Return a copy of all rows."""
         self.write(_PATIENCE_S)
         return Counted(np.frombuffer(self._words, np.int64).reshape(-1, TIMING_ROW_WORDS).copy())
-
-
-_records: "weakref.WeakValueDictionary[str, TimingRecord]" = weakref.WeakValueDictionary()
-
-
-def record_of(key: str) -> TimingRecord | None:
-    """Return the record that answers to a key; None if this process does not have it."""
-    return _records.get(key)
 
 
 class Counted:
