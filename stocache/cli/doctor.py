@@ -15,6 +15,7 @@ from stocache.shm import named
 from stocache.shm.registry import directory_of
 from stocache.system import limits
 from stocache.system.limits import GIB, SHM_DIR, format_size
+from stocache.system.mounts import filesystem_of
 from stocache.system.waiting import printable
 
 _LEAST_SHM = 1 * GIB  # Docker gives 64 MiB
@@ -57,7 +58,7 @@ def _shm(size_limit: int | None) -> Iterator[Finding]:
             f"as root: mount -o remount,rw {SHM_DIR}; in Docker with --read-only add --tmpfs {SHM_DIR}:rw,size=8g",
         )
         return
-    if (kind := _file_system(SHM_DIR)) not in ("tmpfs", ""):
+    if (kind := filesystem_of(os.stat(SHM_DIR).st_dev)) not in ("tmpfs", ""):
         yield _problem(
             f"{SHM_DIR} is {kind}, not tmpfs: data that is written there may go to a disk.",
             f"as root: mount -t tmpfs -o size=50% tmpfs {SHM_DIR}",
@@ -75,14 +76,6 @@ def _shm(size_limit: int | None) -> Iterator[Finding]:
             f"{SHM_DIR} is nearly full: {format_size(free)} free of {format_size(total)}.",
             f"find what takes it: stocache ls; du -sh {SHM_DIR}/* | sort -h; then: stocache rm --dead",
         )
-
-
-def _file_system(path: str) -> str:
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    return next((fields[2] for fields in reversed(mounts) if fields[1] == path), "no mount")
 
 
 def _memory(size_limit: int | None) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from stocache.errors import DiskError, MismatchError
 from stocache.shm.named import Identity
 from stocache.system import limits
 from stocache.system.hashing import ZEROS, embed_checksum, read_checksum
+from stocache.system.mounts import filesystem_of
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock, wait_until
 
 logger = logging.getLogger("stocache")
@@ -40,7 +41,7 @@ MOST_TEXT = 1 << 16
 """Bytes of one of its facts."""
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
-_MOUNTS, _MACHINE, _BOOT = "/proc/self/mountinfo", "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
+_MACHINE, _BOOT = "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
 IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
 NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
@@ -146,7 +147,7 @@ class Folder:
             raise DiskError(
                 f"{path} holds {printable(others[0])!r}, which is not of a disk cache. Give a folder of its own; it may be new."
             )
-        self._kind = filesystem_of(self._at)
+        self._kind = filesystem_of(os.fstat(self._at).st_dev)
         if self._kind in IN_MEMORY:
             logger.warning("disk=%r is on %s, which is memory. Give a folder on a local disk.", self.path, self._kind)
         elif self._kind in NETWORK:
@@ -392,18 +393,3 @@ def _read(path: str) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text().strip()
     return ""
-
-
-def filesystem_of(fd: int) -> str:
-    """Return the type of the file system of a file: "ext4", "tmpfs", "nfs4"; "" if it is not known."""
-    device = os.fstat(fd).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((kind for number, kind in _mounts() if number == wanted), "")
-
-
-def _mounts() -> Iterator[tuple[str, str]]:
-    for line in _read(_MOUNTS).splitlines():
-        left, _, right = line.partition(" - ")
-        fields, others = left.split(), right.split()
-        if len(fields) > 2 and others:
-            yield fields[2], others[0]

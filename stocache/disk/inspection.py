@@ -14,10 +14,11 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, filesystem_of, read_manifest
+from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, read_manifest
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named
+from stocache.system.mounts import filesystem_of
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
 
 _RUN = 256  # samples that a thread checks at a time
@@ -101,7 +102,7 @@ def describe(path: str | os.PathLike[str]) -> DiskFolder:
             files.manifest["fingerprint"],
             sum(os.fstat(fd).st_blocks * 512 for fd in (files.index_fd, files.samples_fd)),
             disk.f_bavail * disk.f_frsize,
-            filesystem_of(files.at),
+            filesystem_of(os.fstat(files.at).st_dev),
             _users(files.at),
         )
 
@@ -187,7 +188,7 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
         if folder == path:
             with contextlib.suppress(FileNotFoundError):
                 taken = os.stat(SAMPLES_FILE, dir_fd=at, follow_symlinks=False).st_blocks * 512
-        return filesystem_of(at), disk.f_bavail * disk.f_frsize + taken
+        return filesystem_of(os.fstat(at).st_dev), disk.f_bavail * disk.f_frsize + taken
 
 
 # ---------------------------------------------------------------------------------------------------- the files

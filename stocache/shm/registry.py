@@ -45,6 +45,7 @@ from typing import TypeVar
 from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.shm.layout import persists
 from stocache.system import limits
+from stocache.system.mounts import filesystem_of
 from stocache.system.waiting import (
     FileKey,
     describe_first,
@@ -62,7 +63,6 @@ logger = logging.getLogger("stocache")
 _PREFIX = "stocache-"  # and the number of the user
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _USERS = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,9}})")
-_MOUNTS = "/proc/self/mountinfo"
 _RUNTIME_DIR = "/run/user/{}"
 
 DIRECTORY_PATIENCE_S = 10.0
@@ -127,11 +127,9 @@ def _is_private_memory(folder: str, uid: int) -> bool:
         status = os.lstat(folder)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
             return False
-        mounts = [line.split(" - ", 1) for line in Path(_MOUNTS).read_text().splitlines()]
     except OSError:
         return False
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    return any(fields.split()[2] == device and rest.startswith("tmpfs ") for fields, rest in mounts)
+    return filesystem_of(status.st_dev) == "tmpfs"
 
 
 def users() -> list[int]:

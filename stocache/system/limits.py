@@ -19,13 +19,13 @@ from typing import Literal
 import psutil
 
 from stocache.errors import LimitError
+from stocache.system.mounts import PROC, mounts
 
 logger = logging.getLogger("stocache")
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
 SHM_DIR = "/dev/shm"
-PROC = Path("/proc/self")
 SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -165,7 +165,6 @@ def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
     """
     try:
         memberships = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:
         return ()
     dirs: list[Path] = []
@@ -173,11 +172,9 @@ def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
         unified = controllers == ""
         if not unified and "memory" not in controllers.split(","):
             continue
-        for fields in mounts:
-            dash = fields.index("-")
-            kind, options = fields[dash + 1], fields[dash + 3].split(",")
-            if kind == "cgroup2" if unified else kind == "cgroup" and "memory" in options:
-                dirs += _ancestry(Path(_unescape(fields[4])), _unescape(fields[3]), path)
+        for mount in mounts(proc):
+            if mount.kind == "cgroup2" if unified else mount.kind == "cgroup" and "memory" in mount.options:
+                dirs += _ancestry(Path(mount.path), mount.root, path)
                 break
     return tuple(dirs)
 
@@ -189,11 +186,6 @@ def _ancestry(mount: Path, root: str, path: str) -> Iterator[Path]:
         relative = "."
     directory = mount / relative
     yield from (directory, *(parent for parent in directory.parents if parent.is_relative_to(mount)))
-
-
-def _unescape(field: str) -> str:
-    r"""Undo mountinfo's octal escapes (a space is written \040)."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _cgroup_level(path: Path) -> CgroupMemory | None:

@@ -216,7 +216,7 @@ def healthy(monkeypatch, tmp_path):
     for name, fact in facts.items():
         monkeypatch.setattr(limits, name, lambda fact=fact: fact)
     monkeypatch.setattr(doctor, "_SEATS", tmp_path / "seats")
-    monkeypatch.setattr(doctor, "_file_system", lambda path: "tmpfs")
+    monkeypatch.setattr(doctor, "filesystem_of", lambda device: "tmpfs")
     monkeypatch.setattr(resource, "getrlimit", lambda what: (65536, 65536) if what == resource.RLIMIT_NOFILE else (-1, -1))
 
 
@@ -228,7 +228,13 @@ FEW_FREE = Memory(64 * GIB, 20 * GIB)
 SICK = [
     (doctor, "SHM_DIR", "/nonexistent", "there is no", "mount -t tmpfs tmpfs"),
     (os, "access", lambda *_: False, "/dev/shm cannot be written", "mount -o remount,rw /dev/shm"),
-    (doctor, "_file_system", lambda path: "ext4", "/dev/shm is ext4, not tmpfs", "mount -t tmpfs -o size=50% tmpfs /dev/shm"),
+    (
+        doctor,
+        "filesystem_of",
+        lambda device: "ext4",
+        "/dev/shm is ext4, not tmpfs",
+        "mount -t tmpfs -o size=50% tmpfs /dev/shm",
+    ),
     (limits, "shm_total", lambda: 64 * MIB, "is small: 64.0 MiB, a named cache of 32.0 GiB needs 42.7", "--shm-size=43g"),
     (limits, "shm_free", lambda: GIB, "nearly full: 1.0 GiB free of 64.0 GiB", "stocache rm --dead"),
     (limits, "cgroup_memory", lambda: JOB, "job allows 16.0 GiB, the cache is to have 32.0 GiB", JOBS_LIMITS),
