@@ -1,7 +1,6 @@
 # The names of the package, by what they are for. They are imported on first use, because torch takes seconds to import.
 
 from . import errors as errors
-from . import loader as loader
 
 # Caching
 from .cache.base import SlotState as SlotState
@@ -80,6 +79,7 @@ from .errors import (
 
 # Loading
 from .loader.dataloader import DataLoader as DataLoader
+from .loader.program.everywhere import use_everywhere as use_everywhere
 from .loader.sample_seed import SampleSeed as SampleSeed
 
 # Observing

@@ -17,10 +17,10 @@ from stocache.preparation.prepare import DataPreparer, prepare
 from stocache.samplers.block import BlockSampler
 from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
+from stocache.storage.urls import is_url
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
 from stocache.system.state import StateForm
-from stocache.system.urls import is_url
 
 Split = Mapping[str, float] | Callable[[Any, int], Mapping[str, Sequence[int]]]
 PARTS = ("train", "val", "test")

@@ -919,6 +919,10 @@ class MemoryCache(SampleCache):
         self.__setstate__((parts, segment, capacity, own))
         logger.info("%r", self)
 
+    def settle(self) -> int:
+        """Reserve no more memory where samples vary in size. Return the bytes that this cache may have."""
+        return self._segment.data_bytes
+
     def __getstate__(self) -> tuple[Any, ...]:
         return self._parts, self._segment, self._capacity, self._own
 

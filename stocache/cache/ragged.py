@@ -128,6 +128,12 @@ class RaggedCache(MemoryCache, ListCache):
         layout = CacheLayout(dataset_len, control_bytes(dataset_len, options), identity, expected_bytes=expected_bytes)
         self._open_memory(layout, options, proof, (dataset_len, options))
 
+    def settle(self) -> int:
+        """Reserve no more memory. Return the bytes that are reserved."""
+        extents = self._segment.extents
+        extents.limit = extents.reserved_bytes
+        return extents.reserved_bytes
+
     @classmethod
     def from_options(
         cls, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None

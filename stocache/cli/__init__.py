@@ -1,8 +1,15 @@
 """The command line ``stocache``."""
 
+import sys
+
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
-    from stocache.cli.app import main
+    if sys.argv[1:2] == ["run"]:
+        from stocache.loader.program import run
 
-    main()
+        run.main(sys.argv[2:])
+    else:
+        from stocache.cli import app
+
+        app.main()

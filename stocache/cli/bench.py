@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stocache.cache.shared import SharedCache
 from stocache.cli.dataset import PartlyCached, collate_or_list, collate_values
 from stocache.loader.threads.loading import would_stall
 from stocache.preparation.images import load_jpeg
+from stocache.system.torch_loader import TorchLoader
 
 CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
 """Makes a cache from (size limit in bytes, dataset_len, data_dims): a `SharedCache`, or another with get_slot and set_slot."""
@@ -243,7 +244,7 @@ def _sweep(
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
                 with open_dataset(fraction) as opened:
-                    loader = DataLoader(
+                    loader = TorchLoader(
                         opened.dataset,
                         batch_size=batch_size,
                         shuffle=True,
@@ -263,7 +264,7 @@ def _sweep(
     return epochs
 
 
-def _run_epoch(loader: DataLoader[tuple[Any, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
+def _run_epoch(loader: TorchLoader[tuple[Any, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
     samples = reads = 0
     start = time.perf_counter()
     for _, read in loader:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Subset
-from torch.utils.data.dataloader import DataLoader  # torch's, also where a program has put ours in its place
 
 from stocache.samples.indices import length_of, spread
 from stocache.system.describe import describe
 from stocache.system.generators import Kept, own_generators
+from stocache.system.torch_loader import TorchLoader
 
 logger = logging.getLogger("stocache")
 
@@ -58,7 +58,7 @@ def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], Any],
         return type(result)(followed) if changed else result
     if type(result) is Subset and result.dataset is dataset:
         return Subset(cached, result.indices)
-    if isinstance(result, DataLoader):
+    if isinstance(result, TorchLoader):
         inner = follow(name, result.dataset, cached, view)
         if inner is result.dataset:
             return result

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from stocache.datasets.cached import CachedDataset, layers, with_lazy_batches
 from stocache.errors import LimitError, WorkerError
@@ -59,21 +58,22 @@ from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.figures import flat_numbers
 from stocache.system.ranks import ranks_here
+from stocache.system.torch_loader import TorchLoader
 
 logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
 
-_SIGNATURE = inspect.signature(TorchLoader.__init__)
+SIGNATURE = inspect.signature(TorchLoader.__init__)
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
-def _with_arguments_of_torch(function: _F) -> _F:
+def with_arguments_of_torch(function: _F) -> _F:
     """Give ``function`` the signature of torch's loader and its own arguments. Lightning recreates a loader from it."""
     parameters = inspect.signature(function).parameters.values()
-    own = [value for value in parameters if value.kind is value.KEYWORD_ONLY and value.name not in _SIGNATURE.parameters]
-    function.__signature__ = _SIGNATURE.replace(parameters=[*_SIGNATURE.parameters.values(), *own])  # type: ignore[attr-defined]
+    own = [value for value in parameters if value.kind is value.KEYWORD_ONLY and value.name not in SIGNATURE.parameters]
+    function.__signature__ = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *own])  # type: ignore[attr-defined]
     return function
 
 
@@ -167,7 +167,7 @@ class DataLoader(ResumableLoader[_T]):
     """
 
     @functools.wraps(TorchLoader.__init__)  # type: ignore[misc]  # for its types
-    @_with_arguments_of_torch
+    @with_arguments_of_torch
     def __init__(
         self,
         dataset: Any,
@@ -178,7 +178,7 @@ class DataLoader(ResumableLoader[_T]):
         worker_method: str = "multiprocessing",
         **kwargs: Any,
     ) -> None:
-        arguments: dict[str, Any] = _SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
+        arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
         if arguments.get("num_workers") == "auto":
             arguments = with_chosen_workers(dataset, arguments, DataLoader)
             args, kwargs = (), arguments
@@ -269,13 +269,13 @@ class DataLoader(ResumableLoader[_T]):
         seed, alone = self.sample_seed, not self.num_workers
         stacking = self.batch_sampler is not None and stacks(self.collate_fn) and (seed is None or is_pure(self.collate_fn))
         gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
-        lazy = with_lazy_batches(self.dataset) if gathers else None
+        lazy = with_lazy_batches(self.source) if gathers else None
         method = self.worker_method
         if method == "auto" and not alone:
-            method = choose_method(self.dataset, seed is not None and bool(seed.hooks), self._trial)
+            method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
         self._uses_threads = method == "thread" and not alone
         order = self._order()
-        dataset, collate_fn = self.dataset if lazy is None else lazy, self.collate_fn
+        dataset, collate_fn = self.source if lazy is None else lazy, self.collate_fn
         if seed is not None and self._uses_threads:
             dataset = ThreadSeededDataset(dataset, seed, lazy is not None)
         elif seed is not None:
@@ -338,17 +338,25 @@ class DataLoader(ResumableLoader[_T]):
         return ProcessIterator(self)
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
-        """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
-        changed = object.__new__(type(self))
-        vars(changed).update(vars(self) | {"_iterator": None})
-        for name, value in replaced.items():
-            object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
+        """Return the iterator of `iterate_changed`, made with the random generators as an epoch needs them."""
         with order.rng_during_creation(progress), fork_lock():
-            iterator = TorchLoader.__iter__(changed)
+            iterator = self.iterate_changed(replaced | {"_iterator": None})
             if not self.num_workers:
                 order.skip_delivered()
+        return iterator
+
+    def iterate_changed(self, replaced: dict[str, Any]) -> Any:
+        """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
+        changed = object.__new__(type(self))
+        vars(changed).update(vars(self) | replaced)  # torch's __setattr__ refuses some names, to protect loaders in use
+        iterator = TorchLoader.__iter__(changed)
         self._iterator = changed._iterator
         return iterator
+
+    @property
+    def source(self) -> Any:
+        """The dataset that is iterated."""
+        return self.dataset
 
     @property
     def _start_method(self) -> str:
@@ -390,6 +398,11 @@ class DataLoader(ResumableLoader[_T]):
 
     # ------------------------------------------------------------------------------------------------ observing
 
+    @property
+    def log(self) -> EpochLog:
+        """The figures of the epochs, which may outlive the loader."""
+        return self._log
+
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
         ring, cached = self._ring, self._cached_dataset()
@@ -417,7 +430,7 @@ class DataLoader(ResumableLoader[_T]):
         )
 
     def _cached_dataset(self) -> CachedDataset | None:
-        return next((layer for layer in layers(self.dataset) if isinstance(layer, CachedDataset)), None)
+        return next((layer for layer in layers(self.source) if isinstance(layer, CachedDataset)), None)
 
 
 def _fresh() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
-from torch.utils.data.dataloader import DataLoader as TorchLoader
 
 from stocache.datasets.cached import layers
 from stocache.errors import StateError
@@ -32,6 +31,7 @@ from stocache.samples.indices import length_of
 from stocache.system import rng
 from stocache.system.objects import attribute_of, has_state, takes_epoch
 from stocache.system.state import STATE_TYPES, StateForm
+from stocache.system.torch_loader import TorchLoader
 
 _T = TypeVar("_T")
 

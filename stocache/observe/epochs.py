@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -139,16 +140,22 @@ class EpochLog:
         self._done: deque[LoaderEpochStats] = deque(maxlen=_KEPT)
         self._running: RunningEpoch | None = None
         self._count = 0
+        self.on_epoch: Callable[[LoaderEpochStats], None] | None = None
+        """Called with the figures of each epoch that has ended."""
 
     def begin(
         self, record: TimingRecord, dataset: CachedDataset | None, workers: int, persistent: bool, ring: Ring | None
     ) -> RunningEpoch:
         """Begin an epoch, and end one that was left early."""
-        if self._running is not None:
-            self.end(self._running, self._running.last_ns)
+        self.leave()
         self._running = RunningEpoch(self._count, record, dataset, workers, persistent, ring)
         self._count += 1
         return self._running
+
+    def leave(self) -> None:
+        """End an epoch that was left early, at the time of its last batch."""
+        if self._running is not None:
+            self.end(self._running, self._running.last_ns)
 
     def end(self, epoch: RunningEpoch, at_ns: int = 0) -> None:
         """End an epoch, now or at an earlier time, unless it has ended or had no batches. Log it in one line."""
@@ -159,6 +166,8 @@ class EpochLog:
             return
         stats = epoch.figures(at_ns, judged=True)
         self._done.append(stats)
+        if self.on_epoch is not None:
+            self.on_epoch(stats)
         said = [str(part) for part in (epoch.requests(stats), stats.verdict) if part is not None]
         if said and is_first_rank():
             logger.info("epoch %d: %s", epoch.number + 1, "; ".join(said))

@@ -20,9 +20,9 @@ from stocache.storage.local import folder_at
 from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
 from stocache.storage.skipped import SKIPPED, SkippedSample, SkippedSamples, read_skipped
 from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
+from stocache.storage.urls import is_url
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.ranks import is_first_rank
-from stocache.system.urls import is_url
 
 logger = logging.getLogger("stocache")
 

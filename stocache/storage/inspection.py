@@ -4,13 +4,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stocache.errors import DamagedError
 from stocache.storage.block import REPAIR
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
+from stocache.system.torch_loader import TorchLoader
 
 
 def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> list[str]:
@@ -20,7 +21,7 @@ def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> 
         StorageError: the index cannot be read.
     """
     blocks = _BlockChecks(storage)
-    loader = DataLoader(blocks, batch_size=None, num_workers=min(num_workers, len(blocks)))
+    loader = TorchLoader(blocks, batch_size=None, num_workers=min(num_workers, len(blocks)))
     checks = tqdm(loader, desc=f"checking {storage.base_folder}", unit="block")
     problems = [problem for problem in (*checks, storage.check_info(), _check_skipped(storage)) if problem]
     known = {os.path.basename(block_name(number)) for number in range(len(blocks))}

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 from stocache.errors import StorageError
 from stocache.storage.block import File
 from stocache.storage.remote import RemoteStore
+from stocache.storage.urls import is_url
 from stocache.system.hashing import BytesLike
-from stocache.system.urls import is_url
 from stocache.system.waiting import describe_first, flock_owners, is_at_work, try_flock, wait_until
 
 logger = logging.getLogger("stocache")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
+from stocache.storage.urls import file_system
 from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
-from stocache.system.urls import file_system
 from stocache.system.waiting import describe_first, flock_owners, try_flock, wait_until
 
 logger = logging.getLogger("stocache")

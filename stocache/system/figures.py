@@ -8,7 +8,7 @@ from typing import Any
 
 def plural(count: int, noun: str) -> str:
     """Return a count and its noun: "1 sample", "2 samples", "3 batches"."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if count == 1 else "es" if noun.endswith("tch") else "s"
     return f"{count} {noun}{ending}"
 
 

@@ -1,9 +1,8 @@
 """Find the rank of this process in a distributed training, and the number of its machine."""
 
 import os
+import sys
 from typing import NamedTuple
-
-import torch
 
 
 class Ranks(NamedTuple):
@@ -27,7 +26,8 @@ def ranks_here() -> Ranks:
 
 def torch_ranks() -> tuple[int, int] | None:
     """Return the rank and the world size of torch.distributed; None if it is not initialised."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    torch = sys.modules.get("torch")  # which takes seconds to import
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return None
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from stocache.errors import DamagedError, StreamError
+from stocache.storage.urls import file_system, is_url
 from stocache.system.hashing import checksum
-from stocache.system.urls import file_system, is_url
 from stocache.text.open_file import CompressedFile, OpenFile
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

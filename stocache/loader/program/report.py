@@ -1,0 +1,88 @@
+"""Write the report of ``stocache run``: where the time of a program's loaders went."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stocache.observe.verdict import LoaderEpochStats
+from stocache.system.figures import format_seconds, plural
+
+
+@dataclass(frozen=True)
+class LoaderLines:
+    """What the report says of one loader.
+
+    Attributes:
+        place: where the program made it, as "train.py:42".
+        dataset, length: the class of the dataset, and its number of samples.
+        epochs: the figures of its epochs; the last one may be running.
+        state: what is cached of the dataset; "" if nothing was to be.
+        note: why its epochs are not timed.
+    """
+
+    place: str
+    dataset: str
+    length: int | None
+    epochs: Sequence[LoaderEpochStats]
+    state: str
+    note: str
+
+    @property
+    def seconds(self) -> float:
+        """The duration of all epochs."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    @property
+    def waited_s(self) -> float:
+        """The part of it in which the program waited for batches."""
+        return sum(epoch.waited_s for epoch in self.epochs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for JSON."""
+        figures = ("number", "batches", "samples", "hits", "misses", "seconds", "waited_s", "hit_rate", "complete")
+        epochs = [
+            {name: getattr(epoch, name) for name in figures} | {"verdict": epoch.verdict and str(epoch.verdict)}
+            for epoch in self.epochs
+        ]
+        return {
+            "place": self.place,
+            "dataset": self.dataset,
+            "length": self.length,
+            "seconds": self.seconds,
+            "waited_s": self.waited_s,
+            "state": self.state,
+            "note": self.note,
+            "epochs": epochs,
+        }
+
+    def text(self) -> str:
+        """Return the lines about this loader."""
+        length = "" if self.length is None else f" of {plural(self.length, 'sample')}"
+        lines = [f"{self.place or 'a loader'}: {self.dataset}{length}"]
+        if self.epochs:
+            lines += self._figures()
+        lines += [f"  {line}" for line in (self.state, self.note) if line]
+        verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
+        return "\n".join(lines if verdict is None else [*lines, f"  {verdict}"])
+
+    def _figures(self) -> list[str]:
+        batches, samples = (sum(getattr(epoch, name) for epoch in self.epochs) for name in ("batches", "samples"))
+        last, seconds = self.epochs[-1], max(1e-9, self.seconds)
+        share = self.waited_s / seconds
+        cost = f"; one that is not in memory takes {format_seconds(last.load.mean_s)}" if last.load.count else ""
+        return [
+            f"  {plural(len(self.epochs), 'epoch')}, {plural(batches, 'batch')}: {format_seconds(seconds - self.waited_s)} "
+            f"for steps ({1 - share:.0%}), {format_seconds(self.waited_s)} waiting for data ({share:.0%})",
+            f"  {samples / seconds:.3g} samples a second{cost}",
+        ]
+
+
+def lines_of(loaders: Sequence[LoaderLines]) -> list[str]:
+    """Return the report: a line about all loaders, and then some about each, the one that waited longest first."""
+    if not loaders:
+        return []
+    seconds, waited_s = (sum(getattr(each, name) for each in loaders) for name in ("seconds", "waited_s"))
+    share = waited_s / max(1e-9, seconds)
+    over = plural(len(loaders), "loader")
+    head = f"stocache: {format_seconds(seconds)} in loops over {over}, {share:.0%} of it waiting for data"
+    return [head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))]

@@ -1,0 +1,67 @@
+"""What the loaders of a program do since `use_everywhere`."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stocache.system.limits import parse_size
+
+_METHODS = "multiprocessing", "thread", "auto"
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What `use_everywhere` does with the loaders of a program. Its arguments are the attributes."""
+
+    cache: float | str | None = None
+    num_workers: str | None = None
+    worker_method: str | None = None
+    disk: str | os.PathLike[str] | None = None
+    disk_limit: float | str | None = None
+    stateful: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cache not in (None, "auto"):
+            parse_size(self.cache, "cache")
+        if self.num_workers not in (None, "auto"):
+            raise ValueError(f"num_workers={self.num_workers!r:.100} is neither None nor 'auto'.")
+        if self.worker_method not in (None, *_METHODS):
+            raise ValueError(f"worker_method={self.worker_method!r:.100} is unknown. It is one of {_METHODS}.")
+        if (self.disk is None) != (self.disk_limit is None):
+            raise ValueError("disk and disk_limit go together: a folder, and the bytes that it may have. Give both.")
+        if self.disk is not None and self.cache is None:
+            raise ValueError("disk is for the samples that do not fit into the cache. Give cache, too.")
+
+
+class Use:
+    """The state of this process between `use_everywhere` and `Everywhere.undo`.
+
+    Attributes:
+        on_epoch: called at the end of each epoch with the place of its loader in the program, and the epoch's figures.
+        traces: whether to note when batches came.
+        compared: called with the number of a loader and each iterator over its batches; returns the one to use.
+        without: whether to leave all to torch, to compare it.
+        loaders: the `ProgramLoaders`, from the first loader on.
+    """
+
+    def __init__(self, options: ProgramOptions) -> None:
+        self.options = options
+        self.on_epoch: Callable[[str, Any], None] | None = None
+        self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
+        self.traces = self.without = False
+        self.loaders: Any = None
+
+
+_current: Use | None = None
+
+
+def current() -> Use | None:
+    """Return the present use; None without one."""
+    return _current
+
+
+def set_current(use: Use | None) -> None:
+    """Begin a use, or end the present one with None."""
+    global _current
+    _current = use

@@ -1,0 +1,259 @@
+"""`use_everywhere`: programs find stocache's loader in place of torch's, and all that they do with it works as before."""
+
+import copy
+import inspect
+import logging
+import pickle
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as data
+from torch.utils.data import dataloader
+
+import stocache
+from stocache.loader.dataloader import DataLoader
+from stocache.system.torch_loader import TorchLoader
+
+
+class Squares(data.Dataset):
+    """Samples that depend on their index alone."""
+
+    def __init__(self, length=24):
+        self.length, self.loads = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        self.loads += 1
+        return torch.full((4,), float(idx)) ** 2, idx
+
+
+class Random(Squares):
+    """Samples that draw random numbers."""
+
+    def __getitem__(self, idx):
+        return torch.rand(4), idx
+
+
+class Forever:
+    """A batch sampler that begins again, as in Ultralytics and timm."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from iter(self.sampler)
+
+
+def infinite(base):
+    class InfiniteDataLoader(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+            self.iterator = super().__iter__()
+
+        def __len__(self):
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self):
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+        def reset(self):
+            self.iterator = self._get_iterator()
+
+    return InfiniteDataLoader
+
+
+def multi_epochs(base):
+    class MultiEpochsDataLoader(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self._DataLoader__initialized = False
+            self.batch_sampler = Forever(self.batch_sampler)
+            self._DataLoader__initialized = True
+            self.iterator = super().__iter__()
+
+        def __len__(self):
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self):
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return MultiEpochsDataLoader
+
+
+def to_device(base):
+    class Prefetching(base):
+        def __iter__(self):
+            for images, labels in super().__iter__():
+                yield images.double(), labels
+
+    return Prefetching
+
+
+def own_argument(base):
+    class WithArgument(base):
+        def __init__(self, dataset, scale, **kwargs):
+            super().__init__(dataset, **kwargs)
+            self.scale = scale
+
+    return lambda dataset, **kwargs: WithArgument(dataset, 3, **kwargs)
+
+
+KINDS = {"plain": lambda base: base} | {make.__name__: make for make in (infinite, multi_epochs, to_device, own_argument)}
+
+
+def epochs(make, dataset, count=3, **options):
+    """The batches of some epochs, each after the other, with the random state that they leave."""
+    torch.manual_seed(7)
+    loader = make(dataset, batch_size=5, **options)
+    batches = [[batch for batch in loader] for _ in range(count)]
+    return batches, torch.get_rng_state().tolist()[:200]
+
+
+def equal(ours, theirs):
+    return pickle.dumps(ours) == pickle.dumps(theirs) or (all(
+        torch.equal(a, b) for x, y in zip(ours[0], theirs[0], strict=True)
+        for p, q in zip(x, y, strict=True) for a, b in zip(p, q, strict=True)
+    ) and ours[1] == theirs[1])  # fmt: skip
+
+
+@pytest.fixture
+def everywhere():
+    with stocache.use_everywhere("1MB") as everywhere:
+        yield everywhere
+
+
+def test_programs_find_it_by_all_names_and_torch_has_its_own_again_after_undo():
+    with stocache.use_everywhere() as everywhere:
+        from torch.utils.data import DataLoader as by_name
+
+        assert by_name is data.DataLoader is dataloader.DataLoader
+        assert issubclass(by_name, DataLoader) and isinstance(by_name([1]), TorchLoader)
+        assert stocache.use_everywhere() is everywhere
+    assert data.DataLoader is dataloader.DataLoader is TorchLoader
+    with stocache.use_everywhere():
+        data.DataLoader = int  # a program that sets the name itself
+        assert data.DataLoader is int
+    data.DataLoader = TorchLoader
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"shuffle": True, "num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dataset", [Squares, Random])
+def test_batches_and_random_numbers_are_those_of_torch(kind, options, dataset, everywhere):
+    theirs = epochs(KINDS[kind](TorchLoader), dataset(), **options)
+    assert equal(epochs(KINDS[kind](data.DataLoader), dataset(), **options), theirs)
+
+
+def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_time_on(everywhere):
+    training, validation = Squares(), Squares()
+    shuffled, in_order = data.DataLoader(training, shuffle=True), data.DataLoader(validation)
+    for _ in range(3):
+        list(shuffled), list(in_order)
+    assert shuffled.dataset is training  # what the program sees
+    assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
+    assert "cached: 24 of 24 samples" in everywhere.report()
+
+
+def test_one_limit_is_for_all_datasets_together():
+    with stocache.use_everywhere("1000B") as everywhere:
+        loaders = [data.DataLoader(Squares(30), shuffle=True) for _ in range(3)]
+        for loader in loaders:
+            list(loader)
+        assert (
+            sum(loader.source.cache.stats().capacity_bytes for loader in loaders if loader.source is not loader.dataset) <= 1000
+        )
+        assert len(everywhere.lines()) == 3
+
+
+class Refuses(Squares):
+    def __len__(self):
+        if sys._getframe(1).f_globals["__name__"].startswith("stocache.datasets"):
+            raise RuntimeError("not\nlike this")
+        return 4
+
+
+class Stateful(Squares):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_what_cannot_be_cached_is_listed_with_the_reason_and_iterated_as_it_is(everywhere):
+    iterable = type("Iterable", (data.IterableDataset,), {"__iter__": lambda self: iter(range(3))})()
+    for dataset in (iterable, Refuses(), Stateful(), stocache.CachedDataset(Squares(), "1MB")):
+        assert len(list(data.DataLoader(dataset, sampler=None if dataset is iterable else [0, 1]))) in (2, 3)
+    report = everywhere.report()
+    for reason in ("it is iterable", "RuntimeError: not", "it has a state_dict", "the program caches it itself"):
+        assert f"not cached: {reason}" in report
+
+
+def test_the_report_says_what_each_loader_waited_for(everywhere):
+    loader = data.DataLoader(Squares(), shuffle=True, batch_size=6)
+    list(loader), next(iter(loader))
+    del loader
+    ((line,), text) = everywhere.lines(), everywhere.report()
+    assert [epoch.batches for epoch in line.epochs] == [4, 1]
+    assert "in loops over 1 loader" in text and f"{__name__.rpartition('.')[2]}.py:" in text and "2 epochs, 5 batches" in text
+    assert line.as_dict()["epochs"][0]["samples"] == 24
+    assert not type(everywhere)(everywhere.use.options).report()
+
+
+def test_loaders_are_made_again_from_their_arguments_pickled_and_copied(everywhere):
+    loader = data.DataLoader(Squares(), batch_size=4, shuffle=True)
+    names = set(inspect.signature(loader.__init__).parameters) & set(vars(loader)) - {"sampler", "batch_sampler", "batch_size"}
+    again = type(loader)(**{name: getattr(loader, name) for name in names} | {"batch_size": 4, "shuffle": True})
+    list(loader)
+    for other in (again, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        assert len(list(other)) == 6
+
+
+def test_modules_that_hold_torchs_loader_already_are_named(monkeypatch, caplog):
+    module = types.ModuleType("an_early_module")
+    module.Loader = TorchLoader
+    monkeypatch.setitem(sys.modules, "an_early_module", module)
+    caplog.set_level(logging.WARNING, "stocache")
+    with stocache.use_everywhere():
+        assert "an_early_module" in caplog.text
+
+
+def test_it_can_be_switched_off_and_a_second_call_changes_nothing(monkeypatch, caplog):
+    monkeypatch.setenv("STOCACHE_RUN", "off")
+    with stocache.use_everywhere("1MB") as everywhere:
+        assert data.DataLoader is TorchLoader and everywhere.report() == ""
+    monkeypatch.delenv("STOCACHE_RUN")
+    with stocache.use_everywhere("1MB") as everywhere:
+        assert stocache.use_everywhere("2MB") is everywhere
+        assert "which stays" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"cache": "much"}, "cache='much' is not a size"), ({"num_workers": 3}, "neither None nor 'auto'"),
+        ({"worker_method": "fibre"}, "unknown"), ({"cache": 1, "disk": "/tmp"}, "go together"),
+        ({"disk": "/tmp", "disk_limit": 1}, "Give cache, too"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_and_change_nothing(options, match):
+    with pytest.raises(ValueError, match=match):
+        stocache.use_everywhere(**options)
+    assert data.DataLoader is TorchLoader
+
+
+def test_the_order_of_the_parts_of_a_batch_is_that_of_numpy_too(everywhere):
+    dataset = [{"x": np.arange(3) + idx, "name": str(idx)} for idx in range(8)]
+    ours = list(data.DataLoader(dataset, batch_size=3, shuffle=False))
+    assert all(
+        torch.equal(a["x"], b["x"]) and a["name"] == b["name"] for a, b in zip(ours, TorchLoader(dataset, 3), strict=True)
+    )
