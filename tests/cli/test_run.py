@@ -37,7 +37,12 @@ SCRIPTS = {
         print(pickle.loads(pickle.dumps(Point(3))), Point.__module__)
         """,
     "main module": "import __main__, sys; print(__main__ is sys.modules['__main__'], __main__.__dict__ is globals())",
-    "execv": "import os, sys\nif len(sys.argv) < 4:\n    os.execv(sys.executable, [sys.executable, __file__, *'abc'])\nprint(sys.argv[1:])",
+    "execv": """
+        import os, sys
+        if len(sys.argv) < 4:
+            os.execv(sys.executable, [sys.executable, __file__, *"abc"])
+        print(sys.argv[1:])
+        """,
     "fork": "import os, sys\npid = os.fork()\nif pid == 0:\n    sys.exit(5)\nprint(os.waitpid(pid, 0)[1])",
     "spawned": """
         import multiprocessing

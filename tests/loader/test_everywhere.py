@@ -114,7 +114,7 @@ def epochs(make, dataset, count=3, **options):
     """The batches of some epochs, each after the other, with the random state that they leave."""
     torch.manual_seed(7)
     loader = make(dataset, batch_size=5, **options)
-    batches = [[batch for batch in loader] for _ in range(count)]
+    batches = [list(loader) for _ in range(count)]
     return batches, torch.get_rng_state().tolist()[:200]
 
 
@@ -136,7 +136,8 @@ def test_programs_find_it_by_all_names_and_torch_has_its_own_again_after_undo():
         from torch.utils.data import DataLoader as by_name
 
         assert by_name is data.DataLoader is dataloader.DataLoader
-        assert issubclass(by_name, DataLoader) and isinstance(by_name([1]), TorchLoader)
+        assert issubclass(by_name, DataLoader)
+        assert isinstance(by_name([1]), TorchLoader)
         assert stocache.use_everywhere() is everywhere
     assert data.DataLoader is dataloader.DataLoader is TorchLoader
     with stocache.use_everywhere():
@@ -204,7 +205,9 @@ def test_the_report_says_what_each_loader_waited_for(everywhere):
     del loader
     ((line,), text) = everywhere.lines(), everywhere.report()
     assert [epoch.batches for epoch in line.epochs] == [4, 1]
-    assert "in loops over 1 loader" in text and f"{__name__.rpartition('.')[2]}.py:" in text and "2 epochs, 5 batches" in text
+    assert "in loops over 1 loader" in text
+    assert f"{__name__.rpartition('.')[2]}.py:" in text
+    assert "2 epochs, 5 batches" in text
     assert line.as_dict()["epochs"][0]["samples"] == 24
     assert not type(everywhere)(everywhere.use.options).report()
 
@@ -230,7 +233,8 @@ def test_modules_that_hold_torchs_loader_already_are_named(monkeypatch, caplog):
 def test_it_can_be_switched_off_and_a_second_call_changes_nothing(monkeypatch, caplog):
     monkeypatch.setenv("STOCACHE_RUN", "off")
     with stocache.use_everywhere("1MB") as everywhere:
-        assert data.DataLoader is TorchLoader and everywhere.report() == ""
+        assert data.DataLoader is TorchLoader
+        assert everywhere.report() == ""
     monkeypatch.delenv("STOCACHE_RUN")
     with stocache.use_everywhere("1MB") as everywhere:
         assert stocache.use_everywhere("2MB") is everywhere

@@ -60,7 +60,7 @@ class Everywhere:
             for name in {name for names in _PLACES.values() for name in names}:
                 module = sys.modules.get(name)
                 if isinstance(module, _Swapped):
-                    module.__class__ = types.ModuleType
+                    module.__class__ = types.ModuleType  # type: ignore[assignment]
 
     def __enter__(self) -> "Everywhere":
         return self
