@@ -42,11 +42,7 @@ from stocache.observe.choice import METHODS, GilTrial, choose_method, with_chose
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import (
-    COLLATE_NS,
-    HAND_OVER_NS,
-    LOAD_NS,
     SAMPLES_MADE,
-    WAIT_NS,
     TimingRecord,
     record_here,
 )
@@ -407,10 +403,8 @@ class DataLoader(ResumableLoader[_T]):
         """Return the counts and times of the loader so far."""
         ring, cached = self._ring, self._cached_dataset()
         counted = None if self._record is None else self._record.read()
-        wait, load, collate, hand_over = (
-            Distribution() if counted is None else counted.distribution(quantity)
-            for quantity in (WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS)
-        )
+        times = {} if counted is None else counted.distributions()
+        wait, load = (times.get(name, EMPTY_DISTRIBUTION) for name in ("wait", "load"))
         samples, epochs = 0 if counted is None else counted.sum(SAMPLES_MADE), self._log.epochs()
         is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
@@ -420,13 +414,10 @@ class DataLoader(ResumableLoader[_T]):
             fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
             hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
-            wait=wait,
-            load=load,
-            collate=collate,
-            hand_over=hand_over,
             ring_occupancy=None if ring is None else ring.occupancy,
             epochs=epochs,
             verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
+            **times,
         )
 
     def _cached_dataset(self) -> CachedDataset | None:

@@ -464,7 +464,6 @@ class ThreadIterator(QuickIterator):
         crew = ThreadWorkers(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader._warned)
         pin = self._pin_memory_device if self._pin_memory else None
         self._maker = ThreadMaker(loader, crew, pin)
-        self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._is_bound, self._in_turn = self._maker.is_bound, crew.in_turn
         # One thread makes all batches where samples are made one at a time. With more, a sample that waits for its random
         # numbers could hold a lock that an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a
@@ -485,7 +484,7 @@ class ThreadIterator(QuickIterator):
             super()._reset(loader, first_iter)
         if not first_iter:
             self._maker.begin_epoch(self._shared_seed)
-            self._gil_watch.begin()
+        self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._finished: SimpleQueue[None] = SimpleQueue()
         self._batches: dict[int, Batch] = {}  # those that were asked for, in order
         self._asked = 0

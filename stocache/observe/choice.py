@@ -11,7 +11,6 @@ NOTE [ Threads or processes ]
     draw from the global random number generators, of which processes have their own.
 """
 
-import itertools
 import logging
 import multiprocessing
 import os
@@ -36,7 +35,7 @@ from stocache.observe.model import Costs, Forecast, Setting, cached_share, predi
 from stocache.observe.recording.gil import look, queued_seconds
 from stocache.observe.trials import MakeLoader
 from stocache.system.children import in_children
-from stocache.system.figures import round_digits
+from stocache.system.figures import format_seconds, round_digits
 from stocache.system.limits import GIB, MIB
 from stocache.system.objects import attribute_of, has_state, vars_of
 from stocache.system.rng import RngMonitor
@@ -63,8 +62,7 @@ _DRAWS = "samples draw"
 def worker_counts(costs: Costs) -> list[int]:
     """Return the numbers of workers that are worth a forecast. torch warns of more than there are CPUs."""
     most = 0 if costs.stalls else min(costs.cores, _MOST_WORKERS)
-    powers = itertools.takewhile(lambda number: number < most, (2**power for power in itertools.count()))
-    return list(dict.fromkeys((0, *powers, most)))
+    return sorted({0, most, *(2**power for power in range(most.bit_length()) if 2**power < most)})
 
 
 def limits_gib(costs: Costs, codec: str | None, most_bytes: int) -> list[float]:
@@ -172,8 +170,8 @@ def _choose_number(
         forecasts = [each for each in forecasts if each.setting.workers <= max(1, cores // share)]
     best = rank(forecasts, 1)[0]
     return best.setting.workers, (
-        f"an epoch is predicted to take {best.epoch_s:.3g} s with {best.cached_share:.0%} of the samples cached; "
-        + ", ".join(f"{each.setting.workers} workers: {each.epoch_s:.3g} s" for each in forecasts)
+        f"an epoch is predicted to take {format_seconds(best.epoch_s)} with {best.cached_share:.0%} of the samples cached; "
+        + ", ".join(f"{each.setting.workers} workers: {format_seconds(each.epoch_s)}" for each in forecasts)
     )
 
 

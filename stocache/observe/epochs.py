@@ -12,7 +12,7 @@ from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.observe.recording.epochs import EpochStats
-from stocache.observe.recording.record import COLLATE_NS, HAND_OVER_NS, LOAD_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
+from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord
 from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, judge
 from stocache.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
@@ -82,22 +82,20 @@ class RunningEpoch:
     def figures(self, until_ns: int = 0, judged: bool = False) -> LoaderEpochStats:
         """Return the figures of the epoch, until now or an earlier time. If it is over it is ``judged``: it has a verdict."""
         counted = self.record.read().since(self._counted)
-        load, samples = counted.distribution(LOAD_NS), counted.sum(SAMPLES_MADE)
+        times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
+        misses = times["load"].count
         stats = LoaderEpochStats(
             number=self.number,
             batches=self.batches,
             samples=samples,
-            hits=None if self.dataset is None else max(0, samples - load.count),
-            misses=None if self.dataset is None else load.count,
+            hits=None if self.dataset is None else max(0, samples - misses),
+            misses=None if self.dataset is None else misses,
             seconds=((until_ns or time.perf_counter_ns()) - self.began_ns) / 1e9,
             waited_s=self.waited_ns / 1e9,
-            wait=counted.distribution(WAIT_NS),
             wait_by_worker=tuple(counted.distribution(WAIT_NS, 1 + worker) for worker in range(counted.workers)),
-            load=load,
-            collate=counted.distribution(COLLATE_NS),
-            hand_over=counted.distribution(HAND_OVER_NS),
             ring_occupancy=self._occupancy / self._looks if self._looks else None,
             outside=self._count_outside() - self._outside,
+            **times,
         )
         if not judged:
             return stats

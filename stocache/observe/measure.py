@@ -35,7 +35,6 @@ from stocache.observe.trials import (
     LoadMany,
     Loads,
     MakeLoader,
-    SkippedWay,
     nbytes_of,
     run_epochs,
     time_busy_loads,
@@ -192,9 +191,8 @@ class CostStudy:
             self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
         elif isinstance(item, EpochRun):
             self._report(f"batches of {item.batch_size} with {item.workers} workers")
-        elif isinstance(item, SkippedWay):
-            name = "the cache" if item.way is None else f"codec={item.way!r}"
-            self._missing.append(f"{name} is left out: {item.reason}")
+        elif isinstance(item, str):
+            self._missing.append(item)
 
     def _measure_busy(self) -> None:
         processes = 1 if self._stalls else min(self._cores, _MOST_WORKERS)

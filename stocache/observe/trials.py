@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.cache.shared import SharedCache
@@ -158,13 +159,6 @@ class EpochRun(NamedTuple):
         return -(-self.samples // self.batch_size)
 
 
-class SkippedWay(NamedTuple):
-    """A way that does not work, and why."""
-
-    way: str | None
-    reason: str
-
-
 @dataclass(frozen=True)
 class EpochTrials:
     """The epochs to run.
@@ -194,23 +188,10 @@ class EpochTrials:
     allow_pickle: bool = False
 
 
-class _Repeated(Dataset[Any]):
-    """A dataset that repeats some samples up to ``length``."""
-
-    def __init__(self, samples: Sequence[Any], length: int) -> None:
-        self._samples, self._length = samples, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, idx: int) -> Any:
-        return self._samples[idx % len(self._samples)]
-
-
 def run_epochs(
     samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
-) -> Iterator[FilledCache | EpochRun | SkippedWay]:
-    """Yield the costs of epochs over ``samples``. ``finish`` is called with each sample after the cache.
+) -> Iterator[FilledCache | EpochRun | str]:
+    """Yield the costs of epochs over ``samples``; of a way that does not work, the reason. ``finish`` runs after the cache.
 
     In each pass all epochs are run once: another program that is busy for a moment disturbs an epoch in one pass only.
     """
@@ -225,7 +206,7 @@ def run_epochs(
                     Codec(str(way))
                 dataset, cached, collate_fn = _prepare(way, samples, finish, trials)
             except (SampleError, CodecError) as error:
-                yield SkippedWay(way, str(error))
+                yield f"{'the cache' if way is None else f'codec={way!r}'} is left out: {error}"
             else:
                 stack.enter_context(dataset)
                 datasets.append((way, dataset, collate_fn))
@@ -250,17 +231,18 @@ def _prepare(
 
     def cached(length: int, finish: Callable[[Any], Any] | None) -> CachedDataset:
         options: Any = {"codec": None if way == UNCACHED else way, "allow_pickle": trials.allow_pickle}
-        return CachedDataset(_Repeated(samples, length), f"{limit}B", transform=finish, split=False, audit=0, **options)
+        return CachedDataset(repeated[:length], f"{limit}B", transform=finish, split=False, audit=0, **options)
 
     about, least = max(1, nbytes_of(samples[0])), 2 * max(trials.batch_sizes)
     length = max(least, min(trials.most, trials.cache_bytes // about))
+    repeated = [samples[idx % len(samples)] for idx in range(length)]
     limit = 0 if way == UNCACHED else 4 * trials.cache_bytes + 2 * length * about
     if limit:
         with cached(length, None) as first:
-            each_s = _fill(first, samples, min(16, length))
+            each_s = _fill(first, repeated[:16])
         length = min(length, max(least, int(_FILL_S / max(each_s, 1e-9))))
     dataset = cached(length, finish)
-    fill_s = _fill(dataset, samples, length) if limit else 0.0
+    fill_s = _fill(dataset, repeated[:length]) if limit else 0.0
     stats = dataset.cache.stats()
     shared = isinstance(dataset.cache, SharedCache)  # whose capacity is that of all samples, if the limit is more
     extra = 0.0 if not limit else 1.0 if shared else (limit - stats.capacity_bytes) / length
@@ -269,13 +251,13 @@ def _prepare(
     return dataset, FilledCache(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
 
 
-def _fill(dataset: CachedDataset, samples: Sequence[Any], count: int) -> float:
-    """Put the first ``count`` samples into the cache. Return the CPU seconds of each."""
-    cpu_s, load_many = time.process_time(), lambda wanted: [samples[idx % len(samples)] for idx in wanted]
-    for start in range(0, count, _CHUNK):
-        some = list(range(start, min(start + _CHUNK, count)))
-        dataset.cache.get_or_load_many(some, load_many, copy=False, strict=False)
-    return (time.process_time() - cpu_s) / max(1, count)
+def _fill(dataset: CachedDataset, samples: Sequence[Any]) -> float:
+    """Put samples into the cache, from index 0 on. Return the CPU seconds of each."""
+    cpu_s, indices = time.process_time(), range(len(samples))
+    for start in range(0, len(samples), _CHUNK):
+        some = list(indices[start : start + _CHUNK])
+        dataset.cache.get_or_load_many(some, partial(map, samples.__getitem__), copy=False, strict=False)
+    return (time.process_time() - cpu_s) / max(1, len(samples))
 
 
 def _collate_for(samples: list[Any]) -> Callable[[list[Any]], Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.observe import measure, trials
 from stocache.observe.model import UNCACHED, BatchCosts, Costs, Setting, WayCosts
-from stocache.observe.trials import EpochRun, EpochTrials, FilledCache, SkippedWay, run_epochs
+from stocache.observe.trials import EpochRun, EpochTrials, FilledCache, run_epochs
 
 CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None
 CHEAP, FREE = BatchCosts(1e-5, 1e-5), BatchCosts(0.0, 0.0)
@@ -214,7 +214,7 @@ def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
     samples = [(torch.arange(idx + 1), "x" * idx) for idx in range(30)]
     trials = EpochTrials(("none", None, UNCACHED), (0, 1), (4,), 32, 1 << 16, DataLoader, collate_fn, 1, math.inf)
     skipped, cached, uncached, *runs = run_epochs(samples, None, trials)
-    assert skipped == SkippedWay("none", "codec='none' is unknown. Use 'zstd' or 'lz4', or None.")
+    assert skipped == "codec='none' is left out: codec='none' is unknown. Use 'zstd' or 'lz4', or None."
     assert all(isinstance(each, FilledCache) and each.samples >= 8 for each in (cached, uncached))
     assert cached.sample_bytes > uncached.sample_bytes == 0
     assert all(isinstance(run, EpochRun) and run.epoch_s > 0 and run.begin_s > 0 for run in runs)

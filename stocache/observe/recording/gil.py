@@ -29,7 +29,7 @@ def look(wait: Callable[[float], Any] = time.sleep) -> tuple[Any, bool]:
 
 
 class GilWatch:
-    """Looks at the GIL now and then, while its thread waits.
+    """Looks at the GIL now and then, while its thread waits for the batches of an epoch.
 
     Args:
         tell: called after each look: with True if the GIL was held.
@@ -37,10 +37,6 @@ class GilWatch:
 
     def __init__(self, tell: Callable[[bool], None]) -> None:
         self._tell, self._next_look, self._first = tell, 0.0, _FIRST
-
-    def begin(self) -> None:
-        """Begin an epoch."""
-        self._first = _FIRST
 
     def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
         """Return the result of ``wait(timeout_s)``: whether the event came in time. Look at the GIL if a look is due."""

@@ -357,6 +357,10 @@ class Counted:
         begin = _WORDS + quantity * BUCKETS
         return Distribution.of(rows[:, begin : begin + BUCKETS].sum(0), int(rows[:, quantity].sum()))
 
+    def distributions(self) -> dict[str, Any]:
+        """Return the distributions of all quantities that have a histogram, by name."""
+        return {name: self.distribution(quantity) for quantity, name in enumerate(HISTOGRAMS)}
+
     def counts(self, quantity: int) -> Counts:
         """Return the buckets of a quantity that has a histogram, summed over all rows."""
         begin = _WORDS + quantity * BUCKETS
