@@ -41,11 +41,7 @@ from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.observe.choice import METHODS, GilTrial, choose_method, with_chosen_workers
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
-from stocache.observe.recording.record import (
-    SAMPLES_MADE,
-    TimingRecord,
-    record_here,
-)
+from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
 from stocache.observe.recording.spans import WAIT, span
 from stocache.observe.verdict import LoaderEpochStats, Verdict
 from stocache.ring.ring import Ring
@@ -409,7 +405,7 @@ class DataLoader(ResumableLoader[_T]):
         is_open = cached is not None and not cached.cache.closed
         return LoaderStats(
             batches=wait.count,
-            waited_s=wait.count * wait.mean_s,
+            waited_s=0.0 if counted is None else counted.sum(WAIT_NS) / 1e9,
             ring=0 if ring is None else ring.received,
             fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
