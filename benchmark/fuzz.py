@@ -40,7 +40,8 @@ import torch
 from PIL import Image
 
 from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
-from stocache.samples.record_encoder import HEAD, EncodedSample, pack_integers, pack_sample
+from stocache.samples.record_decoder import pack_sample
+from stocache.samples.record_encoder import HEAD, EncodedSample, pack_integers
 from stocache.storage.block import Block, BytesFile, encode
 from stocache.system.hashing import ZEROS, embed_checksum
 

@@ -17,7 +17,7 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import RecordReader
-from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordPacker, integers_codec
+from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordEncoder
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.segment import MOST_BUFFERS, Segment
 
@@ -46,13 +46,11 @@ class RecordStore:
         self._segment, self._dataset_len, self._allow_pickle = segment, dataset_len, options.allow_pickle
         self._states = segment.control[:dataset_len]
         self._codec = Codec(options.codec) if options.codec is not None else None
-        self._packer = RecordPacker(options.allow_pickle, self._codec)
+        self._encoder = RecordEncoder(options.allow_pickle, self._codec)
         self.arena = Arena(segment, dataset_len)
         self._offsets = self.arena.offsets
         self._memory = segment.view(0, segment.data_bytes)
-        self._address = segment.tensor(0, segment.data_bytes).data_ptr()
         self._readers: dict[int, RecordReader] = {}
-        self._reads: dict[int, Any] = {}  # their read functions: one look-up less for each sample
         self._admission = None
         if options.admission == "cost":
             control = segment.control[arena.control_bytes(dataset_len) :]
@@ -60,7 +58,7 @@ class RecordStore:
 
     def encode(self, sample: Any, where: str) -> EncodedRecord:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
-        return self._packer.pack(sample, where)
+        return self._encoder.pack(sample, where)
 
     def overhead_of(self, samples: list[Any]) -> tuple[int, int] | None:
         """Return the most bytes that a record of such samples has besides its leaves, and those of their treedefs.
@@ -170,46 +168,24 @@ class RecordStore:
         memory, at = self._memory, self._offsets[idx]
         try:
             nbytes, number, packed = _unpack_head(memory, at)
-            at += HEAD.size
-            integers = integers_codec(packed).unpack_from(memory, at + nbytes)
+            reader = self._readers.get(number) or self._reader(number)
+            return reader.read(memory, at + HEAD.size, nbytes, packed, copy)
         except (struct.error, OverflowError, MemoryError):
             raise SegmentError(f"the cache is damaged: the record of sample {idx} reaches beyond it.") from None
-        read = self._reads.get(number)
-        if read is None:
-            reader = self._reader(number)
-            if reader is None:
-                return MISSING
-            read = reader.read
-        if packed & RecordPacker.COMPRESSED:
-            data = self._decompressed(memory[at : at + nbytes], self._readers[number].nbytes(integers))
-            address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
-            return read(data, address, 0, len(data), integers, True)
-        return read(memory, self._address, at, nbytes, integers, copy)
+        except NotImported as error:  # that is a miss
+            self.unreadable = str(error)
+            return MISSING
 
     def load_many(self, indices: NDArray[np.int64]) -> list[Any]:
         """Return private copies of samples."""
         return [self.load(idx, True) for idx in indices.tolist()]
 
-    def _reader(self, number: int) -> RecordReader | None:
-        """Return the reader for records of a treedef; None if it needs a module that is not imported here: that is a miss."""
+    def _reader(self, number: int) -> RecordReader:
+        """Return the reader for records of a treedef. Raises NotImported: it needs a module that is not imported here."""
         if len(self._readers) >= _READERS:
             self._readers.clear()
-            self._reads.clear()
-        try:
-            reader = RecordReader(self.arena.treedef(number), self._allow_pickle)
-        except NotImported as error:
-            self.unreadable = str(error)
-            return None
-        self._readers[number], self._reads[number] = reader, reader.read
+        reader = self._readers[number] = RecordReader(self.arena.treedef(number), self._allow_pickle, self._codec)
         return reader
-
-    def _decompressed(self, data: Any, limit: int) -> bytes:
-        if self._codec is None:
-            raise SegmentError("the cache is damaged: it has a compressed sample, but no codec.")
-        try:
-            return self._codec.decompress(data, limit)
-        except (ValueError, MemoryError) as error:
-            raise SegmentError(f"the cache is damaged: {error}.") from error
 
     def clear(self) -> None:
         """Free all room. The costs of the samples stay known."""

@@ -1,17 +1,16 @@
 """Store the samples of a SharedCache in columns: for each leaf of a sample, an array of slots in shared memory.
 
-A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. Single values are read by
-memmove, at half the cost of a torch copy of 12 KB. Batches are read by one index_select over the widest words that divide a
-row, at 1.1 to 1.3 times the speed of bytes (both measured). Only bytes are copied, so all dtypes work in the same way.
+A `Column` has the values of one leaf; `SlotArrays` has all columns, and a sample is a row of them. Batches are read by one
+index_select over the widest words that divide a row, at 1.1 to 1.3 times the speed of bytes (measured). Only bytes are copied,
+so all dtypes work in the same way.
 """
 
 import logging
 import operator
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Sequence
-from ctypes import memmove
 from itertools import repeat
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
-from stocache.samples.spec import ArrayLeaf, DimOrder, Leaf, NumberLeaf, Structure, TensorLeaf, inverse
+from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Structure, TensorLeaf
 from stocache.shm.layout import RESERVED_EXTENT
 from stocache.shm.pool import NUMPY_DTYPES, Pool
 from stocache.shm.private import PrivateViews
@@ -52,15 +51,11 @@ class Column(ABC):
     _back: tuple[int, ...] | None
 
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        self.nbytes, self._pool = leaf.nbytes, pool
-        order: DimOrder = getattr(leaf, "order", None)
-        self._stored, self._back = getattr(leaf, "shape", ()), None  # a value's shape in memory; its permutation to the leaf's
-        if order is not None:
-            self._stored = tuple(self._stored[dim] for dim in order)
-            self._back = (0, *(dim + 1 for dim in inverse(order, len(order))))
+        self.nbytes, self._pool, self._stored = leaf.nbytes, pool, leaf.stored
+        self._back = None if leaf.back is None else (0, *(dim + 1 for dim in leaf.back))
+        self.decode, self._memory = leaf.decoder(), memory.numpy().data
         self._rows = memory.view(slots, self.nbytes)
-        self._address = memory.data_ptr()
-        word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == self._address % word.itemsize)
+        word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == memory.data_ptr() % word.itemsize)
         self._words = self._rows.view(word) if self.nbytes else self._rows
         self._array = self._words.numpy()
 
@@ -69,21 +64,13 @@ class Column(ABC):
         """Whether slots have another order of dimensions than batches."""
         return self._back is not None
 
-    @abstractmethod
     def load(self, slot: int, copy: bool) -> Any:
         """Return the value in ``slot``: a private copy; or the live memory itself, if the type has views."""
+        return self.decode(self._memory, slot * self.nbytes, True) if copy else self.array[slot]
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory for `gather`: ``count`` values along a first dimension."""
         return torch.empty((count, *self._like.shape), dtype=self._like.dtype, device="cpu")
-
-    @abstractmethod
-    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
-        """Return the values whose bytes are at ``offsets`` in the memory of a lease. They are views."""
-
-    def decode(self, memory: Any, at: int) -> Any:
-        """Return the value whose bytes are at an offset in a buffer; a view, if the type has views."""
-        return self.leased(memory, [at])[0]
 
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
@@ -184,14 +171,6 @@ class _TensorColumn(Column):
         self.array = self._ordered(memory.view(leaf.dtype).view(slots, *self._stored))
         self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype, device="cpu"))[0]
 
-    def load(self, slot: int, copy: bool) -> Tensor:
-        if not copy:
-            view: Tensor = self.array[slot]
-            return view
-        value = torch.empty_like(self._like)
-        memmove(value.data_ptr(), self._address + slot * self.nbytes, self.nbytes)
-        return value
-
     def takes(self, values: Sequence[Any]) -> bool:
         first = values[0]
         return (
@@ -207,11 +186,6 @@ class _TensorColumn(Column):
         torch.stack(list(values), out=out.view(self._like.dtype).view(len(values), *self._stored))
         return True
 
-    def leased(self, memory: Any, offsets: list[int]) -> list[Tensor]:
-        view, dtype, count, shape = torch.frombuffer, self._like.dtype, self._like.numel(), self._stored
-        values = [view(memory, dtype=dtype, count=count, offset=at).view(shape) for at in offsets]
-        return values if self._back is None else [self._ordered(value[None])[0] for value in values]
-
 
 class _ArrayColumn(Column):
     def __init__(self, leaf: ArrayLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
@@ -219,14 +193,13 @@ class _ArrayColumn(Column):
         self.array = self._ordered(np.ndarray((slots, *self._stored), leaf.dtype, memory.numpy()))
         self._like = np.empty(leaf.shape, leaf.dtype)
         self._scalar = leaf.scalar
-        self._copied: Literal["C", "K"] = "C" if self._back is None else "K"
 
     def load(self, slot: int, copy: bool) -> Any:
         if self._scalar:
             value = self.array[slot]
             return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
         view = self.array[slot, ...]  # the dots keep an array of 0 dimensions an array
-        return view.copy(self._copied) if copy else view
+        return view.copy("K") if copy else view
 
     def takes(self, values: Sequence[Any]) -> bool:
         dtype, types = self._like.dtype, set(map(type, values))
@@ -252,14 +225,6 @@ class _ArrayColumn(Column):
         rows: NDArray[Any] = np.ndarray(shape, self._like.dtype, memory.numpy())
         return rows
 
-    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
-        values: list[Any] = [np.ndarray((1, *self._stored), self._like.dtype, memory, at) for at in offsets]
-        return [self._ordered(value)[0, ...] for value in values]
-
-    def decode(self, memory: Any, at: int) -> Any:
-        value = self.leased(memory, [at])[0]
-        return value[()] if self._scalar else value
-
     def values(self, batch: NDArray[Any]) -> list[Any]:
         return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
 
@@ -269,16 +234,10 @@ class _NumberColumn(Column):
         super().__init__(leaf, memory, slots, pool)
         self.array = memory.view(leaf.dtype)
         self._like = torch.empty((), dtype=leaf.dtype, device="cpu")
-        self._memory = memory.numpy().data
         self._type = leaf.type
-        self._codec = leaf.codec
 
     def load(self, slot: int, copy: bool) -> Any:
-        return self.decode(self._memory, slot * self.nbytes)
-
-    def decode(self, memory: Any, at: int) -> Any:
-        numbers = self._codec.unpack_from(memory, at)
-        return complex(*numbers) if self._type is complex else numbers[0]
+        return self.decode(self._memory, slot * self.nbytes, False)
 
     def takes(self, values: Sequence[Any]) -> bool:
         return set(map(type, values)) == {self._type}
@@ -289,9 +248,6 @@ class _NumberColumn(Column):
         except (OverflowError, RuntimeError):  # an int beyond 64 bits
             return False
         return True
-
-    def leased(self, memory: Any, offsets: list[int]) -> list[Any]:
-        raise AssertionError("a number is too small to be leased")
 
     def values(self, batch: Tensor) -> list[Any]:
         return batch.tolist()
@@ -510,7 +466,7 @@ class SlotArrays:
         for column, large, (offset, nbytes) in zip(self._columns, self._large, self._places, strict=True):
             if large:
                 begin = self._segment.layout.data_at + offset
-                leased = column.leased(memory, [begin + slot * nbytes for slot in numbers])
+                leased = [column.decode(memory, begin + slot * nbytes, False) for slot in numbers]
                 if not all(usable):
                     pairs = zip(leased, usable, numbers, strict=True)
                     leased = [value if may else column.load(slot, True) for value, may, slot in pairs]

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from stocache.errors import SampleError, WorkerError
 from stocache.loader.threads.loading import loads_only_here, run_here, warn_of_this_process
 from stocache.samples.indices import spread
-from stocache.samples.record_decoder import unpack_sample
-from stocache.samples.record_encoder import PackedRecord, pack_sample
+from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.children import ChildError, PackedError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.describe import describe, difference
 from stocache.system.objects import vars_of
@@ -81,7 +80,7 @@ class _Loaded(NamedTuple):
     """Sent by the child after it loaded a sample: its record, or an error. ``raised``: by the dataset, not by packing."""
 
     idx: int
-    record: PackedRecord | None = None
+    record: bytes | None = None
     error: PackedError = (None, "", "")
     raised: bool = False
 

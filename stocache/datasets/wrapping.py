@@ -24,7 +24,7 @@ from stocache.disk.folder import manifest_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
-from stocache.samples.record_encoder import RecordPacker
+from stocache.samples.record_encoder import RecordEncoder
 from stocache.samples.spec import Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
@@ -269,11 +269,11 @@ def _before_text(fingerprint: object) -> str:
 
 def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | None:
     """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
-    packer = RecordPacker(options.allow_pickle, None if options.codec is None else Codec(options.codec))
+    encoder = RecordEncoder(options.allow_pickle, None if options.codec is None else Codec(options.codec))
     rooms = []
     for sample in probe.samples.values():
         with contextlib.suppress(SampleError):
-            rooms.append(packer.pack(sample, "").room)
+            rooms.append(encoder.pack(sample, "").room)
     return sum(rooms) * length // len(rooms) if rooms else None
 
 

@@ -21,13 +21,14 @@ from stocache.cache.ragged import ListCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
 from stocache.disk.folder import MOST_TEXT, Folder, manifest_of
-from stocache.disk.formats import Records, Rows, pack_example, unpack_example
+from stocache.disk.formats import Rows, pack_example, unpack_example
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
 from stocache.disk.writer import BehindWriter
 from stocache.errors import DiskError, LimitError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
+from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from stocache.shm import claims, named
 from stocache.shm.extents import DISK_WARNING

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
 from stocache.disk.folder import Folder
-from stocache.disk.formats import Records, Rows
+from stocache.disk.formats import Rows
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.errors import SegmentError
+from stocache.samples.record_decoder import Records
 from stocache.samples.type_lookup import NotImported
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.segment import Segment

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from stocache.samples.column_encoder import Tree, bare_nodes
 from stocache.samples.containers import container_of, keys_from_json
-from stocache.samples.kinds import Make, kind_in, sequence_class
+from stocache.samples.kinds import kind_in, sequence_class
 from stocache.samples.pytree import DEEP
+from stocache.samples.spec import Make
 from stocache.samples.type_lookup import check_dims, check_shape
 
 

@@ -41,7 +41,6 @@ from torch import Tensor
 
 from stocache.samples.containers import describe, keys_to_json, too_deep
 from stocache.samples.kinds import (
-    BARE_NODES,
     ENCODERS,
     Encoded,
     Kind,
@@ -53,6 +52,7 @@ from stocache.samples.kinds import (
     kind_of,
 )
 from stocache.samples.pytree import DEEP, OBJECTS, Container, flatten_one, sample_error
+from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unfit, import_class
 
 Tree: TypeAlias = dict[str, Any] | None

@@ -15,11 +15,9 @@ import math
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from ctypes import memmove
+from collections.abc import Callable
 from enum import Enum
 from io import BytesIO
-from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -27,16 +25,22 @@ import torch
 from numpy.lib.format import dtype_to_descr
 from torch import Tensor
 
-from stocache.errors import SegmentError
 from stocache.samples.spec import (
+    BARE_NODES,
     NUMBER_CODECS,
     DimOrder,
+    Make,
     array_bytes,
     array_dim_order_of,
+    array_maker,
     check_exact,
     dim_order_of,
     inverse,
+    number_maker,
+    pack_number,
+    scalar_maker,
     tensor_bytes,
+    tensor_maker,
 )
 from stocache.samples.texts import TEXT_NAMES, TEXTS
 from stocache.samples.type_lookup import (
@@ -60,17 +64,11 @@ Description: TypeAlias = tuple[Any, ...]
 Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
 """A leaf: its description, the stream of its bytes in a record, its bytes, and its shape as they lie."""
 
-Make: TypeAlias = Callable[[Any, int, int, tuple[int, ...]], Any]
-"""Makes a leaf, given a buffer, the position in it, the number of values there, and their shape. It may keep the buffer."""
-
 Write: TypeAlias = Callable[[Any, "Leaves"], None]
 """Takes a value of one structure, and adds its leaves. Raises Differs or Unfit where the value is not of that structure."""
 
 ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
 BYTES = 3  # the stream of values that need no alignment
-
-BARE_NODES = 1 << 16
-"""See NOTE [ Items without bytes ]."""
 
 DAMAGED_RECORD = "the cache is damaged: a sample reaches beyond its record."
 
@@ -131,51 +129,14 @@ class Leaves:
         del self.integers[integers:]
 
 
-class Cursor:
-    """The state of reading one record.
+Step: TypeAlias = tuple[int, int, int, Callable[..., Any]]
+"""How a leaf is read from a record: its stream; how many sizes it has; bytes of one value; and a `Make`.
 
-    Attributes:
-        memory: the buffer that holds the leaves.
-        address: its address in memory.
-        at: the position in each stream.
-        end: the end of the leaves.
-        integers: an iterator over the integers not yet used.
-        copy: True to make private copies of tensors and arrays; False to make views of ``memory``.
-        bare: bare nodes that lists may still make; see NOTE [ Items without bytes ].
-    """
+In place of the number of sizes: NUMBER, and the last is `Struct.unpack_from` of one number; TEXT, one size, and the last makes
+a value of its bytes; ITEMS, a list, and the last is the function that reads it.
+"""
 
-    __slots__ = ("address", "at", "bare", "copy", "end", "integers", "memory")
-
-    def __init__(
-        self, memory: Any, address: int, at: list[int], end: int, integers: Iterator[int], copy: bool, bare: int
-    ) -> None:
-        self.memory, self.address, self.at, self.end, self.integers, self.copy = memory, address, at, end, integers, copy
-        self.bare = bare
-
-    def items(self, bare: int) -> int:
-        """Return the next length of a list whose items have ``bare`` bare nodes each."""
-        count = next(self.integers)
-        self.bare -= count * bare
-        if self.bare < 0:
-            raise SegmentError(DAMAGED_RECORD)
-        return count
-
-    def take(self, stream: int, nbytes: int) -> int:
-        """Return the position of the next ``nbytes`` of a stream, and pass them."""
-        at = self.at[stream]
-        after = self.at[stream] = at + nbytes
-        if after > self.end:
-            raise SegmentError(DAMAGED_RECORD)
-        return at
-
-
-Read: TypeAlias = Callable[[Cursor], Any]
-Size: TypeAlias = int | Callable[[Iterator[int]], int]
-"""The bytes that leaves take in a record, or the function that counts them, given the integers."""
-
-Step: TypeAlias = tuple[int, int, Any, Any, Any]
-"""A leaf in the loop that reads samples without lists: its stream; how many integers it takes; its bytes (of tensors by shape;
-None where the integer says it); what makes an empty tensor; what makes other values, of their bytes or of memory and place."""
+NUMBER, TEXT, ITEMS = -1, -2, -3
 
 
 class Kind(ABC):
@@ -191,6 +152,7 @@ class Kind(ABC):
         dims: how many sizes a record holds for each leaf.
         writable: whether a value that is read from a column keeps the buffer, and the user may write to it.
         stored_as: the dtype of its column, and the dimensions that one value takes there.
+        of_any_bytes: whether any bytes of the right number make a value.
 
     Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
     """
@@ -204,6 +166,7 @@ class Kind(ABC):
     itemsize = 1
     dims = 1
     stored_as: tuple[torch.dtype, tuple[int, ...]] = torch.uint8, ()
+    of_any_bytes = True
 
     @classmethod
     @abstractmethod
@@ -229,9 +192,9 @@ class Kind(ABC):
 
         return write
 
-    @abstractmethod
-    def reader(self, trusted: bool) -> Read:
-        """Return the function that reads a leaf from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
+    def step(self, trusted: bool) -> Step:
+        """Return how a leaf is read from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
+        return self.stream, self.dims, self.itemsize, self.maker(trusted)
 
     @abstractmethod
     def maker(self, trusted: bool) -> Make:
@@ -240,23 +203,6 @@ class Kind(ABC):
         Raises:
             Unresolved: its class is not here, or may not be used.
         """
-
-    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
-        """Return the function that makes a value of its bytes, and raises where they do not make one; None where any bytes do.
-
-        Raises Unresolved as `maker`.
-        """
-        return None
-
-    def step(self) -> Step | None:
-        """Return how the loop for samples without lists reads it; None where that loop cannot."""
-        return None
-
-    @property
-    def size(self) -> Size:
-        """The bytes of a leaf in a record."""
-        dims, itemsize = self.dims, self.itemsize
-        return (lambda integers: math.prod([next(integers) for _ in range(dims)]) * itemsize) if dims else itemsize
 
     def bare(self, shape: tuple[int, ...]) -> int:
         """Return 1 where leaves of one shape have no bytes, else 0; see NOTE [ Items without bytes ]."""
@@ -363,67 +309,12 @@ class _TensorKind(Kind):
 
         return write if self._back is None else rest
 
-    def _new(self) -> Callable[..., Tensor]:
-        """Return the function that makes an uninitialised tensor, given its sizes as they lie in memory."""
-        new: Callable[..., Tensor] = torch.empty(0, dtype=self._dtype, device="cpu").new_empty
-        back = self._back
-        return new if back is None else lambda *stored: new(*stored).permute(back)
-
-    def reader(self, trusted: bool) -> Read:
-        dtype, dims, stream, size, new, back = self._dtype, self.dims, self.stream, self.itemsize, self._new(), self._back
-
-        def read(cursor: Cursor) -> Tensor:
-            shape = list(islice(cursor.integers, dims))
-            if len(shape) != dims:
-                raise SegmentError(DAMAGED_RECORD)
-            count = math.prod(shape)
-            at = cursor.take(stream, count * size)
-            if not count:
-                return new(*shape) if shape else new(())
-            if cursor.copy:
-                value = new(*shape) if shape else new(())
-                memmove(value.data_ptr(), cursor.address + at, count * size)
-                return value
-            value = torch.frombuffer(cursor.memory, dtype=dtype, count=count, offset=at).view(shape)
-            return value if back is None else value.permute(back)
-
-        return read
-
-    def step(self) -> Step:
-        return self.stream, self.dims, _Sizes(self.itemsize), self._new(), None
-
     def maker(self, trusted: bool) -> Make:
-        dtype, back = self._dtype, self._back
-
-        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Tensor:
-            if count:
-                value = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
-            else:
-                value = torch.empty(shape, dtype=dtype, device="cpu")
-            return value if back is None else value.permute(back)
-
-        return make
+        return tensor_maker(self._dtype, self._back)
 
 
 def _given(order: DimOrder) -> tuple[DimOrder, ...]:
     return () if order is None else (order,)
-
-
-class _Sizes(dict[tuple[int, ...], int]):
-    """The bytes of values by shape: looking them up costs a third of computing them."""
-
-    def __init__(self, itemsize: int) -> None:
-        super().__init__()
-        self._itemsize = itemsize
-
-    def __missing__(self, shape: tuple[int, ...]) -> int:
-        nbytes = math.prod(shape) * self._itemsize
-        if len(self) < _SHAPES:
-            self[shape] = nbytes
-        return nbytes
-
-
-_SHAPES = 1024  # the most shapes that are remembered for a leaf
 
 
 # ---------------------------------------------------------------------------------------------------- numpy
@@ -467,30 +358,8 @@ class _ArrayKind(Kind):
 
         return write if self._back is None and dtype.kind in "biufc" else rest  # others need not be buffers
 
-    def reader(self, trusted: bool) -> Read:
-        dtype, dims, stream, back = self._dtype, self.dims, self.stream, self._back
-
-        def read(cursor: Cursor) -> Any:
-            shape = list(islice(cursor.integers, dims))
-            if len(shape) != dims:
-                raise SegmentError(DAMAGED_RECORD)
-            nbytes = math.prod(shape) * dtype.itemsize
-            at = cursor.take(stream, nbytes)
-            value: Any = np.ndarray(shape, dtype, cursor.memory, at) if nbytes else _empty_array(shape, dtype)
-            value = value.copy() if cursor.copy and nbytes else value
-            return value if back is None else value.transpose(back)
-
-        return read
-
     def maker(self, trusted: bool) -> Make:
-        dtype, back = self._dtype, self._back
-
-        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...]) -> Any:
-            whole = count and dtype.itemsize
-            value: Any = np.ndarray(shape, dtype, buffer, at) if whole else _empty_array(shape, dtype)
-            return value if back is None else value.transpose(back)
-
-        return make
+        return array_maker(self._dtype, self._back)
 
 
 class _ScalarKind(_ArrayKind):
@@ -512,13 +381,8 @@ class _ScalarKind(_ArrayKind):
     def writer(self, description: Description) -> Write:
         return Kind.writer(self, description)
 
-    def reader(self, trusted: bool) -> Read:
-        make, stream, size = self.maker(trusted), self.stream, self.itemsize
-        return lambda cursor: make(cursor.memory, cursor.take(stream, size), 1, ())
-
     def maker(self, trusted: bool) -> Make:
-        make = super().maker(trusted)
-        return lambda buffer, at, count, shape: make(buffer, at, count, shape).copy()[()]  # or records would be views
+        return scalar_maker(self._dtype)
 
 
 def _array_stream(dtype: np.dtype[Any]) -> int:
@@ -562,21 +426,6 @@ def dtype_from_key(key: Any) -> np.dtype[Any]:
 _plain_dtype = functools.lru_cache(maxsize=1024)(numpy_dtype)
 
 
-def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
-    """Return an array without bytes: it has no values, or its dtype has a size of 0.
-
-    `numpy.empty` would allocate one value all the same, of whatever size the dtype claims.
-
-    Raises:
-        ValueError: its sizes are too large.
-    """
-    if dtype.kind not in "SU" or dtype.itemsize:
-        return np.ndarray(shape, dtype, bytearray())
-    if math.prod(shape) > BARE_NODES:  # numpy takes memory for one character each
-        raise ValueError(f"an array of shape {list(shape)} has no bytes")
-    return np.zeros(shape, dtype)
-
-
 # ---------------------------------------------------------------------------------------------------- Python's numbers
 
 NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
@@ -601,9 +450,7 @@ class _NumberKind(Kind):
         number = type(value)
         if number is int and not -(2**63) <= value < 2**63:
             return _TextKind.encode(value)  # of the kind "long"
-        codec = NUMBER_CODECS[number]
-        data = codec.pack(value.real, value.imag) if number is complex else codec.pack(value)
-        return ("number", number.__name__), NUMBERS[number][1], data, ()
+        return ("number", number.__name__), NUMBERS[number][1], pack_number(value), ()
 
     def writer(self, description: Description) -> Write:
         number, stream, pack = self._type, self.stream, self._codec.pack
@@ -618,20 +465,13 @@ class _NumberKind(Kind):
 
         return super().writer(description) if number is complex else write
 
-    def reader(self, trusted: bool) -> Read:
-        unpack, stream, size = self._codec.unpack_from, self.stream, self.itemsize
+    def step(self, trusted: bool) -> Step:
         if self._type is complex:
-            return lambda cursor: complex(*unpack(cursor.memory, cursor.take(stream, size)))
-        return lambda cursor: unpack(cursor.memory, cursor.take(stream, size))[0]
-
-    def step(self) -> Step | None:
-        return None if self._type is complex else (self.stream, 0, self.itemsize, None, self._codec.unpack_from)
+            return super().step(trusted)
+        return self.stream, NUMBER, self.itemsize, self._codec.unpack_from
 
     def maker(self, trusted: bool) -> Make:
-        unpack = self._codec.unpack_from
-        if self._type is complex:
-            return lambda buffer, at, count, shape: complex(*unpack(buffer, at))
-        return lambda buffer, at, count, shape: unpack(buffer, at)[0]
+        return number_maker(self._type)
 
 
 class _NumbersKind(Kind):
@@ -664,20 +504,13 @@ class _NumbersKind(Kind):
 
         return write
 
-    def reader(self, trusted: bool) -> Read:
-        cls, dtype, stream, size = self._class, self._dtype, self.stream, self.itemsize
-
-        def read(cursor: Cursor) -> Any:
-            count = next(cursor.integers)
-            at = cursor.take(stream, count * size)
-            values = np.frombuffer(cursor.memory, dtype, count, at).tolist() if count else []
-            return values if cls is list else tuple(values)
-
-        return read
-
     def maker(self, trusted: bool) -> Make:
         cls, dtype = self._class, self._dtype
-        return lambda buffer, at, count, shape: cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+            return cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
+
+        return make
 
 
 def encode_numbers(values: Any) -> Encoded | None:
@@ -704,30 +537,22 @@ def sequence_class(name: Any) -> type:
 class _BytesKind(Kind):
     """Values that are made of any number of bytes."""
 
+    of_any_bytes = False
+
     @abstractmethod
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         """Return the function that makes a value of a buffer; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
 
-    def reader(self, trusted: bool) -> Read:
-        return bytes_reader(self.from_bytes(trusted))
+    def step(self, trusted: bool) -> Step:
+        return BYTES, TEXT, 1, self.from_bytes(trusted)
 
     def maker(self, trusted: bool) -> Make:
-        make = self.from_bytes(trusted)
-        return lambda buffer, at, count, shape: make(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
+        from_bytes = self.from_bytes(trusted)
 
-    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
-        return self.from_bytes(trusted)
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+            return from_bytes(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
 
-
-def bytes_reader(make: Callable[[memoryview], Any]) -> Read:
-    """Return the function that reads a value from a record; ``make`` makes it of its bytes."""
-
-    def read(cursor: Cursor) -> Any:
-        nbytes = next(cursor.integers)
-        at = cursor.take(BYTES, nbytes)
-        return make(memoryview(cursor.memory)[at : at + nbytes])
-
-    return read
+        return make
 
 
 class _TextKind(_BytesKind):
@@ -737,6 +562,7 @@ class _TextKind(_BytesKind):
 
     def __init__(self, name: Any) -> None:
         self._cls, self._to_bytes, self._from_bytes = TEXTS[name]
+        self.of_any_bytes = self._cls in (bytes, bytearray, int)
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
@@ -758,14 +584,8 @@ class _TextKind(_BytesKind):
 
         return super().writer(description) if cls is int else write  # an int may be of the kind "number"
 
-    def step(self) -> Step:
-        return BYTES, 1, None, None, self._from_bytes
-
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         return self._from_bytes
-
-    def checker(self, trusted: bool) -> Callable[[Any], Any] | None:
-        return None if self._cls in (bytes, bytearray, int) else self._from_bytes
 
 
 class _EnumKind(_BytesKind):

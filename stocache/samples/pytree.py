@@ -12,15 +12,16 @@ To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one
 import dataclasses
 import json
 import math
+import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Container:
     @property
     def any_values(self) -> bool:
         """Whether the types of the parts decide if they make the container, whatever their values."""
-        return self.kind in _OF_ANY_VALUES or self.cls is tuple
+        return self.kind not in _OF_SOME_VALUES or self.cls is tuple
 
     @property
     def identity(self) -> str:
@@ -501,19 +502,7 @@ _KINDS: dict[str, _ContainerKind] = {
 }
 
 
-_OF_ANY_VALUES = {
-    "dict",
-    "list",
-    "none",
-    "namedtuple",
-    "dataclass",
-    "object",
-    "tensor",
-    "set",
-    "slice",
-    "defaultdict",
-    "memmap",
-}
+_OF_SOME_VALUES = frozenset({"tuple", "mapping", "tensordict", "subclass", "objects", "image", "deque"})
 
 
 def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
@@ -587,6 +576,29 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     tree_map(found.append, tree)
     return found
+
+
+Parts: TypeAlias = "tuple[Callable[[list[Any]], Any], list[Parts]] | None"
+"""How leaves are put together: the function that makes a container of its parts, and the same of each part; None for a leaf."""
+
+
+def joiner_of(parts: Parts) -> Callable[[Any], Any]:
+    """Return the function that makes a value of the sequence of its leaves."""
+    if parts is None:
+        return operator.itemgetter(0)
+    unflatten, inner = parts
+    if not any(inner):
+        return unflatten
+    join = _joiner(parts)
+    return lambda leaves: join(iter(leaves))
+
+
+def _joiner(parts: Parts) -> Callable[[Iterator[Any]], Any]:
+    """Return the function that takes leaves from an iterator, and puts them together."""
+    if parts is None:
+        return next
+    unflatten, joins = parts[0], list(map(_joiner, parts[1]))
+    return lambda leaves: unflatten([join(leaves) for join in joins])
 
 
 # ---------------------------------------------------------------------------------------------------- the path to a part

@@ -5,28 +5,29 @@ the record before anything is allocated, and the length of lists is limited (NOT
 checked once, when a treedef is compiled.
 """
 
-from collections.abc import Callable, Iterator
-from ctypes import memmove
+import functools
+import math
+import struct
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from stocache.errors import SegmentError
+from stocache.samples.codecs import Codec
 from stocache.samples.containers import container_of, keys_from_literals
 from stocache.samples.kinds import (
-    ALIGNMENTS,
-    BARE_NODES,
+    BYTES,
     DAMAGED_RECORD,
-    Cursor,
-    Read,
-    Size,
+    ITEMS,
+    NUMBER,
+    TEXT,
     Step,
-    bytes_reader,
     kind_of,
     sequence_class,
 )
-from stocache.samples.pytree import DEEP, Container
-from stocache.samples.record_encoder import PackedRecord, TreeDef, bare_nodes, parse_treedef
+from stocache.samples.pytree import DEEP, Parts, joiner_of
+from stocache.samples.record_encoder import COMPRESSED, RecordEncoder, TreeDef, bare_nodes, integers_codec, parse_treedef
+from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import NotImported, Unresolved
 
 _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
@@ -35,8 +36,10 @@ _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, 
 class RecordReader:
     """Reads the records of one treedef.
 
-    Attributes:
-        read: the function that reads one: ``read(memory, address, start, nbytes, integers, copy)``.
+    Args:
+        text: the treedef.
+        allow_pickle: whether to load pickles, and to import the modules of classes.
+        codec: reads compressed records.
 
     Raises:
         SegmentError: the text is not a treedef, or names classes that are not here or have changed; or something was pickled,
@@ -44,214 +47,254 @@ class RecordReader:
         NotImported: it names a class whose module is not imported, and ``allow_pickle`` is False.
     """
 
-    def __init__(self, text: bytes, allow_pickle: bool) -> None:
+    def __init__(self, text: bytes, allow_pickle: bool, codec: Codec | None = None) -> None:
+        self._codec = codec
         try:
             treedef = parse_treedef(text.decode("utf-8", "surrogatepass"))
-            read = _compile(treedef, allow_pickle, 0)
-            self._streams = sorted(_streams(treedef))
-            plan, join = _flat(treedef, allow_pickle)
-            self._size = _size(treedef)
+            streams = set[int]()
+            self._program = _Program(treedef, allow_pickle, streams)
+            self._steps, self._join = self._program.steps, self._program.join
+            *self._streams, self._last = sorted(streams) or [0]
         except Unresolved as error:
             if error.module:
                 raise NotImported(f"the cache holds samples that cannot be read here: {error}") from None
             raise _unreadable(error, text) from error
         except _UNREADABLE as error:
             raise _unreadable(error, text) from error
-        self.read = _reading(read, plan, join, self._streams)
 
-    def nbytes(self, integers: tuple[int, ...]) -> int:
-        """Return the bytes of all leaves of a record, given its integers; a few more where lists have bare nodes.
+    def read(self, memory: Any, start: int, nbytes: int, packed: int, copy: bool) -> Any:
+        """Return a sample.
+
+        Args:
+            memory: a buffer that holds the leaves, and the integers behind them.
+            start, nbytes: where the leaves are.
+            packed: the number that describes the integers; see `record_encoder.pack_integers`.
+            copy: True for a private sample; False for one whose tensors and arrays are views of ``memory``.
 
         Raises:
-            SegmentError: there are too few integers.
+            SegmentError: the record is damaged.
+            struct.error, OverflowError, MemoryError: it reaches beyond ``memory``.
         """
-        own = iter(integers[max(0, len(self._streams) - 1) :])
+        integers = integers_codec(packed).unpack_from(memory, start + nbytes)
+        if packed & COMPRESSED:
+            memory = self._decompressed(memory[start : start + nbytes], integers)
+            start, nbytes, copy = 0, len(memory), True
+        end = start + nbytes
+        at = [start, start, start, start, end, BARE_NODES + nbytes + len(integers), len(self._streams)]
+        for length, stream in zip(integers, self._streams):  # noqa: B905  there are more integers
+            at[stream] = start
+            start += length
+        at[self._last] = start
         try:
-            return self._size if isinstance(self._size, int) else self._size(own)
-        except (StopIteration, LookupError):
+            sample = self._join(_read(self._steps, memory, at, integers, copy))
+            if at[_USED] != len(integers):
+                raise SegmentError(DAMAGED_RECORD)
+            return sample
+        except SegmentError:
+            raise
+        except Exception as error:  # whatever a class raises for parts it does not expect
+            raise SegmentError(f"the cache is damaged, or holds a sample that cannot be read here: {error}") from error
+
+    def _decompressed(self, data: Any, integers: tuple[int, ...]) -> memoryview:
+        if self._codec is None:
+            raise SegmentError("the cache is damaged: it has a compressed sample, but no codec.")
+        own = iter(integers[len(self._streams) :])
+        try:
+            return memoryview(self._codec.decompress(data, self._program.nbytes(own)))
+        except (StopIteration, LookupError):  # there are too few integers
             raise SegmentError(DAMAGED_RECORD) from None
-
-
-def unpack_sample(record: PackedRecord) -> Any:
-    """Return the sample of a record that `pack_sample` has made."""
-    treedef, data, integers = record
-    address = np.frombuffer(data, np.uint8).ctypes.data if data else 0
-    return RecordReader(treedef, True).read(data, address, 0, len(data), tuple(integers), True)
+        except (ValueError, MemoryError) as error:
+            raise SegmentError(f"the cache is damaged: {error}.") from error
 
 
 def _unreadable(error: Exception, text: bytes) -> SegmentError:
     return SegmentError(f"the cache holds samples that cannot be read here: {str(error).rstrip('.')}. Treedef: {text[:200]!r}")
 
 
-def _reading(
-    read: Read, plan: list[Step], join: Callable[[list[Any]], Any], streams: list[int]
-) -> Callable[[Any, int, int, int, tuple[int, ...], bool], Any]:
-    inner, last = streams[:-1], streams[-1] if streams else 0
-    planned = len(inner) + sum(dims for _, dims, *_ in plan)
+_END, _BARE, _USED = 4, 5, 6
+"""What follows the positions in the four streams: the end of the leaves; how many bare nodes lists may still make (see NOTE
+[ Items without bytes ]); how many integers are used."""
 
-    def read_record(memory: Any, address: int, start: int, nbytes: int, integers: tuple[int, ...], copy: bool) -> Any:
-        at, end = [start] * len(ALIGNMENTS), start + nbytes
-        for length, stream in zip(integers, inner):  # noqa: B905  there are more integers
-            at[stream] = start
-            start += length
-        at[last] = start
-        try:
-            if not copy or not plan:
-                own = iter(integers[len(inner) :])
-                sample = read(Cursor(memory, address, at, end, own, copy, BARE_NODES + nbytes + len(integers)))
-                if next(own, None) is not None:
-                    raise SegmentError(DAMAGED_RECORD)
-                return sample
-            values, used = [], len(inner)
-            if len(integers) != planned:
+
+def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ...], copy: bool) -> list[Any]:
+    """Return the leaves of one value. One loop for all of them takes less time than a call for each."""
+    values: list[Any] = []
+    end, used = at[_END], at[_USED]
+    for stream, dims, size, make in steps:
+        begin = at[stream]
+        if dims == NUMBER:
+            after = at[stream] = begin + size
+            if after > end:
                 raise SegmentError(DAMAGED_RECORD)
-            for stream, dims, size, new, make in plan:
-                here = at[stream]
-                if size is None:  # made of any number of bytes
-                    after = here + integers[used]
-                    used += 1
-                    if after > end:
-                        raise SegmentError(DAMAGED_RECORD)
-                    value = make(memory[here:after])
-                elif new is None:
-                    after = here + size
-                    if after > end:
-                        raise SegmentError(DAMAGED_RECORD)
-                    (value,) = make(memory, here)
-                else:
-                    shape = integers[used : used + dims]
-                    used += dims
-                    nbytes = size[shape]
-                    after = here + nbytes
-                    if after > end:
-                        raise SegmentError(DAMAGED_RECORD)
-                    value = new(*shape) if dims else new(())
-                    memmove(value.data_ptr(), address + here, nbytes)
-                at[stream] = after
-                values.append(value)
-            return join(values)
-        except SegmentError:
-            raise
-        except Exception as error:  # whatever a class raises for parts it does not expect
-            raise SegmentError(f"the cache is damaged, or holds a sample that cannot be read here: {error}") from error
-
-    return read_record
-
-
-def _flat(treedef: TreeDef, trusted: bool) -> tuple[list[Step], Callable[[list[Any]], Any]]:
-    """Return the steps that read containers of tensors, numbers and texts, and the function that makes them; [] for others.
-
-    Most samples are such containers, (image, label) and the like. To read them in one loop takes two thirds of the time.
-    """
-    found = _steps(treedef)
-    if found is None:
-        return [], list
-    if treedef[0] == "in" and not any(child[0] == "in" for child in treedef[5]):
-        return found, _container(treedef, trusted).unflatten_fn()
-    join = _joiner(treedef, trusted)
-    return found, lambda values: join(iter(values))
-
-
-def _steps(treedef: TreeDef) -> list[Step] | None:
-    """Return the steps that read a value, leaf by leaf; None where that takes a `Cursor`."""
-    if treedef[0] == "items" or treedef[:2] == ("in", "image"):  # whose pixels are not copied twice
-        return None
-    if treedef[0] != "in":
-        step = kind_of(treedef).step()
-        return None if step is None else [step]
-    found: list[Step] = []
-    for child in treedef[5]:
-        steps = _steps(child)
-        if steps is None:
-            return None
-        found += steps
-    return found
-
-
-def _joiner(treedef: TreeDef, trusted: bool) -> Callable[[Iterator[Any]], Any]:
-    """Return the function that takes leaves from an iterator, and puts them into containers."""
-    if treedef[0] != "in":
-        return next
-    unflatten, joins = _container(treedef, trusted).unflatten_fn(), [_joiner(child, trusted) for child in treedef[5]]
-    return lambda values: unflatten([join(values) for join in joins])
-
-
-def _streams(treedef: TreeDef) -> set[int]:
-    """Return the streams in which a treedef has leaves."""
-    if treedef[0] in ("in", "items"):
-        return set().union(*map(_streams, treedef[5 if treedef[0] == "in" else 2]))
-    return {kind_of(treedef).stream}
-
-
-def _size(treedef: TreeDef) -> Size:
-    """Return the bytes of the leaves, or the function that counts them; a bare node in a list counts as one byte."""
-    if treedef[0] == "in":
-        return _sum_of([_size(child) for child in treedef[5]])
-    if treedef[0] == "items":
-        return _items_size([_size(item) for item in treedef[2]], max(map(bare_nodes, treedef[2])))
-    return kind_of(treedef).size
-
-
-def _sum_of(sizes: list[Any]) -> Size:
-    fixed, counted = sum(size for size in sizes if isinstance(size, int)), [size for size in sizes if not isinstance(size, int)]
-    return (lambda integers: sum([size(integers) for size in counted], fixed)) if counted else fixed
-
-
-def _items_size(sizes: list[Any], bare: int) -> Size:
-    def size(integers: Iterator[int]) -> int:
-        count = next(integers)
-        if len(sizes) == 1 and isinstance(sizes[0], int):
-            return count * (sizes[0] + bare)
-        total = count * bare
-        for _ in range(count):  # each takes an integer
-            its = sizes[next(integers)] if len(sizes) > 1 else sizes[0]
-            total += its if isinstance(its, int) else its(integers)
-        return total
-
-    return size
+            values += make(memory, begin)
+        elif dims == TEXT:
+            after = at[stream] = begin + integers[used]
+            used += 1
+            if after > end:
+                raise SegmentError(DAMAGED_RECORD)
+            values.append(make(memory[begin:after]))
+        elif dims == ITEMS:
+            at[_USED] = used
+            values.append(make(memory, at, integers, copy))
+            used = at[_USED]
+        else:
+            shape = integers[used : used + dims]
+            used += dims
+            count = math.prod(shape)
+            after = at[stream] = begin + count * size
+            if after > end or len(shape) != dims:
+                raise SegmentError(DAMAGED_RECORD)
+            values.append(make(memory, begin, count, shape, copy))
+    at[_USED] = used
+    return values
 
 
 _LEVELS = DEEP + 2
+_PIXELS = 4  # their position among the parts of an image
 
 
-def _compile(treedef: TreeDef, trusted: bool, depth: int) -> Read:
-    """Return the function that reads a value of a treedef; ``trusted`` as in `type_lookup.resolve`.
+class _Program:
+    """How values of a treedef are read: step by step, one for each leaf or list, and then put together.
+
+    Args:
+        trusted: as in `type_lookup.resolve`.
+        streams: is given the numbers of the streams that it reads.
 
     Raises:
         ValueError, TypeError, LookupError: it is not a treedef.
         Unresolved: a class in it is not here, or may not be used.
     """
-    if type(treedef) is not tuple or not treedef or depth > _LEVELS:
-        raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
-    if treedef[0] == "in":
-        return _read_container(treedef, trusted, depth)
-    if treedef[0] == "items":
-        return _read_items(treedef, [_compile(item, trusted, depth + 1) for item in treedef[2]])
-    return kind_of(treedef).reader(trusted)
+
+    def __init__(self, treedef: TreeDef, trusted: bool, streams: set[int], depth: int = 0) -> None:
+        self.steps: list[Step] = []
+        self._trusted, self._streams = trusted, streams
+        self.join = joiner_of(self._parts(treedef, depth))
+
+    def _parts(self, treedef: TreeDef, depth: int) -> Parts:
+        """Add the steps that read the leaves of a value, and return how they are put together."""
+        if type(treedef) is not tuple or not treedef or depth > _LEVELS:
+            raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
+        if treedef[0] == "in":
+            _, kind, name, keys, extra, children, *coded = treedef
+            keys = keys_from_literals(keys, bool(coded), self._trusted)
+            container = container_of(kind, name, keys, extra, len(children), self._trusted)
+            parts = []
+            for position, child in enumerate(children):
+                parts.append(self._parts(child, depth + 1))
+                if kind == "image" and position == _PIXELS and child == ("bytes",):
+                    self.steps[-1] = (BYTES, TEXT, 1, lambda view: view)  # the image copies them
+            return container.unflatten_fn(), parts
+        if treedef[0] == "items":
+            programs = [_Program(item, self._trusted, self._streams, depth + 1) for item in treedef[2]]
+            bare = max(map(bare_nodes, treedef[2]))
+            self.steps.append((BYTES, ITEMS, 0, _Items(sequence_class(treedef[1]), programs, bare)))
+        else:
+            self.steps.append(kind_of(treedef).step(self._trusted))
+            self._streams.add(self.steps[-1][0])
+        return None
+
+    @cached_property
+    def fixed(self) -> int | None:
+        """The bytes of the leaves; None where integers say them."""
+        return sum(size for _, _, size, _ in self.steps) if all(dims in (0, NUMBER) for _, dims, *_ in self.steps) else None
+
+    def nbytes(self, integers: Iterator[int]) -> int:
+        """Return the bytes of the leaves, given the integers; a bare node in a list counts as one byte."""
+        total = 0
+        for _, dims, size, make in self.steps:
+            if isinstance(make, _Items):
+                total += make.nbytes(integers)
+            else:
+                total += size * math.prod([next(integers) for _ in range(1 if dims == TEXT else max(0, dims))])
+        return total
 
 
-_PIXELS = 4  # their position among the parts of an image
+class _Items:
+    """Reads lists or tuples of any length: their items as one of the programs says."""
+
+    def __init__(self, cls: Any, programs: list[_Program], bare: int) -> None:
+        self._cls, self._programs, self._bare = cls, programs, bare
+
+    def __call__(self, memory: Any, at: list[int], integers: tuple[int, ...], copy: bool) -> Any:
+        count = integers[at[_USED]]
+        at[_USED] += 1
+        at[_BARE] -= count * self._bare  # others take bytes or an integer
+        if at[_BARE] < 0:
+            raise SegmentError(DAMAGED_RECORD)
+        first, *others = self._programs
+        if not others:
+            steps, join = first.steps, first.join
+            return self._cls([join(_read(steps, memory, at, integers, copy)) for _ in range(count)])
+        items = []
+        for _ in range(count):
+            program = self._programs[integers[at[_USED]]]
+            at[_USED] += 1
+            items.append(program.join(_read(program.steps, memory, at, integers, copy)))
+        return self._cls(items)
+
+    def nbytes(self, integers: Iterator[int]) -> int:
+        """See `_Program.nbytes`."""
+        count, (first, *others) = next(integers), self._programs
+        if not others and first.fixed is not None:
+            return count * (first.fixed + self._bare)
+        # each item takes an integer
+        sizes = [self._programs[next(integers) if others else 0].nbytes(integers) for _ in range(count)]
+        return count * self._bare + sum(sizes)
 
 
-def _read_container(treedef: TreeDef, trusted: bool, depth: int) -> Read:
-    join = _container(treedef, trusted).unflatten_fn()
-    reads = [_compile(child, trusted, depth + 1) for child in treedef[5]]
-    if treedef[1] == "image" and treedef[5][_PIXELS] == ("bytes",):  # the image copies them
-        reads[_PIXELS] = bytes_reader(lambda view: view)
-    return lambda cursor: join([read(cursor) for read in reads])
+# ---------------------------------------------------------------------------------------------------- records by themselves
+
+_FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef
+_READERS = 1024  # readers of treedefs that are kept
 
 
-def _container(treedef: TreeDef, trusted: bool) -> Container:
-    """Return the container of a treedef. Raises as `container_of` and `keys_from_literals`."""
-    _, kind, name, keys, extra, children, *coded = treedef
-    return container_of(kind, name, keys_from_literals(keys, bool(coded), trusted), extra, len(children), trusted)
+class Records:
+    """Turns samples of any size into bytes, and back: records, each with the text of its treedef behind it.
+
+    Attributes:
+        nbytes: None: samples vary in their bytes.
+        fills_batches: False: a record cannot be read into the memory of a batch.
+        unreadable: why `decode` raised NotImported in this process, if it did.
+    """
+
+    nbytes = None
+    fills_batches = False
+
+    def __init__(self, allow_pickle: bool, codec: Codec | None = None) -> None:
+        self.unreadable = ""
+        self._encoder = RecordEncoder(allow_pickle, codec)
+        self._reader = functools.lru_cache(_READERS)(lambda text: RecordReader(text, allow_pickle, codec))
+
+    def encode(self, sample: Any, where: str) -> list[Any]:
+        """Return the bytes of a sample, in buffers that may be its own memory. Raises SampleError, which names ``where``."""
+        record = self._encoder.pack(sample, where)
+        foot = _FOOT.pack(record.nbytes, record.packed, len(record.treedef))
+        return [*record.leaves, record.tail, record.treedef, foot]
+
+    def decode(self, data: Any, nbytes: int, copy: bool = False) -> Any:
+        """Return the sample in the first ``nbytes`` of memory that the sample may keep, unless ``copy``.
+
+        Raises:
+            SegmentError: it is damaged.
+            NotImported: it has a class of a module that is not imported here.
+        """
+        memory = memoryview(data)
+        try:
+            leaves, packed, text_bytes = _FOOT.unpack_from(memory, nbytes - _FOOT.size)
+            end = nbytes - _FOOT.size - text_bytes
+            return self._reader(bytes(memory[end : end + text_bytes])).read(memory, 0, leaves, packed, copy)
+        except NotImported as error:
+            self.unreadable = str(error)
+            raise
+        except (struct.error, ValueError, OverflowError, MemoryError) as error:
+            raise SegmentError(str(error)) from error
 
 
-def _read_items(treedef: TreeDef, reads: list[Read]) -> Read:
-    cls, bare = sequence_class(treedef[1]), max(map(bare_nodes, treedef[2]))
-    if len(reads) == 1:
-        (read,) = reads
-        if not bare:  # each item takes bytes or an integer
-            return lambda cursor: cls([read(cursor) for _ in range(next(cursor.integers))])
-        return lambda cursor: cls([read(cursor) for _ in range(cursor.items(bare))])
-    return lambda cursor: cls([reads[next(cursor.integers)](cursor) for _ in range(cursor.items(bare))])
+def pack_sample(sample: Any, where: str = "sample") -> bytes:
+    """Return a sample as bytes, to send and to compare; objects without own bytes are pickled. Raises SampleError."""
+    return b"".join(Records(allow_pickle=True).encode(sample, where))
+
+
+def unpack_sample(data: bytes) -> Any:
+    """Return the sample in bytes that `pack_sample` has made."""
+    return Records(allow_pickle=True).decode(bytearray(data), len(data))

@@ -57,6 +57,8 @@ TreeDef: TypeAlias = tuple[Any, ...]
 
 HEAD = struct.Struct("<QII")
 _WIDTHS = "BHIQ"  # of 1, 2, 4 and 8 bytes
+COMPRESSED = 4
+"""A bit of `EncodedRecord.packed`, between the width of the integers and their count."""
 
 # ---------------------------------------------------------------------------------------------------- writing
 
@@ -164,8 +166,8 @@ class RecordEncoder:
     To find them, it looks at the types of a sample and its parts. A sample of a new structure goes to `EncodedSample`.
     """
 
-    def __init__(self, allow_pickle: bool) -> None:
-        self._allow_pickle = allow_pickle
+    def __init__(self, allow_pickle: bool, codec: Codec | None = None) -> None:
+        self._allow_pickle, self._codec = allow_pickle, codec
         self._writers: dict[Any, tuple[tuple[Write, bytes], ...]] = {}
 
     def encode(self, sample: Any, where: str) -> tuple[bytes, Leaves]:
@@ -185,23 +187,13 @@ class RecordEncoder:
             self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
         return text, record
 
-
-class RecordPacker:
-    """Makes the parts of records of samples, compressed where that makes them smaller."""
-
-    COMPRESSED = 4
-    """A bit of `EncodedRecord.packed`, between the width of the integers and their count."""
-
-    def __init__(self, allow_pickle: bool, codec: Codec | None) -> None:
-        self._encoder, self._codec = RecordEncoder(allow_pickle), codec
-
     def pack(self, sample: Any, where: str) -> "EncodedRecord":
-        """Return the parts of a sample's record. Raises SampleError, whose message begins with ``where``."""
-        treedef, sample_leaves = self._encoder.encode(sample, where)
+        """Return the parts of a sample's record, compressed where that makes it smaller. Raises SampleError as `encode`."""
+        treedef, sample_leaves = self.encode(sample, where)
         leaves, nbytes, integers = sample_leaves.parts()
         tail, packed = pack_integers(integers)
         if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
-            leaves, nbytes, packed = [smaller], len(smaller), packed | self.COMPRESSED
+            leaves, nbytes, packed = [smaller], len(smaller), packed | COMPRESSED
         return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
 
@@ -314,20 +306,6 @@ class EncodedRecord(NamedTuple):
     def room(self) -> int:
         """Bytes of the arena that the record takes."""
         return HEAD.size + self.nbytes + len(self.tail)
-
-
-class PackedRecord(NamedTuple):
-    """A sample as plain bytes and numbers, to send and to compare: the text of its treedef, its leaves, and all integers."""
-
-    treedef: bytes
-    data: bytes
-    integers: list[int]
-
-
-def pack_sample(sample: Any, where: str = "sample") -> PackedRecord:
-    """Return a sample as a packed record; objects without own bytes are pickled. Raises SampleError as `EncodedSample`."""
-    record = EncodedSample(sample, where, allow_pickle=True)
-    return PackedRecord(write_treedef(record.treedef), *record.pack())
 
 
 def pack_integers(integers: list[int]) -> tuple[bytes, int]:

@@ -12,8 +12,8 @@ NOTE [ Orders ]
     largest stride to the smallest; it is None for the order of C. A value that is not dense is stored in the order of C.
 """
 
+import contextlib
 import math
-import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,33 +27,60 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.pytree import Container, class_text, flatten_one, key_text, sample_error
+from stocache.samples.pytree import Container, Parts, class_text, flatten_one, joiner_of, key_text, sample_error
 from stocache.samples.type_lookup import Unfit, a
 
 DimOrder: TypeAlias = tuple[int, ...] | None
 """See NOTE [ Orders ]."""
 
+Make: TypeAlias = Callable[..., Any]
+"""Makes a leaf, given a buffer, the position in it, the number of values there, their shape as they lie, and perhaps True for a
+private copy. Else it may keep the buffer: tensors and arrays are views of it."""
+
+BARE_NODES = 1 << 16
+"""See NOTE [ Items without bytes ]."""
+
 # ---------------------------------------------------------------------------------------------------- leaves
 
 
-class _Dense:
-    """A leaf of tensors or arrays."""
+class _Leaf:
+    """A leaf of a fixed dtype and shape."""
 
     dtype: Any
-    shape: tuple[int, ...]
-    order: DimOrder
+    shape: tuple[int, ...] = ()
+    order: DimOrder = None
+
+    @property
+    def count(self) -> int:
+        """Numbers in a value."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of one value."""
-        return math.prod(self.shape) * int(self.dtype.itemsize)
+        return self.count * int(self.dtype.itemsize)
 
-    def _laid_out(self, zeros: Any) -> Any:
-        """Return zeros of the shape of this leaf with its order; ``zeros`` makes them for a shape in the order of C."""
-        if self.order is None:
-            return zeros(self.shape)
-        value, back = zeros([self.shape[dim] for dim in self.order]), inverse(self.order, len(self.shape))
-        return value.permute(back) if isinstance(value, Tensor) else value.transpose(back)
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of a value in memory."""
+        return self.shape if self.order is None else tuple(self.shape[dim] for dim in self.order)
+
+    @property
+    def back(self) -> DimOrder:
+        """The permutation of the dimensions in memory to those of the value; None where they are the same."""
+        return None if self.order is None else inverse(self.order, len(self.shape))
+
+    def _maker(self) -> Make:
+        raise NotImplementedError
+
+    def decoder(self) -> Callable[..., Any]:
+        """Return the function that makes a value, given a buffer, the position of its bytes there, and whether to copy them."""
+        make, count, stored = self._maker(), self.count, self.stored
+        return lambda buffer, at, copy: make(buffer, at, count, stored, copy)
+
+    def example(self) -> Any:
+        """Return a value of zeros."""
+        return self.decoder()(bytearray(self.nbytes), 0, False)
 
     @property
     def _ordered(self) -> str:
@@ -61,7 +88,7 @@ class _Dense:
 
 
 @dataclass(frozen=True)
-class TensorLeaf(_Dense):
+class TensorLeaf(_Leaf):
     """A tensor of a fixed dtype and shape, held in its own bytes.
 
     Attributes:
@@ -114,17 +141,15 @@ class TensorLeaf(_Dense):
         shown = f"{value!r:.100}" if isinstance(value, bool | int | float | complex) else type(value).__name__
         raise Unfit(f"is {shown}; {problem}", "Convert it to a tensor first")
 
-    def example(self) -> Tensor:
-        """Return a value of zeros."""
-        value: Tensor = self._laid_out(partial(torch.zeros, dtype=self.dtype))
-        return value
+    def _maker(self) -> Make:
+        return tensor_maker(self.dtype, self.back)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{self._ordered}"
 
 
 @dataclass(frozen=True)
-class ArrayLeaf(_Dense):
+class ArrayLeaf(_Leaf):
     """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` and ``order`` as in `TensorLeaf`."""
 
     dtype: np.dtype[Any]
@@ -150,10 +175,8 @@ class ArrayLeaf(_Dense):
         array: Any = value
         return array_bytes(array if self.order is None else array.transpose(self.order))
 
-    def example(self) -> Any:
-        """Return a value of zeros."""
-        value = self._laid_out(partial(np.zeros, dtype=self.dtype))
-        return value[()] if self.scalar else value
+    def _maker(self) -> Make:
+        return scalar_maker(self.dtype) if self.scalar else array_maker(self.dtype, self.back)
 
     def __str__(self) -> str:
         return f"numpy {dtype_text(self.dtype)}{list(self.shape)}" + " scalar" * self.scalar + self._ordered
@@ -187,7 +210,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class NumberLeaf:
+class NumberLeaf(_Leaf):
     """A Python int, float, bool or complex, held in 8, 8, 1 or 16 bytes."""
 
     type: type[int] | type[float] | type[complex]
@@ -196,16 +219,6 @@ class NumberLeaf:
     def dtype(self) -> torch.dtype:
         """The torch dtype of a batch of these."""
         return {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}[self.type]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one value."""
-        return self.dtype.itemsize
-
-    @property
-    def codec(self) -> struct.Struct:
-        """The layout of one value."""
-        return NUMBER_CODECS[self.type]
 
     def encode(self, value: Any) -> Any:
         """Return the bytes of ``value``.
@@ -217,11 +230,10 @@ class NumberLeaf:
             raise Unfit(f"is {value!r:.100}, {a(value)}; the cache holds {self}")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise Unfit(f"is {value!r:.100}, which exceeds 64 bits", "Give such numbers as arrays or str")
-        return self.codec.pack(value.real, value.imag) if self.type is complex else self.codec.pack(value)
+        return pack_number(value)
 
-    def example(self) -> Any:
-        """Return a value of zero."""
-        return self.type()
+    def _maker(self) -> Make:
+        return number_maker(self.type)
 
     def __str__(self) -> str:
         return self.type.__name__
@@ -229,10 +241,17 @@ class NumberLeaf:
 
 NUMBER_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
 
+
+def pack_number(value: Any) -> bytes:
+    """Return the bytes of a Python int of 64 bits, float, bool or complex."""
+    pack = NUMBER_CODECS[type(value)].pack
+    return pack(value.real, value.imag) if type(value) is complex else pack(value)
+
+
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf
 
 
-def _leaf(value: Any, exact: bool = False) -> Leaf:
+def leaf_of(value: Any, exact: bool = False) -> Leaf:
     """Return the leaf that holds values like ``value``."""
     leaf: Leaf
     if isinstance(value, Tensor):
@@ -315,6 +334,71 @@ def array_bytes(value: Any) -> NDArray[Any]:
     if not value.dtype.itemsize:  # of an empty str numpy makes one character
         return np.empty(0, np.uint8)
     return np.asarray(value, order="C").reshape(-1).view(np.uint8)
+
+
+def tensor_maker(dtype: torch.dtype, back: DimOrder) -> Make:
+    """Return the function that makes tensors; ``back`` permutes their dimensions to those of the leaf."""
+    known: Any = None
+    itemsize = dtype.itemsize
+    with contextlib.suppress(TypeError):  # numpy does not know it
+        known = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+
+    def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Tensor:
+        if copy and count:
+            buffer, at = bytearray(buffer[at : at + count * itemsize]), 0
+        if not count:
+            value = torch.empty(shape, dtype=dtype, device="cpu")
+        elif known is not None:  # at a third of the cost of frombuffer, and less than that of new memory of torch (measured)
+            value = torch.from_numpy(np.ndarray(shape, known, buffer, at))
+        else:
+            value = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
+        return value if back is None else value.permute(back)
+
+    return make
+
+
+def array_maker(dtype: np.dtype[Any], back: DimOrder) -> Make:
+    """Return the function that makes arrays; ``back`` as in `tensor_maker`."""
+
+    def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+        value: Any
+        if count and dtype.itemsize:
+            value = np.ndarray(shape, dtype, buffer, at)
+            value = value.copy() if copy else value
+        else:
+            value = _empty_array(shape, dtype)
+        return value if back is None else value.transpose(back)
+
+    return make
+
+
+def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
+    """Return an array without bytes: it has no values, or its dtype has a size of 0.
+
+    `numpy.empty` would allocate one value all the same, of whatever size the dtype claims.
+
+    Raises:
+        ValueError: its sizes are too large.
+    """
+    if dtype.kind not in "SU" or dtype.itemsize:
+        return np.ndarray(shape, dtype, bytearray())
+    if math.prod(shape) > BARE_NODES:  # numpy takes memory for one character each
+        raise ValueError(f"an array of shape {list(shape)} has no bytes")
+    return np.zeros(shape, dtype)
+
+
+def scalar_maker(dtype: np.dtype[Any]) -> Make:
+    """Return the function that makes numpy scalars."""
+    make = array_maker(dtype, None)
+    return lambda buffer, at, count, shape, copy=False: make(buffer, at, count, shape, True)[()]  # or records would be views
+
+
+def number_maker(number: type) -> Make:
+    """Return the function that makes Python numbers."""
+    unpack = NUMBER_CODECS[number].unpack_from
+    if number is complex:
+        return lambda buffer, at, count, shape, copy=False: complex(*unpack(buffer, at))
+    return lambda buffer, at, count, shape, copy=False: unpack(buffer, at)[0]
 
 
 def check_exact(value: Any, cls: type) -> None:
@@ -401,7 +485,7 @@ class Structure:
             SampleError: a leaf has no fixed size, or (``exact``) would not come back the same.
         """
         try:
-            return cls(_build(sample, partial(_leaf, exact=exact)))
+            return cls(_build(sample, partial(leaf_of, exact=exact)))
         except Unfit as error:
             raise sample_error(error, "sample") from error.__cause__
 
@@ -478,13 +562,7 @@ class Structure:
 
     def joiner(self) -> Callable[[Any], Any]:
         """Return the function that puts a sequence of values, one per leaf, into the containers of this structure."""
-        root = self.root
-        if not isinstance(root, _Inner):
-            return operator.itemgetter(0)
-        if not any(isinstance(child, _Inner) for child in root.children):
-            return root.container.unflatten_fn()
-        join = _joiner(root)
-        return lambda values: join(iter(values))
+        return joiner_of(_parts(self.root))
 
     def example(self) -> Any:
         """Return a sample of this structure, whose values are zeros and lie in memory as those of the cache do."""
@@ -580,12 +658,8 @@ def _contents(container: Container) -> str:
     return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
-def _joiner(node: Node) -> Callable[[Iterator[Any]], Any]:
-    """Return the function that takes the values of the leaves from an iterator, and puts them into the containers."""
-    if not isinstance(node, _Inner):
-        return next
-    unflatten, joiners = node.container.unflatten_fn(), list(map(_joiner, node.children))
-    return lambda values: unflatten([join(values) for join in joiners])
+def _parts(node: Node) -> Parts:
+    return (node.container.unflatten_fn(), list(map(_parts, node.children))) if isinstance(node, _Inner) else None
 
 
 def _is_shape(dims: Any) -> bool:

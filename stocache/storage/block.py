@@ -24,11 +24,12 @@ import itertools
 import json
 import os
 import struct
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +39,8 @@ from torch import Tensor
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, reader, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
-from stocache.samples.kinds import BARE_NODES
 from stocache.samples.record_encoder import EncodedRecord
+from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
@@ -112,11 +113,12 @@ def _header(tensors: dict[str, Tensor], facts: str) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-class ByteSource(Protocol):
+class ByteSource(ABC):
     """A file that is read in pieces."""
 
     nbytes: int
 
+    @abstractmethod
     def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
         """Return a buffer with ``nbytes`` bytes of the file from offset ``at``, and their offset in that buffer.
 
@@ -126,11 +128,11 @@ class ByteSource(Protocol):
             ValueError: the file ends before.
         """
 
-    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
-        """Ask for ``nbytes`` from offset ``at``, by default all, to be read ahead."""
+    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:  # noqa: B027
+        """Ask for ``nbytes`` from offset ``at``, by default all, to be read ahead, if that is possible."""
 
-    def close(self, head: int) -> None:
-        """Close the file until it is read again. Of its bytes in memory, keep the first ``head``."""
+    def close(self, head: int) -> None:  # noqa: B027
+        """Close the file until it is read again, if it is open. Of its bytes in memory, keep the first ``head``."""
 
 
 class _Descriptor:
@@ -145,7 +147,7 @@ class _Descriptor:
             close(self.fd)
 
 
-class File:
+class File(ByteSource):
     """A file on disk that is read in pieces. It is closed with the last reference to it."""
 
     def __init__(self, path: str) -> None:
@@ -199,7 +201,7 @@ class File:
                     os.posix_fadvise(descriptor.fd, begin, min(_STEP, end - begin), os.POSIX_FADV_WILLNEED)
 
 
-class BytesFile:
+class BytesFile(ByteSource):
     """A file in memory, in pieces. Each read is within one of them."""
 
     def __init__(self, *pieces: Any) -> None:
@@ -213,12 +215,6 @@ class BytesFile:
         if at + nbytes > len(data):
             raise ValueError("it is truncated")
         return (bytearray(data[at : at + nbytes]), 0) if writable else (data, at)
-
-    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
-        """Do nothing: the file is in memory."""
-
-    def close(self, head: int) -> None:
-        """Do nothing."""
 
 
 class _Walk:

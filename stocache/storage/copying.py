@@ -202,14 +202,14 @@ class RowGroup:
 
     def _check(self, leaf: _Leaf) -> None:
         """Note the rows whose bytes do not make a value of a leaf: make those values of which that is not known."""
-        check, make = leaf.kind.checker(False), leaf.kind.maker(False)
-        if check is None:
+        make = leaf.kind.maker(False)
+        if leaf.kind.of_any_bytes:
             for shape in set(map(tuple, leaf.shapes[leaf.nbytes == 0].tolist())):
                 make(b"", 0, math.prod(shape), shape)
             return
-        for row, piece in enumerate(leaf.pieces):
+        for row, (piece, shape) in enumerate(zip(leaf.pieces, map(tuple, leaf.shapes.tolist()), strict=True)):
             try:
-                check(piece)
+                make(piece, 0, len(piece), shape)
             except Exception:  # as in `block.Block`
                 self.sound[row] = False
 

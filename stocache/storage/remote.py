@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
+from stocache.storage.block import HEAD_BYTES, ByteSource
 from stocache.storage.urls import file_system
 from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
@@ -18,7 +19,6 @@ logger = logging.getLogger("stocache")
 
 _PART = ".part"
 _STANDSTILL_S = 30.0  # seconds without a new byte, after which a process no longer waits for another one's download
-_HEAD = 64 << 10  # bytes read when a file is opened: often nothing else is needed
 
 
 class RemoteStore:
@@ -112,14 +112,14 @@ class RemoteStore:
             fs.rm(path, recursive=folder)
 
 
-class RemoteFile:
-    """A file in a folder at a URL, as a `block.ByteSource`."""
+class RemoteFile(ByteSource):
+    """A file in a folder at a URL. `Mirror` copies one that is read often."""
 
     def __init__(self, folder: RemoteStore, name: str) -> None:
         self._folder, self._name = folder, name
         with folder.at(name, "opened") as (fs, path):
             self.nbytes = int(fs.size(path))
-        self._head = self._cat(0, min(_HEAD, self.nbytes))
+        self._head = self._cat(0, min(HEAD_BYTES, self.nbytes))
 
     def _cat(self, at: int, end: int) -> bytes:
         if at == end:  # some servers answer an empty range with the whole file
@@ -134,12 +134,6 @@ class RemoteFile:
         if len(data) < nbytes:
             raise ValueError("it is truncated")
         return (bytearray(data) if writable else data), 0
-
-    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
-        """Do nothing: `Mirror` copies a file that is read often."""
-
-    def close(self, head: int) -> None:
-        """Do nothing."""
 
 
 class Mirror:

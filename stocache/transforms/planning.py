@@ -18,7 +18,6 @@ from stocache.errors import DatasetError
 from stocache.loader.threads.loading import in_children_or_here
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import unpack_sample
-from stocache.samples.record_encoder import PackedRecord
 from stocache.system.describe import difference
 from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size
@@ -465,7 +464,7 @@ class _Planner:
         if self._old is not None:
             jobs.append(partial(load_with_old_split, self._old, kind.examples))
         found: dict[int, Any] = {}
-        records: dict[int, PackedRecord] = {}
+        records: dict[int, bytes] = {}
         for part in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S):
             if part.drawn:
                 raise CannotSplit("it draws or seeds random numbers outside of its transforms")

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
-from stocache.samples.record_encoder import EncodedSample, PackedRecord, pack_sample
+from stocache.samples.record_decoder import pack_sample
+from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of
 from stocache.system.rng import RngMonitor
@@ -85,7 +86,7 @@ class LoadedPart(NamedTuple):
     """
 
     idx: int
-    record: PackedRecord | None
+    record: bytes | None
     description: Any
     drawn: bool = False
 

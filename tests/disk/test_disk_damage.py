@@ -20,8 +20,9 @@ import xxhash
 
 from stocache import CachedDataset, DiskCache
 from stocache.disk import writer
-from stocache.disk.formats import Records, Rows
+from stocache.disk.formats import Rows
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, index_bytes
+from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same

@@ -267,11 +267,8 @@ class CelsiusKind(Kind):
     def encode(cls, value):
         return (cls.name,), BYTES, struct.pack("<d", value.degrees), ()
 
-    def reader(self, trusted):
-        return lambda cursor: Celsius(*struct.unpack_from("<d", cursor.memory, cursor.take(BYTES, 8)))
-
     def maker(self, trusted):
-        return lambda buffer, at, count, shape: Celsius(*struct.unpack_from("<d", buffer, at))
+        return lambda buffer, at, count, shape, copy=False: Celsius(*struct.unpack_from("<d", buffer, at))
 
 
 @way
@@ -282,6 +279,6 @@ def test_a_new_kind_is_one_class(way, monkeypatch):
     monkeypatch.setitem(KINDS, CelsiusKind.name, CelsiusKind)
     monkeypatch.setitem(ENCODERS, Celsius, CelsiusKind.encode)
     way([sample], same)
-    for missing in ("encode", "reader", "maker"):
+    for missing in ("encode", "maker"):
         with pytest.raises(TypeError, match=f"abstract.*{missing}"):
             type("Half", (CelsiusKind,), {missing: getattr(Kind, missing)})()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stocache import RaggedCache
 from stocache.errors import StocacheError
-from stocache.samples.record_encoder import pack_sample
+from stocache.samples.record_decoder import pack_sample
 from stocache.storage import copying
 from stocache.storage.block import Block, File
 from tests.support.containers import Box
