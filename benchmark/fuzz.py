@@ -344,7 +344,7 @@ def _read_block(values: list[Any], data: bytes) -> str:
 def _copy_records(block: Block) -> None:
     """Copy the records of a block into a cache. Those that are copied must be read there as they are read from the block."""
     try:
-        records = block.records(range(block.samples)) or {}
+        records = block.encoded(range(block.samples)) or {}
     except TimeoutError:
         raise
     except Exception:  # then the samples are made

@@ -165,10 +165,11 @@ class BlockLoader:
     def _load_encoded(self, indices: Sequence[int]) -> Mapping[int, Any] | None:
         """Return the bytes of samples of one block as the cache stores them; None where the samples must be made."""
         dataset, cache = self._dataset, self._cache
-        if issubclass(type(dataset), StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses:
-            records: Mapping[int, Any] | None = dataset.load_records(indices)
-            return records
-        return None if self._tree is None else dataset.load_encoded(indices, self._tree)
+        as_records = issubclass(type(dataset), StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses
+        if not as_records and self._tree is None:
+            return None
+        encoded: Mapping[int, Any] | None = dataset.load_encoded(indices, None if as_records else self._tree)
+        return encoded
 
     def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
         """Exclude those blocks of wanted samples that will not be cached. Return the other blocks."""

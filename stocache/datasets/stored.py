@@ -1,6 +1,6 @@
 """Use the samples of a storage, or some of them, as a dataset: `StorageDataset`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 from stocache.errors import DatasetError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
-from stocache.samples.record_encoder import EncodedRecord
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.objects import get_many_of
 
@@ -75,34 +74,25 @@ class StorageDataset(Dataset[TSample]):
         block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
         return [block[idx % size] for idx in wanted]
 
-    def load_encoded(self, indices: Sequence[int], tree: Tree) -> dict[int, list[Any]] | None:
+    def load_encoded(self, indices: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
         """Return the bytes of the samples at local ``indices``, all of one block, by index, without making the samples.
 
-        For each there is a buffer for each tensor, array and number of the structure ``tree``. A damaged sample is left out.
+        If there is a structure ``tree``, these are a buffer for each of its tensors, arrays and numbers; else records. A
+        damaged sample is left out.
 
         Returns:
-            None where the samples must be made: they vary in size, have another structure, or are not made by this
-            class and the storage's, but by methods of a subclass.
+            None where the samples must be made: they have another structure, lists of varying length or pickles, or are not
+            made by this class and the storage's, but by methods of a subclass.
 
         Raises:
             Exception: the block cannot be read.
         """
-        return self._load(indices, lambda storage, block, rows: storage.load_encoded(block, rows, tree))
-
-    def load_records(self, indices: Sequence[int]) -> dict[int, EncodedRecord] | None:
-        """Return the records of samples, as `load_encoded`. None also where samples have lists of varying length or pickles."""
-        return self._load(indices, lambda storage, block, rows: storage.load_records(block, rows))
-
-    def _load(
-        self, indices: Sequence[int], load: Callable[[Any, int, list[int]], dict[int, Any] | None]
-    ) -> dict[int, Any] | None:
-        """Return the result of ``load`` for rows of a block, for samples of that block."""
         if not self._reads_blocks:
             return None
         size = self.storage.block_size  # type: ignore[attr-defined]
         block = int(self.indices[indices[0]]) // size
         rows = [int(self.indices[idx]) - block * size for idx in indices]
-        found = load(self.storage, block, rows)
+        found = self.storage.load_encoded(block, rows, tree)  # type: ignore[attr-defined]
         return None if found is None else {idx: found[row] for idx, row in zip(indices, rows, strict=True) if row in found}
 
     def value_bytes(self) -> NDArray[np.float64] | None:
@@ -128,7 +118,7 @@ class StorageDataset(Dataset[TSample]):
     def _reads_blocks(self) -> bool:
         """Whether samples are as in the blocks of an `OnDiskBlockDataStorage`: no method that makes them was replaced."""
         return _has_methods(self, StorageDataset, "__getitem__", "__getitems__") and _has_methods(
-            self.storage, OnDiskBlockDataStorage, "load_sample", "load_block", "load_encoded", "load_records"
+            self.storage, OnDiskBlockDataStorage, "load_sample", "load_block", "load_encoded"
         )
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:

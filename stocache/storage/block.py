@@ -39,7 +39,6 @@ from torch import Tensor
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, reader, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
-from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
@@ -413,27 +412,23 @@ class Block:
         self._source.prefetch()
         return [self._sample(row) for row in range(self.samples)]
 
-    def encoded(self, rows: Sequence[int], tree: Tree) -> dict[int, list[Any]] | None:
-        """Return the bytes of samples by row, a buffer for each tensor, array and number, without making the samples.
+    def encoded(self, rows: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
+        """Return the bytes of samples by row, without making the samples: for a slot if there is a ``tree``, else as records.
 
-        A sample that is not as it was written is left out. If ``rows`` are half of the block or more, the file is read at once.
+        For a slot there is a buffer for each tensor, array and number. A sample that is not as it was written is left out. If
+        ``rows`` are half of the block or more, the file is read at once.
 
         Returns:
-            None if the samples of the block do not all have the structure ``tree``, or vary in size.
+            None if the samples must be made, see NOTE [ Copying rows ]; or do not all have the structure ``tree``.
 
         Raises:
             Exception: the block cannot be read.
         """
-        if self.structure != tree:
+        if tree not in (None, self.structure):
             return None
         with contextlib.suppress(NotCopied):
-            return dict(itertools.chain.from_iterable(group.buffers() for group in self._groups(rows)))
-        return None
-
-    def records(self, rows: Sequence[int]) -> dict[int, EncodedRecord] | None:
-        """Return the records of samples by row, as `encoded`. None if the samples must be made; see NOTE [ Copying rows ]."""
-        with contextlib.suppress(NotCopied):
-            return dict(itertools.chain.from_iterable(group.records() for group in self._groups(rows)))
+            groups = self._groups(rows)
+            return dict(itertools.chain.from_iterable(group.buffers() if tree else group.records() for group in groups))
         return None
 
     def _groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:

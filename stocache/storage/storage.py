@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
-from stocache.samples.record_encoder import EncodedRecord
 from stocache.storage.block import HEAD_BYTES, Block, BytesFile, File, encode
 from stocache.storage.local import folder_at, write_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
@@ -340,13 +339,9 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._last_block = b
         return block.all()
 
-    def load_encoded(self, b: int, rows: Sequence[int], tree: Tree) -> dict[int, list[Any]] | None:
+    def load_encoded(self, b: int, rows: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
         """Return the bytes of samples of block ``b``, as `Block.encoded`. Raises as that, and DamagedError."""
         return self._open(check_index(b, len(self.index.blocks), "load_encoded")).encoded(rows, tree)
-
-    def load_records(self, b: int, rows: Sequence[int]) -> dict[int, EncodedRecord] | None:
-        """Return the records of samples of block ``b``, as `Block.records`. Raises as that, and DamagedError."""
-        return self._open(check_index(b, len(self.index.blocks), "load_records")).records(rows)
 
     def value_bytes(self) -> list[float]:
         """Return about how many bytes the values of the samples of each block have. Opens the first block.

@@ -41,7 +41,7 @@ values_of = functools.cache(lambda kind: [COPIED[kind](idx) for idx in range(N)]
 def test_records_of_every_kind_are_copied_and_are_those_that_are_encoded(kind):
     values = values_of(kind)
     block = opened(file_of(values))
-    records = block.records(range(N))
+    records = block.encoded(range(N))
     assert sorted(records) == list(range(N))
     check(block, records)
     assert in_cache(records) == dict(enumerate(map(pack_sample, values)))
@@ -57,7 +57,7 @@ def test_some_rows_are_copied_in_any_order(kind, tmp_path):
     path.write_bytes(file_of(values_of(kind)))
     block = Block(File(str(path)), "a block")
     for rows in ([3], [7, 2, 24, 2], range(24, 2, -1)):
-        records = block.records(rows)
+        records = block.encoded(rows)
         assert set(records) == set(rows)
         check(block, records)
 
@@ -68,7 +68,7 @@ def test_rows_are_copied_in_parts_of_limited_size(name, most, monkeypatch):
     sizes, real = [], copying.RowGroup.__init__
     monkeypatch.setattr(copying.RowGroup, "__init__", lambda self, *args: sizes.append(len(args[2])) or real(self, *args))
     block = opened(file_of(values_of("optional parts")))
-    check(block, records := block.records(range(N)))
+    check(block, records := block.encoded(range(N)))
     assert len(records) == N
     assert max(sizes) <= 10
 
@@ -77,12 +77,12 @@ def test_rows_are_copied_in_parts_of_limited_size(name, most, monkeypatch):
 @given(st.lists(samples, min_size=1, max_size=3), st.integers(1, 4))
 def test_what_is_copied_of_any_samples_is_equal(values, times):
     block = opened(file_of(values * times))
-    check(block, block.records(range(block.samples)) or {})
+    check(block, block.encoded(range(block.samples)) or {})
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_rows_that_vary_in_their_structure_are_not_copied(kind):
-    assert opened(file_of([*map(MADE[kind], range(200))])).records(range(200)) is None
+    assert opened(file_of([*map(MADE[kind], range(200))])).encoded(range(200)) is None
 
 
 def test_what_is_pickled_or_may_be_read_only_where_names_are_trusted_is_not_copied():
@@ -94,12 +94,12 @@ def test_what_is_pickled_or_may_be_read_only_where_names_are_trusted_is_not_copi
         block = opened(file_of([{"bytes": b"x", "value": value}], allow_pickle=True), allow_pickle=True)
         assert block.sample(0)["bytes"] == b"x"
         with pytest.raises(StocacheError, match=message):
-            block.records([0])
+            block.encoded([0])
 
 
 def copied_or_refused(block):
     try:
-        return block.records(range(block.samples)) or {}
+        return block.encoded(range(block.samples)) or {}
     except Exception:  # as the admission of blocks takes it
         return {}
 
@@ -181,7 +181,7 @@ def test_a_block_that_is_cut_while_it_is_open_is_not_copied(tmp_path):
     block = Block(File(str(path)).open(), "a block")
     os.truncate(path, 500_000)
     with pytest.raises(ValueError, match="it is truncated"):
-        block.records(range(4))
+        block.encoded(range(4))
 
 
 def test_what_is_forged_at_random_is_read_or_refused_without_harm():
