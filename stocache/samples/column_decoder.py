@@ -5,34 +5,64 @@ then they raise an error. They never run code that it names, nor take more memor
 """
 
 import math
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from stocache.samples.column_encoder import Tree, bare_nodes
 from stocache.samples.containers import container_of, keys_from_json
 from stocache.samples.kinds import kind_in, sequence_class
 from stocache.samples.pytree import DEEP
-from stocache.samples.spec import Make
+from stocache.samples.spec import BARE_NODES, Make
 from stocache.samples.type_lookup import check_dims, check_shape
 
 
-class Walk(Protocol):
-    """One walk through the tree: it has the bytes, and notes those that it meets."""
+class Walk:
+    """One walk through the tree: it reads and hashes the bytes of one sample, and limits its size.
+
+    Args:
+        source: the file, as `block.ByteSource`.
+        ahead: True to ask for the bytes to be read ahead, and to read nothing.
+
+    Attributes:
+        hash: what it has met.
+    """
+
+    __slots__ = ("_ahead", "_bytes", "_nodes", "_source", "hash")
+
+    def __init__(self, source: Any, ahead: bool = False) -> None:
+        self._source, self._ahead, self.hash = source, ahead, xxhash.xxh3_64()
+        # What the sample may still use. Twice the nodes that a writer leaves room for: earlier writers left no room
+        self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
 
     def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; note them.
+        """Return a buffer that holds ``nbytes`` of the file from ``at``, and where in it they begin; hash them.
 
         ``writable``: whether the buffer is the caller's own, to write to.
         """
+        self._bytes -= nbytes
+        if self._bytes < 0:
+            raise ValueError("a sample has more bytes than its file")
+        if self._ahead:
+            self._source.prefetch(at, nbytes)
+            return b"", 0
+        buffer, begin = self._source.read(at, nbytes, writable)
+        self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
+        return buffer, begin
 
     def note(self, *sizes: int) -> None:
-        """Note sizes."""
+        """Hash sizes."""
+        self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
 
     def make(self, nodes: int) -> None:
         """Count nodes that will be made. Raises ValueError where they are more than the size of the file allows."""
+        self._nodes -= nodes
+        if self._nodes < 0:
+            raise ValueError("a list has more items than its file has bytes for")
 
 
 class ColumnTable(Protocol):

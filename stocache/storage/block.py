@@ -37,9 +37,8 @@ import xxhash
 from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import Read, reader, value_columns
+from stocache.samples.column_decoder import Read, Walk, reader, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
-from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
@@ -216,50 +215,6 @@ class BytesFile(ByteSource):
         return (bytearray(data[at : at + nbytes]), 0) if writable else (data, at)
 
 
-class _Walk:
-    """Reads and hashes the parts of one sample, and limits its size; see `column_decoder.Walk`."""
-
-    __slots__ = ("_bytes", "_nodes", "_source", "hash")
-
-    def __init__(self, source: ByteSource) -> None:
-        self._source, self.hash = source, xxhash.xxh3_64()
-        # What the sample may still use. Twice the nodes that a writer leaves room for: earlier writers left no room
-        self._bytes, self._nodes = source.nbytes, BARE_NODES + 2 * source.nbytes
-
-    def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        self._count(nbytes)
-        buffer, begin = self._source.read(at, nbytes, writable)
-        self.hash.update(buffer if len(buffer) == nbytes else memoryview(buffer)[begin : begin + nbytes])
-        return buffer, begin
-
-    def _count(self, nbytes: int) -> None:
-        self._bytes -= nbytes
-        if self._bytes < 0:
-            raise ValueError("a sample has more bytes than its file")
-
-    def note(self, *sizes: int) -> None:
-        self.hash.update(struct.pack(f"<{len(sizes)}q", *sizes))
-
-    def make(self, nodes: int) -> None:
-        self._nodes -= nodes
-        if self._nodes < 0:
-            raise ValueError("a list has more items than its file has bytes for")
-
-
-class _Request(_Walk):
-    """Asks for the parts of one sample to be read ahead, and reads nothing."""
-
-    __slots__ = ()
-
-    def take(self, at: int, nbytes: int, writable: bool) -> tuple[Any, int]:
-        self._count(nbytes)
-        self._source.prefetch(at, nbytes)
-        return b"", 0
-
-    def note(self, *sizes: int) -> None:
-        pass
-
-
 class Block:
     """An open block.
 
@@ -382,7 +337,7 @@ class Block:
         """
         if self._reads < self._most_reads:
             try:
-                self._request(_Request(self._source), row)
+                self._request(Walk(self._source, ahead=True), row)
             except Exception as error:  # as in __init__
                 raise self._damaged(error) from error
 
@@ -437,12 +392,12 @@ class Block:
             whole, _ = source.read(0, source.nbytes, writable=False)
             source = BytesFile(whole)
         for group in row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows)):
-            group.check(self._checks, lambda row: self._read(_Walk(source), row))
+            group.check(self._checks, lambda row: self._read(Walk(source), row))
             yield group
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""
-        walk = _Walk(self._source)
+        walk = Walk(self._source)
         self._check(walk, row)
         return walk.hash.intdigest()
 
@@ -458,10 +413,10 @@ class Block:
 
     def _sample(self, row: int) -> Any:
         value = self._checked(row)
-        return value if self._check is self._read else self._read(_Walk(self._source), row)
+        return value if self._check is self._read else self._read(Walk(self._source), row)
 
     def _checked(self, row: int) -> Any:
-        walk = _Walk(self._source)
+        walk = Walk(self._source)
         try:
             value = self._check(walk, row)
             if walk.hash.intdigest() != self._checks[row]:
