@@ -39,19 +39,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.samples.containers import describe, keys_to_json, too_deep
+from stocache.samples.containers import describe, keys_to_json, take_apart
 from stocache.samples.kinds import (
     ENCODERS,
     Encoded,
     Kind,
-    encode_numbers,
-    encode_other,
     encode_pickle,
-    encoder_of,
     kind_in,
     kind_of,
 )
-from stocache.samples.pytree import DEEP, OBJECTS, Container, flatten_one, sample_error
+from stocache.samples.pytree import OBJECTS, Container, sample_error
 from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unfit, import_class
 
@@ -161,23 +158,11 @@ class Columns:
             return _apart(encode_pickle(value))
 
     def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Key, Any]:
-        cls = type(value)
-        encode = encoder_of(value)
-        if encode is not None:
-            return _apart(encode(value))
-        if cls is list or cls is tuple:
-            numbers = encode_numbers(value)
-            if numbers is not None:
-                return _apart(numbers)
-            if depth >= DEEP:
-                raise too_deep()
-            return (cls.__name__,), value
-        parted = flatten_one(value)
-        if parted is None:
-            return _apart(encode_other(value))
-        if depth >= DEEP:
-            raise too_deep()
-        container, parts = parted
+        encoded, container, parts = take_apart(value, depth)
+        if encoded is not None:
+            return _apart(encoded)
+        if container.cls in (list, tuple):
+            return (container.kind,), parts
         name, extra = describe(container, parts, self._allow_pickle)
         keys, exact = container.keys, None
         if set(map(type, keys)) != {str}:

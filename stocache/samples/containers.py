@@ -3,12 +3,12 @@
 Records write keys as Python literals, blocks as JSON. Either way 1, 1.0 and True stay apart.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from stocache.samples.kinds import member_bytes
-from stocache.samples.pytree import DEEP, Container, check_class, check_image
+from stocache.samples.kinds import Encoded, encode_numbers, encode_other, encoder_of, member_bytes
+from stocache.samples.pytree import DEEP, Container, check_class, check_image, flatten_one
 from stocache.samples.type_lookup import (
     FACTORIES,
     Unfit,
@@ -67,9 +67,35 @@ def container_of(kind: Any, name: Any, keys: tuple[Any, ...], extra: Any, parts:
     return Container(kind, cls, keys, tuple(extra))
 
 
-def too_deep() -> Unfit:
-    """Return the error of a container that is within too many others."""
-    return Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
+def take_apart(value: Any, depth: int) -> tuple[Encoded | None, Container, Sequence[Any]]:
+    """Return a leaf, encoded; or the container of a value, and its parts.
+
+    A list or tuple of numbers is a leaf; of others the container is without keys.
+
+    Args:
+        depth: how many containers the value is in.
+
+    Raises:
+        Unfit: it is not of any kind, would not come back the same, or is within too many containers.
+    """
+    encode, sequence = encoder_of(value), _SEQUENCES.get(type(value))
+    parted: tuple[Container, Sequence[Any]] | None = None
+    if encode is not None:
+        encoded: Encoded | None = encode(value)
+    elif sequence is not None:
+        encoded, parted = encode_numbers(value), (sequence, value)
+    else:
+        parted = flatten_one(value)
+        encoded = encode_other(value) if parted is None else None
+    if encoded is not None or parted is None:
+        return encoded, _LEAF, ()
+    if depth >= DEEP:
+        raise Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
+    return None, *parted
+
+
+_LEAF = Container("none", type(None), ())
+_SEQUENCES = {cls: Container(cls.__name__, cls, ()) for cls in (list, tuple)}
 
 
 # ---------------------------------------------------------------------------------------------------- keys

@@ -36,21 +36,19 @@ from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
 from stocache.samples.codecs import Codec
-from stocache.samples.containers import describe, keys_to_literals, too_deep
+from stocache.samples.containers import describe, keys_to_literals, take_apart
 from stocache.samples.kinds import (
     NUMBERS,
     Differs,
     Encoded,
     Leaves,
     Write,
-    encode_numbers,
-    encode_other,
     encode_pickle,
     encoder_of,
     kind_of,
     sequence_class,
 )
-from stocache.samples.pytree import DEEP, OBJECTS, Container, flatten_one, sample_error
+from stocache.samples.pytree import OBJECTS, Container, flatten_one, sample_error
 from stocache.samples.type_lookup import Unfit
 
 TreeDef: TypeAlias = tuple[Any, ...]
@@ -101,18 +99,11 @@ class EncodedSample(Leaves):
         return self._take_leaf(encoded)
 
     def _take_parts(self, value: Any, depth: int) -> TreeDef:
-        cls = type(value)
-        encode = encoder_of(value)
-        if encode is not None:
-            return self._take_leaf(encode(value))
-        if (cls is list or cls is tuple) and value:
-            return self._take_sequence(value, depth)
-        parted = flatten_one(value)
-        if parted is None:
-            return self._take_leaf(encode_other(value))
-        if depth >= DEEP:
-            raise too_deep()
-        container, parts = parted
+        encoded, container, parts = take_apart(value, depth)
+        if encoded is not None:
+            return self._take_leaf(encoded)
+        if parts and container.cls in (list, tuple):
+            return self._take_sequence(container, parts, depth)
         name, extra = describe(container, parts, self._allow_pickle)
         keys, coded = keys_to_literals(container.keys)
         children, pickles = [], self._allow_pickle
@@ -133,19 +124,14 @@ class EncodedSample(Leaves):
         self.integers += shape
         return treedef
 
-    def _take_sequence(self, values: Any, depth: int) -> TreeDef:
-        numbers = encode_numbers(values)
-        if numbers is not None:
-            return self._take_leaf(numbers)
-        if depth >= DEEP:
-            raise too_deep()
-        cls, outer, items = type(values), self.integers, []
+    def _take_sequence(self, container: Container, values: Sequence[Any], depth: int) -> TreeDef:
+        cls, outer, items = container.cls, self.integers, []
         for position, value in enumerate(values):
             self.integers = []
             try:
                 items.append((self._take(value, depth + 1), self.integers))
             except Unfit as error:
-                raise error.within(Container(cls.__name__, cls, ()), position) from error.__cause__
+                raise error.within(container, position) from error.__cause__
         self.integers = outer
         kinds = sorted({treedef for treedef, _ in items}, key=repr)
         if cls is tuple and len(kinds) > 1:
