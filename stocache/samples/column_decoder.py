@@ -80,25 +80,6 @@ Read: TypeAlias = Callable[[Walk, int], Any]
 _LEVELS = 4 * DEEP  # the most of a tree, in which a list may be a union of lists
 
 
-class _Once:
-    """A table that gives each column once, so that samples do not have more bytes than the table."""
-
-    def __init__(self, table: ColumnTable) -> None:
-        self._table, self._used = table, set[str]()
-
-    def _use(self, name: Any) -> str:
-        if type(name) is not str or name in self._used:
-            raise ValueError(f"the column {name!r:.80} belongs to two leaves, or is not a name")
-        self._used.add(name)
-        return name
-
-    def span(self, name: str) -> tuple[int, int]:
-        return self._table.span(self._use(name))
-
-    def integers(self, name: str) -> Any:
-        return self._table.integers(self._use(name))
-
-
 def reader(tree: Tree, table: ColumnTable, *, allow_pickle: bool = False, decode: bool = True) -> Read:
     """Return the function that reads a row of a structure.
 
@@ -141,7 +122,17 @@ class _Compiler:
     """Compiles the nodes of one structure; arguments as for `reader`."""
 
     def __init__(self, table: ColumnTable, trusted: bool, decode: bool) -> None:
-        self._table, self._trusted, self._decode = _Once(table), trusted, decode
+        self._table, self._trusted, self._decode, self._used = table, trusted, decode, set[Any]()
+
+    def _once(self, name: Any) -> str:
+        """Return the name of a column, which no other leaf has: else samples would have more bytes than the table."""
+        if type(name) is not str or name in self._used:
+            raise ValueError(f"the column {name!r:.80} belongs to two leaves, or is not a name")
+        self._used.add(name)
+        return name
+
+    def _integers(self, name: Any) -> Any:
+        return self._table.integers(self._once(name))
 
     def reader(self, tree: Any, level: int) -> Read:
         """Return the function that reads one node."""
@@ -168,7 +159,7 @@ class _Compiler:
         return lambda walk, row: join([read(walk, row) for read in reads])
 
     def _union(self, tree: Any, level: int) -> Read:
-        kinds = np.array(self._table.integers(tree["kinds"]), dtype=np.int64)
+        kinds = np.array(self._integers(tree["kinds"]), dtype=np.int64)
         reads = [self.reader(child, level) for child in tree["children"]]
         rows = union_rows(kinds, len(reads))
 
@@ -181,7 +172,7 @@ class _Compiler:
 
     def _items(self, tree: Any, level: int) -> Read:
         cls = sequence_class(tree["kind"])
-        offsets, read_item = self._table.integers(tree["offsets"]), self.reader(tree["items"], level)
+        offsets, read_item = self._integers(tree["offsets"]), self.reader(tree["items"], level)
         each = max(1, bare_nodes(tree["items"]))
 
         def read(walk: Walk, row: int) -> Any:
@@ -198,7 +189,7 @@ class _Compiler:
         kind = kind_in(tree)
         size, writable = kind.itemsize, kind.writable and self._decode
         make: Make = kind.maker(self._trusted) if self._decode else _make_nothing
-        begin, nbytes = self._table.span(tree["column"])
+        begin, nbytes = self._table.span(self._once(tree["column"]))
         if "shape" in tree:
             shape = check_shape(tree["shape"])
             count = math.prod(shape)
@@ -217,7 +208,7 @@ class _Compiler:
         dims = check_dims(tree["dims"])
         if not dims:
             raise ValueError("a value of no dimensions cannot vary in shape")
-        offsets, shapes = self._table.integers(tree["offsets"]), self._table.integers(tree["shapes"]) if dims > 1 else None
+        offsets, shapes = self._integers(tree["offsets"]), self._integers(tree["shapes"]) if dims > 1 else None
 
         def read_varying(walk: Walk, row: int) -> Any:
             first, last = offsets[row], offsets[row + 1]

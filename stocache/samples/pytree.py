@@ -329,12 +329,8 @@ def _unflatten_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
 
 def _unflatten_mapping(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
-    return lambda parts: cls(dict(zip(keys, parts, strict=True)))
-
-
-def _unflatten_tensordict(container: Container) -> Callable[[list[Any]], Any]:
-    cls, keys, size = container.cls, container.keys, container.extra
-    return lambda parts: cls(dict(zip(keys, parts, strict=True)), batch_size=size)
+    options = {"batch_size": container.extra} if container.kind == "tensordict" else {}
+    return lambda parts: cls(dict(zip(keys, parts, strict=True)), **options)
 
 
 def _unflatten_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
@@ -486,7 +482,7 @@ _KINDS: dict[str, _ContainerKind] = {
     "namedtuple": _ContainerKind(_is_namedtuple, _unflatten_namedtuple),
     "mapping": _ContainerKind(_is_mapping, _unflatten_mapping),
     "tensordict": _ContainerKind(
-        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_tensordict
+        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_mapping
     ),
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
     "object": _ContainerKind(_is_object, _unflatten_dataclass),

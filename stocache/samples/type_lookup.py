@@ -344,21 +344,13 @@ def _checked_descr(descr: Any, level: int, count: list[int]) -> Any:
     for field in descr:
         if type(field) not in (tuple, list) or len(field) not in (2, 3):
             raise ValueError(f"{field!r:.80} is not a field of a dtype")
-        name, inner, *shape = field
+        name, inner, *shape = field  # with at most one shape
         names = name if type(name) in (tuple, list) else (name,)
         if len(names) > 2 or not names or not all(type(part) is str for part in names):
             raise ValueError(f"{name!r:.80} is not a name of a field")
-        fields.append((tuple(names) if len(names) == 2 else names[0], _checked_descr(inner, level + 1, count), *_shapes(shape)))
+        shape = [check_shape((sizes,) if type(sizes) is int else sizes) for sizes in shape]
+        fields.append((tuple(names) if len(names) == 2 else names[0], _checked_descr(inner, level + 1, count), *shape))
     return fields
-
-
-def _shapes(shape: list[Any]) -> list[tuple[int, ...]]:
-    """Return a list of the shape of a field, empty where it does not have one."""
-    if not shape:
-        return []
-    (sizes,) = shape
-    sizes = (sizes,) if type(sizes) is int else sizes
-    return [check_shape(sizes)]
 
 
 MAX_DIMS = 64
