@@ -259,14 +259,7 @@ def as_bytes(batch: Any) -> NDArray[np.uint8]:
     return matrix
 
 
-def make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
-    """Return the column of a leaf in ``memory``, which has room for ``slots`` values."""
-    if isinstance(leaf, TensorLeaf):
-        return _TensorColumn(leaf, memory, slots, pool)
-    if isinstance(leaf, ArrayLeaf):
-        return _ArrayColumn(leaf, memory, slots, pool)
-    return _NumberColumn(leaf, memory, slots, pool)
-
+_COLUMNS: dict[type[Leaf], Any] = {TensorLeaf: _TensorColumn, ArrayLeaf: _ArrayColumn, NumberLeaf: _NumberColumn}
 
 # ---------------------------------------------------------------------------------------------------- all columns
 
@@ -293,8 +286,8 @@ class SlotArrays:
         # the offset of each column, and the bytes of a value in it
         self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
-        self._columns = [
-            make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
+        self._columns: list[Column] = [
+            _COLUMNS[type(leaf)](leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]
