@@ -79,9 +79,9 @@ class RecordReader:
         if packed & COMPRESSED:
             memory = self._decompressed(memory[start : start + nbytes], integers)
             start, nbytes, copy = 0, len(memory), True
-        end = start + nbytes
-        at = [start, start, start, start, end, BARE_NODES + nbytes + len(integers), len(self._streams)]
-        for length, stream in zip(integers, self._streams):  # noqa: B905  there are more integers
+        streams = self._streams
+        at = [start, start, start, start, start + nbytes, BARE_NODES + nbytes + len(integers), len(streams)]
+        for length, stream in zip(integers, streams):  # noqa: B905  there are more integers
             at[stream] = start
             start += length
         at[self._last] = start
@@ -122,17 +122,17 @@ def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ..
     end, used = at[_END], at[_USED]
     for stream, dims, size, make in steps:
         begin = at[stream]
-        if dims == NUMBER:
-            after = at[stream] = begin + size
-            if after > end:
-                raise SegmentError(DAMAGED_RECORD)
-            values += make(memory, begin)
-        elif dims == TEXT:
+        if dims == TEXT:
             after = at[stream] = begin + integers[used]
             used += 1
             if after > end:
                 raise SegmentError(DAMAGED_RECORD)
             values.append(make(memory[begin:after]))
+        elif dims == NUMBER:
+            after = at[stream] = begin + size
+            if after > end:
+                raise SegmentError(DAMAGED_RECORD)
+            values += make(memory, begin)
         elif dims == ITEMS:
             at[_USED] = used
             values.append(make(memory, at, integers, copy))
