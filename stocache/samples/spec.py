@@ -43,7 +43,7 @@ BARE_NODES = 1 << 16
 # ---------------------------------------------------------------------------------------------------- leaves
 
 
-class _Leaf:
+class _FixedLeaf:
     """A leaf of a fixed dtype and shape."""
 
     dtype: Any
@@ -88,7 +88,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True)
-class TensorLeaf(_Leaf):
+class TensorLeaf(_FixedLeaf):
     """A tensor of a fixed dtype and shape, held in its own bytes.
 
     Attributes:
@@ -149,7 +149,7 @@ class TensorLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class ArrayLeaf(_Leaf):
+class ArrayLeaf(_FixedLeaf):
     """A numpy array of a fixed dtype and shape, or (``scalar``) a numpy scalar; ``exact`` and ``order`` as in `TensorLeaf`."""
 
     dtype: np.dtype[Any]
@@ -210,7 +210,7 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 @dataclass(frozen=True)
-class NumberLeaf(_Leaf):
+class NumberLeaf(_FixedLeaf):
     """A Python int, float, bool or complex, held in 8, 8, 1 or 16 bytes."""
 
     type: type[int] | type[float] | type[complex]
