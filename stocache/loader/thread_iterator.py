@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -40,7 +41,7 @@ from stocache.loader.collate import as_is
 from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
 from stocache.loader.threads.collating import Collator
-from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, first_error, graph_lock, wrap_error
+from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, graph_lock, wrap_error
 from stocache.loader.threads.info import Generators
 from stocache.loader.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
@@ -119,23 +120,11 @@ def _follows(batch: Batch) -> bool:
 
 
 class Group:
-    """Batches that are wholly cached, and gathered together."""
+    """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
-        self._unclaimed = [None]
-
-    def claim(self) -> bool:
-        """Return True to the first caller only: it gathers the batches."""
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
-
-    def give_up(self) -> None:
-        """Let another caller gather the batches that are not done."""
-        self._unclaimed.append(None)
+        self.claim = threading.Lock()
 
 
 class _Turn:
@@ -165,6 +154,7 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
+        self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
         self._cost_s = 0.0  # of a sample, as the last runs have shown
         self._fetchers: dict[int, Any] = {}
@@ -244,9 +234,6 @@ class ThreadMaker:
         index = batch.index = batch.request.answer()
         rows = list(range(len(_indices_of(index)))) if self._batched else [0]
         batch.samples = [_NOT_MADE] * len(rows)
-        if self._batched and self._way is None:
-            put(partial(self._load_batch, batch, index))
-            return True
         if self._batched and self._way is LazyBatch:
             try:
                 batch.lazy = self.crew.workers[0].dataset.__getitems__(index)
@@ -270,7 +257,7 @@ class ThreadMaker:
         return True
 
     def _run_length(self, count: int) -> int:
-        if self.crew.draws or not count:
+        if self.crew.draws or self._makes_whole or not count:
             return max(1, count)
         if not self._cost_s:
             return max(1, count // (_FIRST_RUNS * len(self.crew.workers)))
@@ -286,7 +273,9 @@ class ThreadMaker:
             self._check(worker, batch)
             with self.crew.loading():
                 turn.position = at
-                if batch.lazy is not None and rows:
+                if self._makes_whole:
+                    batch.samples = worker.dataset.__getitems__(index)
+                elif batch.lazy is not None and rows:
                     batch.lazy.take_loaded(worker.dataset.__getitems__(_part_of(index, rows)).load_all())
                     for at in rows:
                         batch.samples[at] = None
@@ -296,7 +285,7 @@ class ThreadMaker:
                 else:
                     for at in rows:
                         turn.position = at
-                        batch.samples[at] = worker.dataset[_item_of(index, at if self._batched else None)]
+                        batch.samples[at] = worker.dataset[_part_of(index, at if self._batched else None)]
                         self.crew.tell_progress()
         except BaseException as error:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
@@ -310,22 +299,8 @@ class ThreadMaker:
             batch.runs_left -= 1
             last = not batch.runs_left
         if last:
-            turn.position = len(batch.samples)
+            turn.position = 0 if self._makes_whole else len(batch.samples)
             self._collate(batch, worker, row)
-
-    def _load_batch(self, batch: Batch, index: Any, number: int) -> None:
-        worker = self.crew.workers[number]
-        worker.rng.draws = _Turn(self.crew, batch)
-        row = self._begin_step(number)
-        try:
-            self._check(worker, batch)
-            with self.crew.loading():
-                batch.samples = worker.dataset.__getitems__(index)
-        except BaseException as error:
-            if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
-                return self._load_batch(batch, index, number)
-            batch.errors.append((0, wrap_error(error, number)))
-        self._collate(batch, worker, row)
 
     def _check(self, worker: ThreadWorker, batch: Batch) -> None:
         """Set the epoch of the dataset. Raise the error of ``worker_init_fn``: such a worker cannot make any batch."""
@@ -337,7 +312,7 @@ class ThreadMaker:
             set_epoch(worker.dataset, epoch)
 
     def _collate(self, batch: Batch, worker: ThreadWorker, row: TimingRow) -> None:
-        error, data = first_error(batch.errors), None
+        error, data = min(batch.errors, key=itemgetter(0), default=(0, None))[1], None
         batch.maker = worker.number
         row.add_making(len(batch.samples))
         try:
@@ -387,7 +362,7 @@ class ThreadMaker:
 
     def gather(self, group: Group, number: int | None) -> None:
         """Gather the batches of a group, unless another thread has begun to. ``number``: of the thread; None for the loop."""
-        if not group.claim():
+        if not group.claim.acquire(blocking=False):
             return
         worker, batches = self.crew.workers[number or 0], [batch for batch in group.batches if not batch.done]
         row = self.record.main if number is None else self._begin_step(number)
@@ -403,7 +378,7 @@ class ThreadMaker:
                 row.begin_step()
                 self._collate(batch, worker, row)
         except BaseException:  # an interrupt of the loop
-            group.give_up()
+            group.claim.release()
             raise
         else:
             for batch, data in zip(batches, made, strict=True):
@@ -416,18 +391,11 @@ def _indices_of(index: Any) -> Any:
     return index.indices if isinstance(index, EpochIndices) else index
 
 
-def _part_of(index: Any, rows: list[int]) -> Any:
-    """Return the indices of some rows of a batch."""
+def _part_of(index: Any, rows: int | list[int] | None) -> Any:
+    """Return the index of a row of a batch, or of several; all for None."""
     if isinstance(index, EpochIndices):
-        return EpochIndices(index.epoch, [index.indices[row] for row in rows])
-    return [index[row] for row in rows]
-
-
-def _item_of(index: Any, row: int | None) -> Any:
-    """Return the index of one row; of the only one if ``row`` is None."""
-    if isinstance(index, EpochIndices):
-        return EpochIndices(index.epoch, index.indices if row is None else index.indices[row])
-    return index if row is None else index[row]
+        return EpochIndices(index.epoch, _part_of(index.indices, rows))
+    return index if rows is None else index[rows] if isinstance(rows, int) else [index[row] for row in rows]
 
 
 def _way_of(dataset: Any) -> Any:
@@ -471,7 +439,7 @@ class ThreadIterator(QuickIterator):
         pools = [1] * count if self._is_bound or self._in_turn else [count]
         cores = len(os.sched_getaffinity(0))  # on which to gather: more threads would only take the GIL from each other
         self._threads = [
-            WorkerThreads(size, partial(_begin, crew, first), crew.end, most_others=cores) for first, size in enumerate(pools)
+            WorkerThreads(size, partial(crew.begin, first), crew.end, most_others=cores) for first, size in enumerate(pools)
         ]
         crew.stopped = self._threads[0].stopped
         crew.await_begun(_PATIENCE_S)
@@ -628,7 +596,3 @@ class ThreadIterator(QuickIterator):
             stop_all(self._threads, _PATIENCE_S)
             self._maker.crew.release_all()
         self._batches = {}
-
-
-def _begin(crew: ThreadWorkers, first: int, number: int) -> None:
-    crew.begin(first + number)

@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -224,8 +224,12 @@ class ThreadWorkers:
         self._waits += 1
         self.waiting = True
 
-    def begin(self, number: int) -> None:
-        """Begin the worker of a thread. Its ``worker_init_fn`` may seed the global generators, which are its own meanwhile."""
+    def begin(self, first: int, at: int) -> None:
+        """Begin worker ``first + at`` in its thread.
+
+        Its ``worker_init_fn`` may seed the global generators, which are its own meanwhile.
+        """
+        number = first + at
         worker = self.workers[number]
         seed_generators(worker.rng.own, self._base_seed, number)
         if self._has_init:
@@ -312,8 +316,3 @@ class ThreadWorkers:
                 "each run gets other numbers. Draw from torch.random.thread_safe_generator(), or from "
                 "get_worker_info().rng; or use worker_method='multiprocessing'."
             )
-
-
-def first_error(errors: Sequence[tuple[int, ExceptionWrapper]]) -> ExceptionWrapper | None:
-    """Return the error of the first sample in the batch that has one."""
-    return min(errors, key=lambda pair: pair[0])[1] if errors else None
