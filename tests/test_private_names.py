@@ -22,7 +22,7 @@ def _hooks(register):
 
 
 NAMES = {  # what uses it, and whether it is still what that takes it for
-    "_worker_info of torch.utils.data._utils.worker": ("forecast/epochs.py", lambda: vars(worker)["_worker_info"] is None),
+    "_worker_info of torch.utils.data._utils.worker": ("observe/trials.py", lambda: vars(worker)["_worker_info"] is None),
     "the module of default_collate": (
         "loader/threads/info.py",
         lambda: collate.default_collate_fn_map[torch.Tensor].__globals__["__name__"] == "torch.utils.data._utils.collate",

@@ -1,5 +1,6 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
+import contextlib
 import os
 import time
 import weakref
@@ -15,7 +16,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Empty, LazyBatch
-from stocache.loader.requests import count_samples, current_answer
+from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.observe.recording.spans import COLLATE, span
@@ -113,9 +114,7 @@ class ThreadCollate:
         if self._stacking:
             return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
         if self._sample_seed is not None:
-            epoch, index = current_answer()
-            first = index if not self._batched else index[0] if len(index) else None
-            seed_thread(self._sample_seed.numbers(epoch, first, " batch"), self._sample_seed.hooks)
+            seed_thread(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
         return self._collate_fn(samples)
 
     def gather(self, batches: list[LazyBatch]) -> list[Any]:
@@ -185,7 +184,7 @@ class Gatherer:
     def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._row = row  # of the main process
-        self._waiting: deque[tuple[LazyBatch | None, Future[Any]]] = deque()
+        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]] | None]] = deque()
         self._thread = ThreadPoolExecutor(1, "stocache-gather")
         weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
 
@@ -199,14 +198,16 @@ class Gatherer:
         self._look_ahead()
         if not self._waiting:
             return self._gather(next(self._lazy_batches))
-        lazy, future = self._waiting.popleft()
-        forked = os.getpid() != self._pid  # a forked child does not have the thread
-        batch, took_ns = (None, 0) if forked and lazy is not None else future.result()
-        if lazy is not None:
-            if batch is None:
-                batch = self._gather(lazy)
-            else:
-                self._row.add_gathered(len(lazy), 1, took_ns)
+        waiting = self._waiting.popleft()
+        if isinstance(waiting, Exception):
+            raise waiting
+        lazy, future = waiting
+        # A forked child does not have the thread
+        batch, took_ns = (None, 0) if future is None or os.getpid() != self._pid else future.result()
+        if batch is None:
+            batch = self._gather(lazy)
+        else:
+            self._row.add_gathered(len(lazy), 1, took_ns)
         self._look_ahead()
         return batch
 
@@ -223,19 +224,12 @@ class Gatherer:
             except StopIteration:
                 return
             except Exception as error:  # raised when its batch is requested
-                failed: Future[Any] = Future()
-                failed.set_exception(error)
-                self._waiting.append((None, failed))
+                self._waiting.append(error)
             else:
-                self._waiting.append((lazy, self._gather_ahead(lazy)))
-
-    def _gather_ahead(self, lazy: LazyBatch) -> "Future[tuple[Any, int]]":
-        try:
-            return self._thread.submit(_gather_cached, lazy, self._pool)
-        except RuntimeError:  # no thread can be started, or the main thread has ended: it is gathered when it is requested
-            nothing: Future[tuple[Any, int]] = Future()
-            nothing.set_result((None, 0))
-            return nothing
+                future = None
+                with contextlib.suppress(RuntimeError):  # no thread can be started, or the main thread has ended
+                    future = self._thread.submit(_gather_cached, lazy, self._pool)
+                self._waiting.append((lazy, future))
 
 
 def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:

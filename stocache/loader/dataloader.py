@@ -271,7 +271,7 @@ class DataLoader(ResumableLoader[_T]):
         if seed is not None and self._uses_threads:
             dataset = ThreadSeededDataset(dataset, seed, lazy is not None)
         elif seed is not None:
-            dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy=lazy is not None)
+            dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, self.batch_sampler is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
         if alone:
             replaced |= {"dataset": self._restored_here(dataset)}
@@ -282,17 +282,19 @@ class DataLoader(ResumableLoader[_T]):
             lazy_batches = self._torch_iterator(order, progress, replaced)
             depth = 0 if self._keeps_states else self._gathered_ahead  # a state is that of the delivered batches
             return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
-        if self._uses_threads:
-            in_threads = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
-            return self._threaded_iterator(order, progress, dataset, in_threads, lazy)
-        context = with_quick_queues(self.multiprocessing_context)
-        ring = self.ring
-        iteration = ring.begin()
+        ring = None if self._uses_threads else self.ring
+        iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        ring.record = self.record
-        collate: Any = RingCollate(collate_fn, stacking, ring, iteration)
-        replaced |= self._restored_in_workers(dataset, collate) | {"multiprocessing_context": context}
+        if ring is None:
+            collate: Any = ThreadCollate(collate_fn, stacking, self.batch_sampler is not None, self._pool, seed)
+        else:
+            ring.record = self.record
+            collate = RingCollate(collate_fn, stacking, ring, iteration)
+        replaced |= self._restored_in_workers(dataset, collate)
         order.final_requests = self._final_requests
+        if ring is None:
+            return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=self.persistent_workers)
+        replaced |= {"multiprocessing_context": (context := with_quick_queues(self.multiprocessing_context))}
         group = WorkerGroup(order, ring if iteration else None, self._start_method, persistent=self.persistent_workers)
         try:
             with group.explain_errors():
@@ -305,15 +307,6 @@ class DataLoader(ResumableLoader[_T]):
         group.workers = tuple(iterator._workers)  # multiprocessing forgets those that have ended
         group.watch()
         return iterator, group
-
-    def _threaded_iterator(
-        self, order: Order, progress: Progress, dataset: Any, collate: ThreadCollate, lazy: Any
-    ) -> "tuple[Any, WorkerGroup]":
-        order.context = RequestContext(None, 0, arrays=lazy is not None, epoch=self._epoch)
-        replaced = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
-        replaced |= self._restored_in_workers(dataset, collate)
-        order.final_requests = self._final_requests
-        return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=self.persistent_workers)
 
     @property
     def _final_requests(self) -> int:
@@ -447,58 +440,20 @@ def _warn_of_lost(options: list[str], dataset: int, pid: int) -> None:
         )
 
 
-class _LateIteration:
-    """An iterator that begins when it is first used, for samplers that have ``set_epoch``.
-
-    Lightning makes the first iterator of a run before it sets the epoch of the samplers. Workers would begin at once, with the
-    order of epoch 0. And after a checkpoint of the last step of an epoch, the iterator would resume that epoch, which has
-    nothing left, and Lightning would count it as the next one. Without workers torch, too, takes the epoch that is set when the
-    first batch is asked for.
-    """
-
-    def __init__(self, begin: Callable[[], "_Iteration"]) -> None:
-        self._begin: Callable[[], _Iteration] | None = begin
-        self._iteration: _Iteration | None = None
-
-    def _begun(self) -> "_Iteration":
-        if self._iteration is None:
-            assert self._begin is not None
-            self._iteration, self._begin = self._begin(), None
-        return self._iteration
-
-    def __iter__(self) -> "_LateIteration":
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_begin", "_iteration"):  # __init__ has not run
-            raise AttributeError(name)
-        return getattr(self._begun(), name)
-
-    def __len__(self) -> int:
-        return len(self._begun())
-
-    def __next__(self) -> Any:
-        return next(self._begun())
-
-
+@dataclass(eq=False, repr=False)
 class _Iteration:
     """An iterator over batches that counts them, and explains the deaths of workers."""
 
-    def __init__(
-        self,
-        batches: Iterator[Any],
-        progress: Progress,
-        group: WorkerGroup,
-        states: WorkerStates,
-        ordered: bool,
-        epoch: RunningEpoch,
-        log: EpochLog,
-    ) -> None:
-        self._batches, self._progress, self._worker_group = batches, progress, group
-        self._worker_states = states
-        self._ordered = ordered
-        self._epoch, self._log = epoch, log
-        self._own_row = None if epoch.workers else epoch.record.main  # where this thread makes the batches
+    _batches: Iterator[Any]
+    _progress: Progress
+    _worker_group: WorkerGroup
+    _worker_states: WorkerStates
+    _ordered: bool
+    _epoch: RunningEpoch
+    _log: EpochLog
+
+    def __post_init__(self) -> None:
+        self._own_row = None if self._epoch.workers else self._epoch.record.main  # where this thread makes the batches
 
     def __iter__(self) -> "_Iteration":
         return self
@@ -562,3 +517,23 @@ class _Iteration:
             if not batch.dropped:
                 self._progress.deliver(None if self._ordered else batch.number)
                 return batch.batch
+
+
+class _LateIteration(_Iteration):
+    """An iterator that begins when it is first used, for samplers that have ``set_epoch``.
+
+    Lightning makes the first iterator of a run before it sets the epoch of the samplers. Workers would begin at once, with the
+    order of epoch 0. And after a checkpoint of the last step of an epoch, the iterator would resume that epoch, which has
+    nothing left, and Lightning would count it as the next one. Without workers torch, too, takes the epoch that is set when the
+    first batch is asked for.
+    """
+
+    def __init__(self, begin: Callable[[], _Iteration]) -> None:
+        self._begin = begin
+
+    def __getattr__(self, name: str) -> Any:
+        if "_begin" in vars(self):  # of its attributes it has no other yet
+            vars(self).update(vars(self._begin()))
+            del self._begin
+            return getattr(self, name)
+        return super().__getattr__(name)

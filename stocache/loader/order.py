@@ -228,12 +228,12 @@ class Order:
 
     def rng_state(self) -> dict[str, Any]:
         """Return the states of the global generators, and of those that the loader and its samplers own, for JSON."""
-        return rng.to_json(rng.states(self.generators))
+        return rng.states(self.generators)
 
     def restore(self, taken: Any, samplers: list[Any] | None = None, epochs: list[int | None] | None = None) -> None:
         """Set the generators, the epochs of samplers, and samplers that have states, to saved ones."""
         if taken is not None:
-            rng.set_rng_state(rng.from_json(taken), self.generators)
+            rng.set_rng_state(taken, self.generators)
         for sampler, epoch in zip(samplers_in(self.sampler), epochs or (), strict=False):
             if epoch is not None and epoch_of(sampler) is not None:
                 sampler.set_epoch(epoch)

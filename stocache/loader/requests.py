@@ -95,8 +95,13 @@ def current_request() -> int:
 
 
 def current_answer() -> Any:
-    """Return the indices, or `EpochIndices`, that this worker thread works on."""
+    """Return the indices, or `EpochIndices`, that this thread works on."""
     return _here.answer
+
+
+def note_answer(answer: Any) -> None:
+    """Note the indices, or `EpochIndices`, that this thread works on."""
+    _here.answer = answer
 
 
 def _unpickle_request(

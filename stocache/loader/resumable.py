@@ -1,6 +1,5 @@
 """The part of `DataLoader` that can be resumed: its state, and the epoch."""
 
-import contextlib
 import copy
 from types import NoneType
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from stocache.loader.worker_state import (
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
-from stocache.system.objects import attribute_of, has_state, takes_epoch
+from stocache.system.objects import attribute_of, has_state, takes_epoch, vars_of
 from stocache.system.state import STATE_TYPES, StateForm
 from stocache.system.torch_loader import TorchLoader
 
@@ -87,7 +86,7 @@ class ResumableLoader(TorchLoader[_T]):
 
     def _order(self) -> Order:
         """Return the order of the batches, with the generators that the loader and its samplers own."""
-        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in _attributes(sampler))]
+        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in vars_of(sampler).values())]
         generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
         return Order(self._index_source, list(generators.values()), endless=self._is_iterable)
 
@@ -331,7 +330,7 @@ def _check(position: dict[str, Any], parts: dict[str, Any], order: Order) -> Non
     Raises:
         StateError: the state is damaged, or belongs to a loader with other generators.
     """
-    taken = [rng.from_json(parts[name]) for name in ("made", "begun", "asked")]
+    taken = [rng.checked(parts[name]) for name in ("made", "begun", "asked")]
     if any(len(states["generators"]) != len(order.generators) for states in taken):
         raise StateError(
             f"the state belongs to a DataLoader that has, with its samplers, {len(taken[0]['generators'])} random number "
@@ -353,9 +352,3 @@ def _description(sampler: Any) -> dict[str, Any]:
     """Return the properties that distinguish samplers of torch. Others check their own states."""
     names = {DistributedSampler: ("seed", "shuffle"), RandomSampler: ("replacement",)}.get(type(sampler), ())
     return {"class": type(sampler).__name__} | {name: getattr(sampler, name) for name in names}
-
-
-def _attributes(value: Any) -> list[Any]:
-    with contextlib.suppress(TypeError):
-        return list(vars(value).values())
-    return []

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, Subset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
@@ -26,10 +26,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # documented
 from stocache.cache.batches import Load
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import DatasetError, LimitError
-from stocache.loader.requests import EpochIndices, set_epoch
-from stocache.loader.threads.collating import CollateRng, seed_globally
-from stocache.loader.threads.info import Generators, WorkerRng
-from stocache.system.generators import GENERATORS, SeededSample, read
+from stocache.loader.requests import EpochIndices, current_answer, note_answer, set_epoch
+from stocache.loader.threads.collating import CollateRng
+from stocache.loader.threads.info import Generators
+from stocache.system.generators import GENERATORS, Kept, read, restore_all, seed_all, seed_generator, seeded_samples
 from stocache.system.objects import attribute_of
 
 _MAX_SEED = 2**64 - 1
@@ -79,6 +79,12 @@ class SampleSeed:
         if not isinstance(self.hooks, tuple) or not all(map(callable, self.hooks)):
             raise LimitError(f"hooks={self.hooks!r:.100} is not a tuple of functions. Use hooks=(function,).")
 
+    def of_batch(self, batched: bool) -> tuple[int, ...]:
+        """Return four 64-bit numbers for the batch that this thread makes. ``batched``: whether it has several samples."""
+        epoch, index = current_answer()
+        first = index if not batched else index[0] if len(index) else None
+        return self.numbers(epoch, first, " batch")
+
     def numbers(self, epoch: int, index: Any, purpose: str = "") -> tuple[int, ...]:
         """Return four 64-bit numbers for a sample: one for each of `GENERATORS`, and one for the hooks.
 
@@ -114,35 +120,17 @@ def is_pure(collate_fn: Any) -> bool:
     return collate_fn in _PURE and modules <= _LIBRARIES
 
 
-def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool) -> tuple[Any, Any]:
+def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool, batched: bool) -> tuple[Any, Any]:
     """Return a dataset and a collate function that set the generators, for an iterator whose indices are `EpochIndices`.
 
     Args:
         lazy: whether the dataset returns a `LazyBatch`.
+        batched: whether the loader makes batches of samples.
     """
     collates = not lazy and not is_pure(collate_fn)
     if collates:
-        collate_fn = SeededCollate(collate_fn, sample_seed.hooks)
+        collate_fn = SeededCollate(collate_fn, sample_seed, batched)
     return SeededDataset(dataset, sample_seed, lazy, collates), collate_fn
-
-
-def is_thread(info: Any) -> bool:
-    """Whether a `WorkerInfo` is that of a worker thread."""
-    return getattr(info, "worker_method", None) == "thread"
-
-
-class ThreadSample(SeededSample):
-    """A `SeededSample` of a worker thread, which draws from generators of its own."""
-
-    def __init__(self, rng: WorkerRng) -> None:
-        self._generators = rng.own
-
-    def run(self, load: Callable[[int], Any], idx: int) -> Any:
-        """Return ``load(idx)``, and leave the generators as they were seeded."""
-        try:
-            return load(idx)
-        finally:
-            self._generators.rewind()
 
 
 class SeededDataset:
@@ -184,7 +172,8 @@ class SeededDataset:
         """Return a sample, for a loader that does not batch."""
         epoch, index = key
         samples = self._make(epoch, [index], partial(_get_each, self.dataset, [index]))
-        return self._for_collate(epoch, index, samples[0])
+        note_answer(key)
+        return samples[0]
 
     def __getitems__(self, key: EpochIndices) -> Any:
         """Return the samples of a batch."""
@@ -194,7 +183,8 @@ class SeededDataset:
             batch.load_with(partial(self._load_missing, epoch, indices))
             return batch
         samples = self._make(epoch, indices, partial(_get_batch, self.dataset, indices))
-        return self._for_collate(epoch, indices[0] if len(indices) else None, samples)
+        note_answer(key)
+        return samples
 
     def _load_missing(self, epoch: int, outer: Sequence[Any], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
         """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` those of the sampler."""
@@ -228,14 +218,13 @@ class SeededDataset:
                         return samples
         finally:
             if alone:
-                for number in seeded | (self._drawn or _NOTHING):
-                    GENERATORS[number].restore(before[number])
+                restore_all({number: before[number] for number in seeded | (self._drawn or _NOTHING)})
 
     def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
         """Set the generators for a sample."""
         numbers = self._sample_seed.numbers(epoch, indices[position])
         for number in _ALL if self._drawn is None else self._drawn:
-            GENERATORS[number].seed(numbers[number])
+            seed_generator(GENERATORS[number], numbers[number])
         for hook in self._sample_seed.hooks:
             hook(numbers[-1] & 0xFFFFFFFF)
 
@@ -243,16 +232,12 @@ class SeededDataset:
         """Whether samples have drawn from a generator that was not seeded for them. It will be."""
         now = read(_ALL - (self._drawn or _NOTHING))
         if self._drawn is None:
-            for generator, seed in zip(GENERATORS, self._sample_seed.numbers(epoch, indices[-1]), strict=False):
-                generator.seed(seed)
+            seed_all(self._sample_seed.numbers(epoch, indices[-1]))
             self._drawn = _differing(now, read(_ALL))
             return False
         more, self._left = _differing(now, before), now
         self._drawn |= more
         return bool(more)
-
-    def _for_collate(self, epoch: int, first: Any, samples: Any) -> Any:
-        return SeededSamples(self._sample_seed.numbers(epoch, first, " batch"), samples) if self._collates else samples
 
 
 class ThreadSeededDataset(SeededDataset):
@@ -292,7 +277,7 @@ def seed_thread(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], 
     info.rng.own.seed(*numbers[:3])
     info.rng.draws = info.rng.own
     if isinstance(info.rng, CollateRng):
-        seed_globally(numbers)
+        seed_all(numbers)
     for hook in hooks:
         hook(numbers[-1] & 0xFFFFFFFF)
     generators: Generators = info.rng.own
@@ -350,7 +335,7 @@ def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _Befor
         return [get(index) for index in indices]
     samples = []
     info: Any = get_worker_info()
-    with ThreadSample(info.rng) if is_thread(info) else SeededSample():
+    with seeded_samples(info.rng.own.kept if getattr(info, "worker_method", None) == "thread" else None):
         for position, index in enumerate(indices):
             before_each(position)
             samples.append(get(index))
@@ -360,28 +345,17 @@ def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _Befor
 # ---------------------------------------------------------------------------------------------------- collating
 
 
-class SeededSamples(NamedTuple):
-    """The samples of a batch, and numbers to seed the generators with: the argument of a `SeededCollate`."""
-
-    numbers: tuple[int, ...]
-    samples: Any
-
-
 class SeededCollate:
     """Calls a collate function with generators that were seeded for the batch."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], hooks: tuple[Callable[[int], object], ...]) -> None:
-        self._collate_fn, self._hooks = collate_fn, hooks
+    def __init__(self, collate_fn: Callable[[Any], Any], sample_seed: SampleSeed, batched: bool) -> None:
+        self._collate_fn, self._sample_seed, self._batched = collate_fn, sample_seed, batched
 
-    def __call__(self, seeded: SeededSamples) -> Any:
+    def __call__(self, samples: Any) -> Any:
         """Return the batch."""
-        before = read(_ALL if get_worker_info() is None else _NOTHING)
-        try:
-            for generator, number in zip(GENERATORS, seeded.numbers, strict=False):
-                generator.seed(number)
-            for hook in self._hooks:
-                hook(seeded.numbers[-1] & 0xFFFFFFFF)
-            return self._collate_fn(seeded.samples)
-        finally:
-            for number, state in before.items():
-                GENERATORS[number].restore(state)
+        numbers = self._sample_seed.of_batch(self._batched)
+        with Kept((), global_too=get_worker_info() is None):
+            seed_all(numbers)
+            for hook in self._sample_seed.hooks:
+                hook(numbers[-1] & 0xFFFFFFFF)
+            return self._collate_fn(samples)

@@ -71,7 +71,7 @@ class RunningService(StatefulService):
         assert self.stream is not None, "it was initialized"
         begun = now = None
         if isinstance(self.stream, LocalStream):
-            begun, now = map(rng.to_json, self.stream.rng_states())
+            begun, now = self.stream.rng_states()
         position = self.stream.position(self.delivered)
         if not self.delivered:  # all elements will be made again
             now = begun
@@ -413,7 +413,7 @@ def _global_rng(saved: Any) -> States:
     Raises:
         StateError: they are damaged, or numpy's global generator is of another kind here.
     """
-    taken = rng.from_json(saved)
+    taken = rng.checked(saved)
     kind, here = taken["numpy"]["bit_generator"], rng.states()["numpy"]["bit_generator"]
     if kind != here or taken["generators"]:
         raise StateError(f"the state has other random number generators: numpy's is {kind}, and here it is {here}.")

@@ -1,1 +1,1 @@
-"""The machine and its processes: memory limits, ranks, child processes, random generators, hashes, states, locks."""
+"""The machine and its processes: memory limits, mounts, ranks, child processes, random generators, hashes, states, locks."""

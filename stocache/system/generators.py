@@ -22,11 +22,12 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,45 +35,76 @@ from torch.utils.data import get_worker_info
 
 from stocache.system.objects import vars_of
 
+PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
+NUMPY: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]
+GENERATORS: tuple[Any, ...] = PYTHON, NUMPY, torch.default_generator
+"""The generators behind the functions of ``random`` and ``np.random``, and torch's of the CPU."""
 
-class Generator(Protocol):
-    """A global generator."""
-
-    def read(self) -> Any:
-        """Return the state. It can be compared."""
-
-    def restore(self, state: Any) -> None:
-        """Set the state that `read` returned."""
-
-    def seed(self, number: int) -> None:
-        """Seed the generator with a number below 2**64."""
-
+GENERATOR_TYPES = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 
 _PYTHON_TWISTER = struct.Struct("=i624I")  # the position, and the numbers; numpy has the position at the end
 _Twister = ctypes.c_char * _PYTHON_TWISTER.size
-_TorchState = ctypes.c_char * torch.default_generator.get_state().numel()
+_without_kept = b""  # memory of numpy's generator that was seen without a kept number
 
 
-class PythonGenerator:
-    """The generator behind the functions of ``random``."""
+def read_generator(generator: Any) -> Any:
+    """Return the state of a generator. It can be compared."""
+    global _without_kept
+    if generator is PYTHON and _python_memory is not None:
+        return _python_memory.raw, generator.gauss_next
+    memory = memory_of_numpy() if generator is NUMPY else None
+    numbers: bytes = b"" if memory is None else memory.raw  # read once: other threads may draw
+    if numbers and numbers == _without_kept:
+        return numbers
+    if isinstance(generator, np.random.RandomState):
+        state: Any = generator.get_state(legacy=False)
+        if not numbers or state["has_gauss"]:
+            return pickle.dumps(state)
+        _without_kept = numbers
+        return numbers
+    if isinstance(generator, torch.Generator):
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+    return generator.getstate() if isinstance(generator, random.Random) else pickle.dumps(generator.bit_generator.state)
 
-    def __init__(self) -> None:
-        self._generator: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
-        self._memory = _memory_of(self._generator) if _has_known_layout() else None
 
-    def read(self) -> Any:
-        """Return the state. It can be compared."""
-        if self._memory is None:
-            return random.getstate()
-        return self._memory.raw, self._generator.gauss_next
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set the state that `read_generator` returned."""
+    global _without_kept
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        memory = type(state[0]) is bytes
+        generator.setstate((random.Random.VERSION, _python_numbers(state[0]), state[1]) if memory else state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif generator is NUMPY and len(state) == _PYTHON_TWISTER.size:
+        np.random.seed(0)  # forgets the kept number
+        memory_of_numpy().raw = state
+    else:
+        _without_kept = b""
+        generator.set_state(pickle.loads(state))
 
-    def restore(self, state: Any) -> None:
-        """Set the state that `read` returned."""
-        random.setstate(state if self._memory is None else (random.Random.VERSION, _python_numbers(state[0]), state[1]))
 
-    def seed(self, number: int) -> None:
-        """Seed the generator with a number below 2**64."""
+def seed_generator(generator: Any, number: int) -> None:
+    """Seed one of `GENERATORS` with a number below 2**64, of which a Mersenne Twister of numpy takes 32 bits.
+
+    It does not touch other devices, as ``torch.manual_seed`` does.
+    """
+    if generator is PYTHON:
         random.seed(number)
+    elif generator is not NUMPY:
+        generator.manual_seed(number)
+    elif memory_of_numpy() is not None:
+        np.random.seed(number & 0xFFFFFFFF)
+    else:
+        np.random.set_state(dict(type(np.random.get_bit_generator())(number).state))  # type: ignore[attr-defined]
+
+
+def memory_of_numpy() -> Any:
+    """Return the memory of numpy's generator, without the kept number; None if it is not a Mersenne Twister."""
+    numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
+    return _Twister.from_address(numbers.ctypes.state_address) if type(numbers) is np.random.MT19937 else None
 
 
 def _memory_of(generator: random.Random) -> Any:
@@ -95,71 +127,24 @@ def _has_known_layout() -> bool:
     return _python_numbers(_memory_of(probe).raw) == numbers
 
 
-class NumpyGenerator:
-    """The generator behind the functions of ``np.random``."""
-
-    def __init__(self) -> None:
-        self._without_kept = b""  # memory that was seen without a kept number
-
-    def memory(self) -> Any:
-        """Return the memory of the generator, without the kept number; None if it is not a Mersenne Twister."""
-        numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-        return _Twister.from_address(numbers.ctypes.state_address) if type(numbers) is np.random.MT19937 else None
-
-    def read(self) -> bytes:
-        """Return the state. It can be compared."""
-        memory = self.memory()
-        numbers: bytes = b"" if memory is None else memory.raw  # read once: other threads may draw
-        if numbers and numbers == self._without_kept:
-            return numbers
-        state: Any = np.random.get_state(legacy=False)
-        if not numbers or state["has_gauss"]:
-            return pickle.dumps(state)
-        self._without_kept = numbers
-        return numbers
-
-    def restore(self, state: bytes) -> None:
-        """Set the state that `read` returned."""
-        if len(state) == _PYTHON_TWISTER.size:
-            np.random.seed(0)  # forgets the kept number
-            self.memory().raw = state
-        else:
-            self._without_kept = b""
-            np.random.set_state(pickle.loads(state))
-
-    def seed(self, number: int) -> None:
-        """Seed the generator with a number below 2**64, of which a Mersenne Twister takes 32 bits."""
-        numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if type(numbers) is np.random.MT19937:
-            np.random.seed(number & 0xFFFFFFFF)
-        else:
-            np.random.set_state(dict(type(numbers)(number).state))
-
-
-class TorchGenerator:
-    """torch's generator of the CPU."""
-
-    def read(self) -> bytes:
-        """Return the state. It can be compared."""
-        state = torch.default_generator.get_state()
-        return _TorchState.from_address(state.data_ptr()).raw
-
-    def restore(self, state: bytes) -> None:
-        """Set the state that `read` returned."""
-        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-    def seed(self, number: int) -> None:
-        """Seed the generator with a number below 2**64. It does not touch other devices, as ``torch.manual_seed`` does."""
-        torch.default_generator.manual_seed(number)
-
-
-PYTHON, NUMPY, TORCH = PythonGenerator(), NumpyGenerator(), TorchGenerator()
-GENERATORS: tuple[Generator, ...] = PYTHON, NUMPY, TORCH
+_python_memory = _memory_of(PYTHON) if _has_known_layout() else None
 
 
 def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:
     """Return the states of generators, by their numbers in `GENERATORS`."""
-    return {number: GENERATORS[number].read() for number in numbers}
+    return {number: read_generator(GENERATORS[number]) for number in numbers}
+
+
+def restore_all(states: Mapping[int, Any]) -> None:
+    """Set the states that `read` returned."""
+    for number, state in states.items():
+        restore_generator(GENERATORS[number], state)
+
+
+def seed_all(numbers: Iterable[int]) -> None:
+    """Seed each of `GENERATORS` with its number."""
+    for generator, number in zip(GENERATORS, numbers, strict=False):
+        seed_generator(generator, number)
 
 
 # ---------------------------------------------------------------------------------------------------- while a sample is made
@@ -168,46 +153,47 @@ def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:
 _LoadMany: TypeAlias = Callable[[list[int]], Iterable[Any]]
 
 
-class _SeededSample(threading.local):
-    """The `SeededSample` that this thread makes now, or None."""
-
-    now: "SeededSample | None" = None
+_Keep: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
-_sample = _SeededSample()
+class _Keeping(threading.local):
+    """How this thread keeps the generators while a sample is loaded; None while samples are not seeded."""
+
+    keep: _Keep | None = None
 
 
-class SeededSample:
-    """A ``with`` block that makes samples for which the generators are seeded, so that loading must leave them as they are."""
+_here = _Keeping()
 
-    def __enter__(self) -> None:
-        self._outer, _sample.now = _sample.now, self
 
-    def __exit__(self, *exception: object) -> None:
-        _sample.now = self._outer
+@contextlib.contextmanager
+def seeded_samples(keep: _Keep | None = None) -> Iterator[None]:
+    """Run a block that makes samples for which the generators are seeded, so that loading must leave them as they are.
 
-    def run(self, load: Callable[[int], Any], idx: int) -> Any:
-        """Return ``load(idx)``, and leave the generators as they are."""
-        before = read()
-        try:
-            return load(idx)
-        finally:
-            for number, state in read().items():
-                if state != before[number]:
-                    GENERATORS[number].restore(before[number])
+    ``keep``: leaves them so in a ``with`` block; by default a `Kept` of the global ones.
+    """
+    outer, _here.keep = _here.keep, keep or partial(Kept, ())
+    try:
+        yield
+    finally:
+        _here.keep = outer
+
+
+def _load_kept(keep: _Keep, load: Callable[[int], Any], idx: int) -> Any:
+    with keep():
+        return load(idx)
 
 
 def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Return a function that loads a sample for a cache, and that leaves the generators alone while a `SeededSample` is made.
+    """Return a function that loads a sample for a cache, and that leaves the generators alone while `seeded_samples` are made.
 
     So the transforms after the cache get the same random numbers whether or not the sample had to be loaded.
     """
-    return load if _sample.now is None else partial(_sample.now.run, load)
+    return load if _here.keep is None else partial(_load_kept, _here.keep, load)
 
 
 def undrawn_many(load_many: _LoadMany, load: Callable[[int], Any]) -> _LoadMany:
     """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
-    return load_many if _sample.now is None else partial(map, partial(_sample.now.run, load))
+    return load_many if _here.keep is None else partial(map, partial(_load_kept, _here.keep, load))
 
 
 # ---------------------------------------------------------------------------------------------------- of a dataset
@@ -281,23 +267,23 @@ class Kept:
     """
 
     def __init__(self, own: Iterable[Any], global_too: bool = True) -> None:
-        self._before, self._own = read() if global_too else {}, [(each, _state_of(each)) for each in own]
+        self._own = list(own)
+        self._before, self._own_before = read() if global_too else {}, list(map(read_generator, self._own))
 
     def now(self) -> tuple[Any, ...]:
         """Return the states now, to compare them."""
-        return read(self._before), [repr(_state_of(each)) for each, _ in self._own]
+        return read(self._before), list(map(read_generator, self._own))
 
     def drawn(self) -> bool:
         """Whether a generator has been drawn from."""
-        return self.now() != (self._before, [repr(state) for _, state in self._own])
+        return self.now() != (self._before, self._own_before)
 
     def restore(self) -> None:
         """Set the generators back."""
-        for number, state in read(self._before).items():
-            if state != self._before[number]:
-                GENERATORS[number].restore(self._before[number])
-        for each, state in self._own:
-            _restore(each, state)
+        now = read(self._before)
+        restore_all({number: state for number, state in self._before.items() if state != now[number]})
+        for each, state in zip(self._own, self._own_before, strict=True):
+            restore_generator(each, state)
 
     def __enter__(self) -> "Kept":
         return self
@@ -306,35 +292,13 @@ class Kept:
         self.restore()
 
 
-_KINDS = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
-
-
 def own_generators(dataset: Any) -> list[Any]:
     """Return the generators that a dataset holds."""
-    return [part for _, part in parts_of(dataset) if isinstance(part, _KINDS)]
+    return [part for _, part in parts_of(dataset) if isinstance(part, GENERATOR_TYPES)]
 
 
 def global_generators() -> list[Any]:
     """Return the generators that are global variables of the user's modules."""
     modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
     own = [names for names in modules if not is_of_library(names.get("__file__") or "")]
-    return [value for names in own for value in list(names.values()) if isinstance(value, _KINDS)]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else bytes(generator.get_state().numpy())
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    else:
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return [value for names in own for value in list(names.values()) if isinstance(value, GENERATOR_TYPES)]

@@ -12,88 +12,58 @@ import numpy as np
 import torch
 
 from stocache.errors import StateError
-from stocache.system.generators import NUMPY, PYTHON, TORCH, is_of_library
+from stocache.system.generators import PYTHON, is_of_library, memory_of_numpy, read_generator
 
 States: TypeAlias = dict[str, Any]
-"""Holds only tensors, lists, strings and numbers, so that it can be saved in any way."""
+"""Holds only strings, numbers, lists and dicts, so that JSON can save it."""
 
 
 def states(generators: Sequence[torch.Generator] = ()) -> States:
     """Return the states of the global generators and of ``generators``."""
     version, numbers, gauss = random.getstate()
     return {
-        "python": [version, list(numbers), gauss],
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-        "generators": [generator.get_state() for generator in generators],
+        "python": [version, _to_text(np.array(numbers, np.uint64)), gauss],
+        "numpy": _numpy_to_json(np.random.get_state(legacy=False)),
+        "torch": _to_text(torch.get_rng_state().numpy()),
+        "generators": [_to_text(generator.get_state().numpy()) for generator in generators],
     }
-
-
-def _plain(state: Any) -> Any:
-    """Return a state of numpy with tensors in place of arrays."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    return torch.from_numpy(state.astype(np.int64)) if isinstance(state, np.ndarray) else state
-
-
-def _arrays(state: Any) -> Any:
-    """Return a state of numpy with arrays in place of tensors."""
-    if isinstance(state, dict):
-        return {key: _arrays(value) for key, value in state.items()}
-    return state.numpy().astype(np.uint64) if isinstance(state, torch.Tensor) else state
 
 
 def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
     """Set the generators to states that `states` returned."""
-    version, numbers, gauss = taken["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(_arrays(taken["numpy"]))
-    torch.set_rng_state(taken["torch"])
-    for generator, state in zip(generators, taken["generators"], strict=True):
+    python, numpy_state, torch_state, own = _decoded(taken)
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    for generator, state in zip(generators, own, strict=True):
         generator.set_state(state)
 
 
-def to_json(taken: States) -> dict[str, Any]:
-    """Return states as strings, numbers, lists and dicts, which JSON can save."""
-    version, numbers, gauss = taken["python"]
-    return {
-        "python": [version, _to_text(np.array(numbers, np.uint64)), gauss],
-        "numpy": _numpy_to_json(taken["numpy"]),
-        "torch": _to_text(taken["torch"].numpy()),
-        "generators": [_to_text(state.numpy()) for state in taken["generators"]],
-    }
-
-
-def from_json(saved: Any) -> States:
-    """Return the states that `to_json` was given.
+def checked(saved: Any) -> States:
+    """Return saved states, which were tried on generators that nobody uses.
 
     Raises:
         StateError: ``saved`` is damaged: no generator could have these states.
     """
     try:
-        version, numbers, gauss = saved["python"]
-        taken: States = {
-            "python": [version, _from_text(numbers, np.uint64).tolist(), None if gauss is None else float(gauss)],
-            "numpy": _numpy_from_json(saved["numpy"]),
-            "torch": torch.from_numpy(_from_text(saved["torch"], np.uint8)),
-            "generators": [torch.from_numpy(_from_text(state, np.uint8)) for state in saved["generators"]],
-        }
-        _check(taken)
+        python, numpy_state, torch_state, own = _decoded(saved)
+        random.Random().setstate(python)
+        if numpy_state["bit_generator"] == "MT19937" and not 0 <= numpy_state["state"]["pos"] <= 624:
+            raise ValueError("the position of numpy's generator")  # numpy does not check it, and would read beyond its memory
+        np.random.RandomState(getattr(np.random, _bit_generator(numpy_state))(0)).set_state(numpy_state)
+        for state in (torch_state, *own):
+            torch.Generator().set_state(state)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
         raise StateError(f"the states of the random number generators are damaged: {error}") from error
-    return taken
+    return saved  # type: ignore[no-any-return]
 
 
-def _check(taken: States) -> None:
-    """Try states on generators that nobody uses."""
-    version, numbers, gauss = taken["python"]
-    random.Random().setstate((version, tuple(numbers), gauss))
-    numpy_state = _arrays(taken["numpy"])
-    if numpy_state["bit_generator"] == "MT19937" and not 0 <= numpy_state["state"]["pos"] <= 624:
-        raise ValueError("the position of numpy's generator")  # numpy does not check it, and would read beyond its memory
-    np.random.RandomState(getattr(np.random, _bit_generator(numpy_state))(0)).set_state(numpy_state)
-    for state in (taken["torch"], *taken["generators"]):
-        torch.Generator().set_state(state)
+def _decoded(saved: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Return the states of Python, numpy, torch and the other generators as these take them."""
+    version, numbers, gauss = saved["python"]
+    python = version, tuple(_from_text(numbers, np.uint64).tolist()), None if gauss is None else float(gauss)
+    own = [torch.from_numpy(_from_text(state, np.uint8)) for state in (saved["torch"], *saved["generators"])]
+    return python, _numpy_from_json(saved["numpy"]), own[0], own[1:]
 
 
 def _bit_generator(numpy_state: Any) -> str:
@@ -112,16 +82,16 @@ def _from_text(text: str, dtype: Any) -> Any:
 
 
 def _numpy_to_json(state: Any) -> Any:
-    """Return a state of numpy with text in place of tensors."""
+    """Return a state of numpy with text in a list in place of arrays."""
     if isinstance(state, dict):
         return {key: _numpy_to_json(value) for key, value in state.items()}
-    return [_to_text(state.numpy())] if isinstance(state, torch.Tensor) else state
+    return [_to_text(state.astype(np.int64))] if isinstance(state, np.ndarray) else state
 
 
 def _numpy_from_json(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _numpy_from_json(value) for key, value in state.items()}
-    return torch.from_numpy(_from_text(state[0], np.int64)) if isinstance(state, list) else state
+    return _from_text(state[0], np.int64).astype(np.uint64) if isinstance(state, list) else state
 
 
 @contextlib.contextmanager
@@ -186,6 +156,6 @@ def disturb() -> None:
 
 def fingerprint() -> tuple[Any, ...]:
     """Return a value for each global generator. It changes when the generator is drawn from."""
-    memory = NUMPY.memory()
+    memory = memory_of_numpy()
     numpy_state = repr(np.random.get_bit_generator().state) if memory is None else memory.raw  # type: ignore[attr-defined]
-    return PYTHON.read(), TORCH.read(), numpy_state
+    return read_generator(PYTHON), read_generator(torch.default_generator), numpy_state

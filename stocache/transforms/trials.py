@@ -10,7 +10,7 @@ from stocache.errors import SampleError
 from stocache.samples.record_decoder import pack_sample
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe
-from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of
+from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
 from stocache.system.rng import RngMonitor
 from stocache.transforms.patching import Site, StandIn, find_transform, patch
 from stocache.transforms.pipelines import Pipeline
@@ -145,8 +145,7 @@ def _describe_failure(error: Exception) -> Any:
 @contextlib.contextmanager
 def _round(number: int, steps: Sequence[Any]) -> Iterator[None]:
     """Seed the generators. In every second round, random steps happen for certain."""
-    for generator in GENERATORS:
-        generator.seed(number)
+    seed_all([number] * len(GENERATORS))
     chances: list[tuple[dict[str, Any], str, float]] = []
     for _, part in parts_of(list(steps)) if number % 2 else ():
         attributes = getattr(part, "__dict__", {})

@@ -100,13 +100,11 @@ def expected(make, indices, epoch, seed):
     before, found = generators.read(), {}
     for idx in indices:
         *numbers, last = seed.numbers(epoch, idx)
-        for generator, number in zip(generators.GENERATORS, numbers, strict=True):
-            generator.seed(number)
+        generators.seed_all(numbers)
         for hook in seed.hooks:
             hook(last % 2**32)
         found[idx] = make(idx)
-    for number, state in before.items():
-        generators.GENERATORS[number].restore(state)
+    generators.restore_all(before)
     return found
 
 
@@ -233,8 +231,8 @@ def test_what_draws_nothing_is_made_as_without_a_seed(cached):
 
 def test_other_kinds_of_generators_are_seeded_and_kept(monkeypatch):
     found = [list(loader(Made(shaken)))]
-    assert generators.PYTHON._memory is not None
-    monkeypatch.setattr(generators.PYTHON, "_memory", None)  # as where its layout is unknown
+    assert generators._python_memory is not None
+    monkeypatch.setattr(generators, "_python_memory", None)  # as where its layout is unknown
     try:
         for kind in (np.random.MT19937, np.random.PCG64):
             np.random.set_bit_generator(kind(3))

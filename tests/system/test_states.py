@@ -24,26 +24,26 @@ def test_states_of_generators_pass_through_json():
     random.gauss(0, 1)  # each remembers the second number of a pair
     np.random.normal()
     generator = torch.Generator()
-    saved = through_json(rng.to_json(rng.states([generator])))
+    saved = through_json(rng.states([generator]))
     expected = draws(generator)
-    rng.set_rng_state(rng.from_json(saved), [generator])
+    rng.set_rng_state(rng.checked(saved), [generator])
     assert draws(generator) == expected
 
 
 def test_damaged_states_of_generators_are_refused():
-    saved, accepted = rng.to_json(rng.states([torch.Generator()])), []
+    saved, accepted = rng.states([torch.Generator()]), []
     for path in leaves(saved):
         for bad in (-1, 10**30, "", "AAAA", [], {}, "x" * 7, 700, object()):
             damaged = changed(saved, path, bad)
             if damaged == saved:
                 continue
             with contextlib.suppress(StateError):  # or it is a state, as each sequence of numbers is one of torch's
-                rng.set_rng_state(rng.from_json(damaged), [torch.Generator()])
+                rng.set_rng_state(rng.checked(damaged), [torch.Generator()])
                 draws(torch.Generator())
                 accepted.append(path[0])
     assert set(accepted) <= {"python", "numpy"}, accepted
     with pytest.raises(StateError, match="are damaged: the position of numpy's generator"):
-        rng.from_json(changed(saved, ("numpy", "state", "pos"), 625))
+        rng.checked(changed(saved, ("numpy", "state", "pos"), 625))
 
 
 DAMAGED, NOT_ONE = "damaged", "not a state of a Thing"

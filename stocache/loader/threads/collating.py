@@ -20,7 +20,7 @@ import torch
 from torch.utils.data._utils.worker import _generate_state  # torch's seed for numpy in worker processes
 
 from stocache.loader.threads.info import Generators, WorkerRng, worker_info
-from stocache.system.generators import GENERATORS, read
+from stocache.system.generators import read, restore_all
 
 
 class WorkerGlobals:
@@ -41,18 +41,13 @@ class WorkerGlobals:
             random.seed(self._base_seed + self._number)
             np.random.seed(_generate_state(self._base_seed, self._number))  # type: ignore[no-untyped-call]
         else:
-            _restore(self._states)
+            restore_all(self._states)
         torch.default_generator.set_state(self.generators.torch_generator.get_state())
 
     def __exit__(self, *exception: object) -> None:
         self._states = read()
         self.generators.torch_generator.set_state(torch.default_generator.get_state())
-        _restore(self._mine)
-
-
-def _restore(states: dict[int, Any]) -> None:
-    for number, state in states.items():
-        GENERATORS[number].restore(state)
+        restore_all(self._mine)
 
 
 class CollateRng(WorkerRng):
@@ -83,9 +78,3 @@ class Collator:
         self._rng.draws = self._states.generators
         with worker_info(self._make_info(self._rng)), self._states:
             return self._collate_fn(samples)
-
-
-def seed_globally(numbers: tuple[int, ...]) -> None:
-    """Seed the global generators."""
-    for generator, number in zip(GENERATORS, numbers, strict=False):
-        generator.seed(number)

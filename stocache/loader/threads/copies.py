@@ -18,13 +18,13 @@ NOTE [ A dataset for each thread ]
 """
 
 import builtins
+import contextlib
 import copy
 import copyreg
 import functools
 import io
 import itertools
 import operator
-import random
 import socket
 import sys
 import threading
@@ -46,10 +46,10 @@ from types import (
 )
 from typing import Any, Generic
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from stocache.system.generators import GENERATOR_TYPES
 from stocache.system.objects import base_of, is_in_python, mro, slots_of, static_attribute, vars_of
 
 HOLDS_DATASET = "_holds_dataset"
@@ -58,10 +58,8 @@ HOLDS_DATASET = "_holds_dataset"
 _SPECIAL = {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__"}
 _MOST_ITEMS = 1000  # of a list or dict that is copied
 _DEEPEST = 12
-_SEQUENCES = list, tuple, deque, set, frozenset
-_MAPPINGS = dict, OrderedDict, defaultdict
 _SUBCLASSED = defaultdict, OrderedDict, dict, list, deque, tuple
-_GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+_CONTAINERS = (*_SUBCLASSED, set, frozenset)
 _FILES_IN_MEMORY = io.BytesIO, io.StringIO
 _BOUND = BuiltinMethodType, MethodWrapperType
 _SHARED_MODULES = frozenset(
@@ -90,38 +88,21 @@ def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
 
 def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     kind = type(value)
-    if kind in _SEQUENCES or kind in _MAPPINGS:
-        return _copied_container(value, memo, depth) if _is_followed(value) else value
-    if kind is MethodType:
-        return MethodType(value.__func__, _copy(value.__self__, memo, depth + 1))
     if kind is FunctionType:
         return _copied_function(value, memo, depth)
-    if kind is functools._lru_cache_wrapper:  # its cached results may be open files
-        return functools.lru_cache(**value.cache_parameters())(_copy(value.__wrapped__, memo, depth + 1))
-    if kind is partial:
-        parts = value.func, value.args, value.keywords
-        func, args, keywords = (_copy(part, memo, depth + 1) for part in parts)
-        return partial(func, *args, **keywords)
-    if kind is SimpleNamespace:
-        return SimpleNamespace(**_copied_container(vars(value), memo, depth))
-    if kind in _BOUND:
-        owner = _copy(value.__self__, memo, depth + 1)
-        return value if owner is value.__self__ else getattr(owner, value.__name__)
     if kind in _REFERENCES:  # from a part to its owner
         target = _target_of(value)
         return _REFERENCES[kind](memo[id(target)][1]) if id(target) in memo and target is not None else value
-    if isinstance(value, _GENERATORS) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
-        return copy.deepcopy(value)
     if isinstance(value, torch.Generator):
         generator = torch.Generator(value.device)
         generator.set_state(value.get_state())
         return generator
-    if getattr(kind, HOLDS_DATASET, False):  # it pickles as a call, with the dataset as an argument
-        make, arguments = value.__reduce__()
-        return make(*(_copy(argument, memo, depth + 1) for argument in arguments))
-    if not _is_plain(value) or _safety(value) is True:
-        return value
-    if _releases_resources(kind):
+    if isinstance(value, GENERATOR_TYPES) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
+        return copy.deepcopy(value)
+    if (held := _held(value)) is not None:
+        parts, make = held
+        return make([_copy(part, memo, depth + 1) for part in parts])
+    if not _is_opened(value) or (_releases_resources(kind) and kind not in _CONTAINERS):
         return value
     base = _container_of(kind)
     if base is tuple:
@@ -148,17 +129,30 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
     return copied
 
 
-def _copied_container(value: Any, memo: dict[int, Any], depth: int) -> Any:
+def _held(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """Return the parts of a value that is made of them, and a function that makes it; None for values of other kinds."""
     kind = type(value)
-    if kind in _MAPPINGS:
-        pairs: Any = ((key, _copy(item, memo, depth + 1)) for key, item in value.items())
-        if kind is defaultdict:
-            return defaultdict(_copy(value.default_factory, memo, depth + 1), list(pairs))
-        return kind(pairs)
-    items = [_copy(item, memo, depth + 1) for item in value]
-    if kind is tuple:
-        return tuple(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    return deque(items, value.maxlen) if kind is deque else kind(items)
+    if kind is MethodType:
+        return [value.__self__], lambda parts: MethodType(value.__func__, *parts)
+    if kind in _BOUND:
+        return [value.__self__], lambda parts: value if parts[0] is value.__self__ else getattr(parts[0], value.__name__)
+    if kind is functools._lru_cache_wrapper:  # its cached results may be open files
+        return [value.__wrapped__], lambda parts: functools.lru_cache(**value.cache_parameters())(*parts)
+    if kind is partial:
+        return [value.func, value.args, value.keywords], lambda parts: partial(parts[0], *parts[1], **parts[2])
+    if kind is SimpleNamespace:
+        return list(vars(value).values()), lambda parts: SimpleNamespace(**dict(zip(vars(value), parts, strict=True)))
+    if kind in (set, frozenset) and _is_followed(value):
+        return list(value), kind
+    if getattr(kind, HOLDS_DATASET, False):  # it pickles as a call, with the dataset as an argument
+        make, arguments = value.__reduce__()
+        return list(arguments), lambda parts: make(*parts)
+    return None
+
+
+def _is_opened(value: Any) -> bool:
+    """Whether the items and attributes of a value are copied."""
+    return _is_followed(value) if type(value) in _CONTAINERS else _is_plain(value) and _safety(value) is not True
 
 
 _REFERENCES: dict[Any, Callable[[Any], Any]] = {
@@ -198,27 +192,20 @@ def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) 
 
 def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -> FunctionType:
     """Return a function with copies of its defaults, and of variables from around it, where these have copies."""
+    given, cells = function.__kwdefaults__ or {}, function.__closure__ or ()
     defaults = _copy(function.__defaults__, memo, depth + 1)
-    keywords = {name: _copy(value, memo, depth + 1) for name, value in (function.__kwdefaults__ or {}).items()}
-    changed = any(value is not (function.__kwdefaults__ or {})[name] for name, value in keywords.items())
-    if not function.__closure__ and defaults is function.__defaults__ and not changed:
+    keywords = {name: _copy(value, memo, depth + 1) for name, value in given.items()}
+    if not cells and defaults is function.__defaults__ and all(map(operator.is_, keywords.values(), given.values())):
         return function
-    cells: list[tuple[CellType, CellType]] = []
-    for cell in function.__closure__ or ():
-        fresh = id(cell) not in memo
-        own = memo.setdefault(id(cell), (cell, CellType()))[1]
-        cells += [(cell, own)] if fresh else []
-    closure = tuple(memo[id(cell)][1] for cell in function.__closure__ or ())
+    fresh = [cell for cell in cells if id(cell) not in memo]
+    closure = tuple(memo.setdefault(id(cell), (cell, CellType()))[1] for cell in cells)
     copied = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     memo[id(function)] = function, copied  # it may refer to itself
     copied.__kwdefaults__, copied.__qualname__ = keywords or None, function.__qualname__
     vars(copied).update(vars(function))
-    for cell, own in cells:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # the variable is not set
-            continue
-        own.cell_contents = _copy(content, memo, depth + 1)
+    for cell in fresh:
+        with contextlib.suppress(ValueError):  # the variable is not set
+            memo[id(cell)][1].cell_contents = _copy(cell.cell_contents, memo, depth + 1)
     return copied
 
 
@@ -288,7 +275,7 @@ def find_open_handle(dataset: Any) -> str | None:
 
 def holds_generator(dataset: Any) -> bool:
     """Whether a dataset holds a random number generator: its numbers depend on the order of the samples."""
-    return _find(dataset, "", lambda value: isinstance(value, (*_GENERATORS, torch.Generator)), set(), 0) is not None
+    return _find(dataset, "", lambda value: isinstance(value, GENERATOR_TYPES), set(), 0) is not None
 
 
 def holds_dataset(collate_fn: Any) -> bool:
@@ -309,24 +296,14 @@ def _find(value: Any, where: str, wanted: Callable[[Any], bool], seen: set[int],
 def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
     """Return the parts of a value that copying would follow, each with its place as text."""
     kind = type(value)
-    if kind in _SEQUENCES or kind in _MAPPINGS:
-        return _items(value, kind, where) if _is_followed(value) else []
-    if kind is MethodType:
-        return [(where, value.__self__)]
+    if kind is SimpleNamespace:
+        return _items(vars(value), dict, where)
+    if (held := _held(value)) is not None:
+        return [(where, item) for item in held[0]]
     if kind is FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         return [(where, item) for item in (*cells, value.__defaults__, value.__kwdefaults__)]
-    if kind in _BOUND:
-        return [(where, value.__self__)]
-    if kind is SimpleNamespace:
-        return _items(vars(value), dict, where)
-    if kind is functools._lru_cache_wrapper:
-        return [(where, value.__wrapped__)]
-    if kind is partial:
-        return [(where, item) for item in (value.func, value.args, value.keywords)]
-    if getattr(kind, HOLDS_DATASET, False):
-        return [(where, item) for item in value.__reduce__()[1]]
-    if not _is_plain(value) or _safety(value) is True:
+    if not _is_opened(value):
         return []
     attributes = [*_class_attributes(kind), *vars_of(value).items()]
     parts = [(f"{where}.{name}", item) for name, item in attributes + [(slot.__name__, item) for slot, item in slots_of(value)]]

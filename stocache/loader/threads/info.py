@@ -82,6 +82,14 @@ class Generators:
         """Seed all generators with the same numbers again."""
         self._due = [True, True, True]
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Seed all generators with the same numbers again after a ``with`` block."""
+        try:
+            yield
+        finally:
+            self.rewind()
+
     @property
     def were_asked(self) -> bool:
         """Whether a generator was used since they were seeded."""

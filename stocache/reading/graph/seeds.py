@@ -6,7 +6,6 @@ SeedSequence. So seeds depend neither on the number of workers nor on which proc
 
 import contextlib
 import copy
-import random
 from types import ModuleType
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from stocache.reading.graph.graph import DataPipe, is_random, is_sharding, list_dps, pipes_of, traverse_dps
+from stocache.system.generators import GENERATOR_TYPES
 
 _SHARED, _OWN, _EPOCH = range(3)
 _LIMIT = 1 << 64
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray)
 _MOST = 10_000  # objects to search in one function
 
@@ -140,7 +139,7 @@ def holds_no_generator(fn: Any) -> bool:
     waiting: list[Any] = [fn]
     while waiting and len(seen) < _MOST:
         part = waiting.pop()
-        if isinstance(part, _GENERATORS):
+        if isinstance(part, GENERATOR_TYPES):
             return False
         if isinstance(part, _PLAIN) or id(part) in seen:
             continue
