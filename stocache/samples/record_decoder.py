@@ -218,7 +218,7 @@ class _Items:
     def __call__(self, memory: Any, at: list[int], integers: tuple[int, ...], copy: bool) -> Any:
         count = integers[at[_USED]]
         at[_USED] += 1
-        at[_BARE] -= count * self._bare  # others take bytes or an integer
+        at[_BARE] -= count * self._bare  # items that are not bare take bytes or an integer
         if at[_BARE] < 0:
             raise SegmentError(DAMAGED_RECORD)
         first, *others = self._programs
