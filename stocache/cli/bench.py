@@ -26,7 +26,7 @@ from stocache.cache.shared import SharedCache
 from stocache.cli.dataset import PartlyCached, collate_or_list, collate_values
 from stocache.loader.threads.loading import would_stall
 from stocache.preparation.images import load_jpeg
-from stocache.system.torch_loader import TorchLoader
+from stocache.system.objects import TorchLoader
 
 CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
 """Makes a cache from (size limit in bytes, dataset_len, data_dims): a `SharedCache`, or another with get_slot and set_slot."""

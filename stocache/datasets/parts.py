@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from stocache.samples.indices import length_of, spread
 from stocache.system.describe import describe
 from stocache.system.generators import Kept, own_generators
-from stocache.system.torch_loader import TorchLoader
+from stocache.system.objects import TorchLoader
 
 logger = logging.getLogger("stocache")
 

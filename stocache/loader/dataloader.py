@@ -49,8 +49,8 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.figures import flat_numbers
+from stocache.system.objects import TorchLoader
 from stocache.system.ranks import ranks_here
-from stocache.system.torch_loader import TorchLoader
 
 logger = logging.getLogger("stocache")
 

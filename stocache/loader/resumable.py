@@ -28,9 +28,8 @@ from stocache.loader.worker_state import (
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
-from stocache.system.objects import attribute_of, has_state, takes_epoch, vars_of
+from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_epoch, vars_of
 from stocache.system.state import STATE_TYPES, StateForm
-from stocache.system.torch_loader import TorchLoader
 
 _T = TypeVar("_T")
 

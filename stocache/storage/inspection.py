@@ -11,7 +11,7 @@ from stocache.errors import DamagedError
 from stocache.storage.block import REPAIR
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
-from stocache.system.torch_loader import TorchLoader
+from stocache.system.objects import TorchLoader
 
 
 def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> list[str]:

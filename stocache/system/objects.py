@@ -4,9 +4,9 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import MemberDescriptorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Subset
+from torch.utils.data import Subset, dataloader
 
 attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # past the hooks of its metaclass
 mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
@@ -98,3 +98,11 @@ def is_decoder(cls: type) -> bool:
 
 
 _DECODERS = {"AudioDecoder", "VideoDecoder"}
+
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import DataLoader
+
+    TorchLoader = DataLoader
+else:
+    TorchLoader = vars(dataloader)["DataLoader"]  # torch's, also where `use_everywhere` has put ours in its place

@@ -15,7 +15,7 @@ from torch.utils.data import dataloader
 
 import stocache
 from stocache.loader.dataloader import DataLoader
-from stocache.system.torch_loader import TorchLoader
+from stocache.system.objects import TorchLoader
 
 
 class Squares(data.Dataset):

@@ -21,8 +21,7 @@ from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.verdict import LoaderEpochStats
 from stocache.samples.indices import length_of
 from stocache.system.limits import format_size, parse_size
-from stocache.system.objects import has_state
-from stocache.system.torch_loader import TorchLoader
+from stocache.system.objects import TorchLoader, has_state
 
 logger = logging.getLogger("stocache")
 
