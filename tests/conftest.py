@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
@@ -35,7 +36,10 @@ from tests.support.traces import leaves_no_trace, pytest_configure, pytest_xdist
 
 __all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers"]
 
-settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=60)
+for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # where one is not in use, torch.manual_seed formats the stack, in 5 ms
+    accelerator.traceback = SimpleNamespace(format_stack=list)
+
+settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
 
 QUICK = {  # files of units and contracts that start few processes
@@ -45,6 +49,9 @@ QUICK = {  # files of units and contracts that start few processes
     "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
     "neighbours", "loaders", "listing",
 }  # fmt: skip
+SLOW = {  # files of slow tests alone
+    "trainers", "transformers", "datamodule", "launchers", "forkserver", "container", "libraries", "programs",
+}  # fmt: skip
 START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow))  # which imports torch once more
 
 
@@ -53,10 +60,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out other files where `-m quick` asks for the quick ones: to import them takes as long as these tests."""
+    """Leave out files without a test that `-m quick` or `-m "not slow"` asks for: to import Lightning takes 8 seconds."""
     if config.option.markexpr == "quick" and collection_path.name.startswith("test_"):
         return not is_quick(collection_path) or None
-    return None
+    return (config.option.markexpr == "not slow" and collection_path.stem.removeprefix("test_") in SLOW) or None
 
 
 def is_quick(path: Path) -> bool:

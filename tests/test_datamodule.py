@@ -23,7 +23,9 @@ with warnings.catch_warnings():
 
     from stocache.datamodule import CacheMonitor, DataModule
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of loggers, multiprocessing's server
+pytestmark = [  # of loggers, multiprocessing's server
+    pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors
+]  # fmt: skip
 
 N = 240
 LABELS = [0 if idx < 24 else 1 + idx % 3 for idx in range(N)]
@@ -239,6 +241,5 @@ def train_in_rank(rank, folder):
     data.close()
 
 
-@pytest.mark.slow
 def test_two_ranks_share_the_samples_and_one_cache(tmp_path):
     run_ranks(train_in_rank, tmp_path)

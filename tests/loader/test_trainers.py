@@ -11,14 +11,16 @@ from torch.utils.data import DistributedSampler
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
 from tests.support.images import Images
-from tests.support.ranks import numbers, of_all_ranks, run_ranks, samples_of, slow
+from tests.support.ranks import numbers, of_all_ranks, run_ranks, samples_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     from lightning.pytorch.utilities import data
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of loggers, multiprocessing's server
+pytestmark = [  # of loggers, multiprocessing's server
+    pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors
+]  # fmt: skip
 
 SAMPLES, EPOCHS = 11, 3  # three batches of four samples in an epoch
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
@@ -112,9 +114,7 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
 
 
 @pytest.mark.parametrize(("kind", "options", "settings"), [
-    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, None),
-    slow("block", {"num_workers": 2}, "all"), slow("locality", PERSISTENT, "all"), slow("generator", PERSISTENT, "all"),
-    slow("distributed", {}, "all"),
+    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, "all"), ("locality", {}, "all"),
 ])  # fmt: skip
 def test_lightning_resumes_at_every_step_and_epoch(kind, options, settings, tmp_path):
     settings = SETTINGS.get(settings, {})
@@ -135,9 +135,8 @@ def check_in_rank(rank, folder, cases):
             assert "limit_train_batches" in settings or set(samples) == set(range(SAMPLES)) or "block" in kind  # drop_last
 
 
-@pytest.mark.slow
 def test_lightning_resumes_two_ranks(tmp_path):
-    cases = [("shuffled", {}, {}), ("locality", {}, {}), ("distributed", PERSISTENT, SETTINGS["all"])]
+    cases = [("shuffled", {}, {}), ("locality", {}, SETTINGS["all"])]
     run_ranks(check_in_rank, tmp_path, cases)
 
 

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     from transformers import Trainer
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # their loggers keep some
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of their loggers
 
 SAMPLES, STEPS, EPOCHS = 11, 3, 2  # three batches of four samples in an epoch
 

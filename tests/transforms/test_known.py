@@ -33,6 +33,7 @@ def bases(library, module):
     return {"monai": lambda: (module.Transform,), "kornia": lambda: (torch.nn.Module,)}.get(library, lambda: (object,))()
 
 
+@pytest.mark.slow  # to import the libraries takes half a minute
 @pytest.mark.parametrize("name", MODULES)
 def test_all_transforms_of_a_library_are_in_the_table(name):
     library = name.partition(".")[0]
@@ -49,6 +50,7 @@ def test_all_transforms_of_a_library_are_in_the_table(name):
     assert not any(each.deterministic & each.random for each in LIBRARIES)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # an image that is an RGB already, an alias
 def test_what_is_called_deterministic_in_albumentations_draws_nothing():
     albumentations = pytest.importorskip("albumentations", reason="albumentations is not installed")
@@ -70,6 +72,7 @@ def test_what_is_called_deterministic_in_albumentations_draws_nothing():
         assert not is_deterministic(transform)
 
 
+@pytest.mark.slow
 def test_what_is_called_deterministic_in_kornia_draws_nothing():
     kornia = pytest.importorskip("kornia", reason="kornia is not installed")
     image, its = torch.rand(1, 3, 12, 10), kornia.augmentation
@@ -83,6 +86,7 @@ def test_what_is_called_deterministic_in_kornia_draws_nothing():
         assert not is_deterministic(transform)
 
 
+@pytest.mark.slow
 def test_transforms_of_monai_are_as_they_are_marked():
     transforms = pytest.importorskip("monai.transforms", reason="monai is not installed")
     made = [transforms.Flip(0), transforms.RandFlip(), transforms.Resized("x", (2, 2))]

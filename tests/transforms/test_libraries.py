@@ -92,7 +92,7 @@ def epochs(dataset):
     return [[describe(sample, strides=False) for batch in loader for sample in batch] for _ in range(EPOCHS)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("name", ROWS)
 def test_idioms_of_libraries_are_split_or_uncached(name):
