@@ -27,7 +27,7 @@ class Program:
     the loader of torchdata that it makes of ours (which does not resume with workers); "registered" has it save ours.
     """
 
-    def __init__(self, kind, dataset, batch_size, options, loader_class=stocache.DataLoader, **config):
+    def __init__(self, kind, dataset, batch_size, options, **config):
         accelerate.utils.set_seed(0)
         self.kind = kind
         config |= {"use_seedable_sampler": True, "use_stateful_dataloader": kind == "stateful"}
@@ -36,7 +36,7 @@ class Program:
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         sampling = {"shuffle": True} if kind != "registered" else {"sampler": DistributedSampler(dataset, ranks, rank, seed=5)}
-        loader = loader_class(dataset, batch_size, **sampling, **options)
+        loader = stocache.DataLoader(dataset, batch_size, **sampling, **options)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.loader = loader if kind == "registered" else self.accelerator.prepare(loader)
         if kind == "registered":
@@ -88,21 +88,13 @@ def _states_are_reset():
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    ("skipping", PERSISTENT), ("registered", {}), ("stateful", {}),
-    slow("skipping", WORKERS), slow("registered", PERSISTENT),
+    ("registered", {}), ("stateful", {}), slow("skipping", WORKERS), slow("registered", PERSISTENT),
 ])  # fmt: skip
 def test_each_step_resumes(kind, options, tmp_path):
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     whole = check_all_steps(tmp_path, kind, options)
     assert [samples_of(whole, epoch) for epoch in range(EPOCHS)] == [list(range(SAMPLES))] * EPOCHS
-
-
-def test_batches_are_those_of_the_loader_of_torch(tmp_path):
-    theirs = Program("skipping", numbers(SAMPLES), 4, {}, loader_class=torch.utils.data.DataLoader).train(tmp_path / "theirs")
-    with CachedDataset(numbers(SAMPLES), 1) as dataset:
-        assert Program("skipping", dataset, 4, {}).train(tmp_path / "ours") == theirs
-        assert dataset.cache.counts()[0] >= SAMPLES * (EPOCHS - 1)
 
 
 def check_in_rank(rank, folder, cases):
@@ -117,5 +109,5 @@ def check_in_rank(rank, folder, cases):
 
 @pytest.mark.slow
 def test_two_ranks_resume(tmp_path):
-    cases = [("skipping", WORKERS, {"batch_size": 2}), ("registered", WORKERS, {"batch_size": 2})]
-    run_ranks(check_in_rank, tmp_path, [*cases, ("skipping", {}, {"split_batches": True, "dispatch_batches": True})])
+    cases = [("registered", {}, {"batch_size": 2}), ("skipping", {}, {"split_batches": True, "dispatch_batches": True})]
+    run_ranks(check_in_rank, tmp_path, cases)

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Subset,
@@ -29,15 +29,14 @@ from torch.utils.data import (
 import stocache
 from stocache import CachedDataset, WorkerError
 from stocache.observe.recording import record
-from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY
-from stocache.system import limits
+from stocache.ring.ring import NO_MEMORY
 from tests.support.containers import Point
 from tests.support.endings import said_at_the_end
 from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
 from tests.support.loading import THREADS, agree, both, labels_of, seed_all
-from tests.support.processes import in_child, run_python
+from tests.support.processes import in_child
 from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
@@ -93,10 +92,9 @@ WORKERS = [
 
 @pytest.mark.parametrize(
     ("options", "workers"),
-    [*zip(OPTIONS * 2, itertools.cycle(WORKERS), strict=False)],
+    [*zip(OPTIONS, itertools.cycle(WORKERS), strict=False)],
     ids=lambda options: re.sub(r" object at \w+", "", str(options)),
 )
-@pytest.mark.sampled(2)
 def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
     agree(*both(Named() if "worker_method" in workers else Augmented(), **options, **workers))
 
@@ -105,28 +103,25 @@ HALF = f"{N + 20 * 200}B"
 
 
 @pytest.mark.parametrize(("limit", "options"), [
-    (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"prefetch_factor": 3}), (0, {"num_workers": 2}),
-    (HALF, {"num_workers": 2}),
-    (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (HALF, WORKERS[-1]),
-    (0, {**THREADS, "prefetch_factor": 9}), (HALF, THREADS),
+    (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"num_workers": 2}), (HALF, {"num_workers": 2}), (HALF, WORKERS[-1]),
+    (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (0, {**THREADS, "prefetch_factor": 9}),
 ])  # fmt: skip
 def test_a_cached_dataset_gives_the_same_batches(limit, options):
     make = lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
     torchs = {"num_workers": 1, "persistent_workers": True} if "persistent_workers" in options else {}
     with CachedDataset(Images(), limit) as dataset:
         ours = stocache.DataLoader(dataset, **make(), **options)
-        agree(ours, torch.utils.data.DataLoader(Images(), **make(), **torchs), epochs=3)
+        agree(ours, torch.utils.data.DataLoader(Images(), **make(), **torchs))
         stats = ours.stats()
         assert stats.hit_rate > 0 or limit == 0
-        assert stats.ring == (21 if options.get("num_workers") and "worker_method" not in options else 0)
+        assert stats.ring == (14 if options.get("num_workers") and "worker_method" not in options else 0)
         part = Subset(dataset, list(range(40, 10, -1)))
         loader = stocache.DataLoader(part, 8, **options)
         agree(loader, torch.utils.data.DataLoader(Subset(Images(), part.indices), 8, **torchs))
         assert loader.stats().hit_rate == 1 or limit != 1  # of a subset, too
 
 
-@pytest.mark.parametrize("batch_size", [4, None])
-@pytest.mark.parametrize("workers", [{}, WORKERS[2], THREADS, WORKERS[-1]], ids=str)
+@pytest.mark.parametrize(("workers", "batch_size"), [({}, None), (WORKERS[2], 4), (THREADS, None), (WORKERS[-1], 4)], ids=str)
 def test_iterable_datasets(workers, batch_size):
     agree(*both(Stream(), batch_size=batch_size, **workers))
 
@@ -180,24 +175,6 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     assert [own.name for own in ours[-3:]] == ["snapshot_every_n_steps", "sample_seed", "worker_method"]
 
 
-class Failing(Images):
-    def __getitem__(self, idx):
-        if idx == 20:
-            raise KeyError("sample 20 is broken")
-        return super().__getitem__(idx)
-
-
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, THREADS], ids=str)
-def test_errors_of_the_dataset_pass_through_and_the_loader_goes_on(workers):
-    batches = iter(stocache.DataLoader(Failing(), 8, **workers))
-    came = [next(batches), next(batches)]
-    with pytest.raises(KeyError, match="sample 20 is broken"):
-        next(batches)
-    if workers:  # as torch's
-        came += list(batches)
-    assert same(came, [batch for number, batch in enumerate(in_batches(8)) if number < 2 or (workers and number > 2)])
-
-
 class Locked(Images):
     def __getitem__(self, idx):
         return {"idx": idx, "data": bytes(1000 * idx), "lock": threading.Lock() if idx in (1, 60) else None}
@@ -225,7 +202,6 @@ ENDS = [
     ("signal.raise_signal(signal.SIGINT)", "exited with code 0 at work on batch 0 of the epoch", {"idx": 0}),
     ("signal.raise_signal(signal.SIGTERM)", rf"was killed by signal 15 \(SIGTERM\) {AT_WORK}", {"kind": "cached"}),
     ("sys.exit(0)", "exited with code 0 at work on batch 1[01] of", {"place": "iter", "persistent_workers": True, "idx": 45}),
-    pytest.param("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
     pytest.param("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"in_order": False}, marks=needs_in_order),
 ]
 
@@ -310,9 +286,15 @@ def test_a_program_may_put_it_in_the_place_of_torchs():
 def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
-    said = run_python(script, ok=False).stderr
-    assert "WorkerError: the worker processes of the DataLoader cannot start: one exited with code 1. " in said
-    assert f"import {script}, and so run it once more. Put the code that starts it under if __name__ ==" in said
+
+    words = "the worker processes of the DataLoader cannot start: one exited with code 1. "
+    words += f".* import {script}, and so run it once more. Put the code that starts it under if __name__ =="
+
+    def run():
+        with pytest.raises(WorkerError, match=words):
+            runpy.run_path(str(script), run_name="__main__")
+
+    assert in_child(run) == 0
 
 
 @pytest.mark.parametrize(("method", "errno"), [("fork", 38), ("spawn", 2), ("forkserver", 13)])
@@ -345,46 +327,6 @@ def test_a_timeout_is_torchs_and_counts_no_batch():
     assert loader.state_dict()["position"]["batches"] == 0
 
 
-@pytest.mark.parametrize("workers", [{}, {"prefetch_factor": 2}, {"num_workers": 2}, {**THREADS, "num_workers": 3}], ids=str)
-@pytest.mark.leaves_descriptors
-def test_all_batches_may_be_kept_or_views_of_some(workers):
-    processes = "num_workers" in workers and "worker_method" not in workers
-    with CachedDataset(Images(300), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 8, **workers)
-        kept = [list(loader) for _ in range(2)]
-        assert all(same(batches, in_batches(8, 300)) for batches in kept)
-        stats = loader.stats()
-        assert set(stats.fallbacks) == ({NO_BUFFER} if processes else set())
-        assert stats.ring + stats.fallbacks.get(NO_BUFFER, 0) == (76 if processes else 0)
-        kept = []
-        for images, labels in loader:
-            views = images[1], images.numpy()[1], images.view(len(images), -1)[1]
-            kept = [*random.sample(kept, min(len(kept), 5)), (random.choice(views), int(labels[1]))]
-            assert all(torch.equal(torch.as_tensor(view).view(3, 8, 8), image(label)) for view, label in kept)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_leaving_early_again_and_again_leaves_the_ring_usable(persistent):
-    loader = stocache.DataLoader(Images(200), 4, num_workers=2, persistent_workers=persistent)
-    for _ in range(4 if persistent else 12):
-        for number, (_, labels) in enumerate(itertools.islice(loader, 4)):
-            assert labels.tolist() == list(range(number * 4, number * 4 + 4))
-    assert loader.stats().fallbacks == {}
-    assert loader.stats().ring_bytes <= 2 * 12 * limits.MIB * 2
-
-
-@pytest.mark.leaves_descriptors
-@pytest.mark.parametrize(
-    ("iterators", "workers", "fallbacks"),
-    [(2, {"num_workers": 1}, set()), (4, {"num_workers": 1}, {NO_LANE}), (2, {}, set()), (2, THREADS, set())],
-)
-def test_iterators_over_one_loader_at_once(iterators, workers, fallbacks):
-    loader = stocache.DataLoader(Images(), 8, **workers)
-    for batches, expected in zip(zip(*[loader] * iterators, strict=True), in_batches(8), strict=True):
-        assert same(list(batches), [expected] * iterators)
-    assert set(loader.stats().fallbacks) == fallbacks
-
-
 def test_a_loader_that_was_used_works_in_a_forked_child_and_pickles_without_its_ring():
     loader = stocache.DataLoader(Images(), 8, num_workers=1, multiprocessing_context="fork")  # a child has no forkserver
     for child_or_copy in (loader, pickle.loads(pickle.dumps(loader)), loader):
@@ -415,15 +357,6 @@ def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
         assert len(at_once) >= 3
 
     assert in_child(begin_in_threads) == 0  # an audit hook stays
-
-
-@pytest.mark.leaves_descriptors
-def test_without_shared_memory_it_is_torchs(monkeypatch):
-    no_shared_memory(monkeypatch)
-    ours, theirs = both(Images(), batch_size=8, shuffle=True, num_workers=2, pin_memory=not torch.cuda.is_available())
-    agree(ours, theirs)
-    assert ours.stats().ring == 0
-    assert sum(ours.stats().fallbacks.values()) == 14
 
 
 @pytest.mark.parametrize("collate_fn", [None, lambda samples: default_collate(samples), list])
@@ -546,14 +479,3 @@ def test_set_epoch_reaches_the_dataset_in_persistent_workers(workers):
     for epoch in (4, 5, 9):
         loader.set_epoch(epoch)
         assert {seen for _, epochs in loader for seen in epochs.tolist()} == {epoch}
-
-
-def test_set_epoch_reaches_the_sampler():
-    sampler = DistributedSampler(Images(), 2, 0, seed=1)
-    for options in ({"batch_sampler": BatchSampler(sampler, 8, False)}, {"sampler": sampler, "batch_size": 8}):
-        loader, orders = stocache.DataLoader(Images(), **options), set()
-        for epoch in range(3):
-            loader.set_epoch(epoch)
-            orders.add(tuple(labels_of(loader)))
-            assert sampler.epoch == epoch
-        assert len(orders) == 3

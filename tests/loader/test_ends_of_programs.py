@@ -129,6 +129,5 @@ def test_programs_end_without_an_error_and_ctrl_c_works_while_a_worker_is_stuck(
 
 
 @pytest.mark.slow
-def test_each_loader_with_each_ending_ends_without_an_error(tmp_path):
-    every = programs(0) | programs(1) | programs(2) | programs(3)
-    assert bad_ends(every | busy("dropped"), tmp_path) == {}
+def test_each_loader_with_other_endings_ends_without_an_error(tmp_path):
+    assert bad_ends(programs(1) | programs(3) | busy("dropped"), tmp_path) == {}

@@ -1,9 +1,8 @@
 """The fork server of multiprocessing, which imports what workers need."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.processes import run_python
 
 SCRIPT = """
 import sys
@@ -38,7 +37,5 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_workers_find_their_modules_and_those_of_the_user_imported_and_draw_their_own_numbers(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    for folder, had in ((tmp_path, True), (tmp_path.parent, False)):  # there, the server might find other modules
-        command = [sys.executable, "-W", "ignore", tmp_path / "script.py"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        assert done.stdout == f"{[[had, had, True, False]] * 4}\n[2, 2, 2]\n"
+    done = run_python("-W", "ignore", tmp_path / "script.py", cwd=tmp_path)
+    assert done.stdout == f"{[[True, True, True, False]] * 4}\n[2, 2, 2]\n"

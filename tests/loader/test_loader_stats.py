@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import math
-import multiprocessing
 import re
 import time
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from stocache.observe import epochs
 from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
-from tests.support.processes import run_all
 
 WORKERS = {
     "alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"},
@@ -109,27 +107,6 @@ def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
         for _ in range(3):
             list(make(dataset, 12, sampler=silent, **options))
         assert [sum(each) for each in counts(dataset.stats().epochs)] == [each] * 3
-
-
-def run_rank(number, out):
-    with CachedDataset(Images(), 1, name="stats-ranks", fingerprint="v1", probe=0) as dataset:
-        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, number, seed=3), num_workers=1)
-        for epoch in range(3):
-            loader.set_epoch(epoch)
-            list(loader)
-        out.put((counts(loader.stats().epochs), loader.stats().hit_rate))
-
-
-def test_shares_of_ranks_add_up():
-    context = multiprocessing.get_context("fork")
-    out = context.SimpleQueue()
-    run_all(context, 2, run_rank, out)
-    found = [out.get() for _ in range(2)]
-    out.close()
-    for own, hit_rate in found:
-        assert [sum(share) for share in own] == [N // 2] * 3
-        assert hit_rate == pytest.approx(sum(hits for hits, _ in own) / (3 * N // 2))
-    assert sum(misses for own, _ in found for _, misses in own) >= N  # each sample was loaded, by one rank or the other
 
 
 def test_waits_are_the_times_that_the_loop_sees(monkeypatch):

@@ -43,8 +43,7 @@ def test_public_attributes_are_arguments_also_of_torch_s_loader(options, loader_
     assert loader_class is DataLoader or set(public) <= set(names)
 
 
-@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "copied"), [*zip(OPTIONS, [*COPIES, *COPIES], strict=False)], ids=str)
 def test_a_loader_in_use_is_copied_and_both_go_on_by_themselves(options, copied):
     loader, batches = used(options)
     another = copied(loader)

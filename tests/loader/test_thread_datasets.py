@@ -12,7 +12,6 @@ import logging
 import operator
 import queue
 import re
-import shutil
 import socket
 import sqlite3
 import struct
@@ -209,13 +208,10 @@ async def coroutine():
 
 
 RUNNING = {
-    "generator": lambda: (idx for idx in range(9)),
-    "iterator": lambda: iter([1, 2]),
-    "cycle": lambda: itertools.cycle([1]),
-    "coroutine": coroutine,
-    "database": lambda: sqlite3.connect(":memory:"),
+    "generator": lambda: (idx for idx in range(9)), "iterator": lambda: iter([1, 2]), "cycle": lambda: itertools.cycle([1]),
+    "coroutine": coroutine, "database": lambda: sqlite3.connect(":memory:"),
     "cursor": lambda: sqlite3.connect(":memory:").cursor(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -400,39 +396,6 @@ def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
     assert "Reader" in find_open_handle(Through(unsafe))  # one thread at a time may use it
     unsafe.thread_safe = None
     assert find_open_handle(Through(unsafe)) is None
-
-
-class Removes(Dataset):
-    """Removes its folder when it goes."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        for idx in range(8):
-            (folder / str(idx)).write_bytes(bytes([idx]))
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, idx):
-        return (self.folder / str(idx)).read_bytes()[0]
-
-    def __del__(self):
-        shutil.rmtree(self.folder)
-
-
-def test_nothing_of_the_users_is_removed_while_its_dataset_lives(tmp_path):
-    folder = tmp_path / "owned"
-    folder.mkdir()
-    dataset = Removes(folder)
-    for _ in range(2):
-        loader = stocache.DataLoader(dataset, 2, num_workers=2, worker_method="thread")
-        assert [number for batch in loader for number in batch.tolist()] == list(range(8))
-        del loader
-        gc.collect()
-        assert folder.exists()
-    del dataset
-    gc.collect()
-    assert not folder.exists()
 
 
 Parts = collections.namedtuple("Parts", "name reader")
