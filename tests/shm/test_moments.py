@@ -175,7 +175,7 @@ def interrupted(work, every, before=int):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
-@each_of(71, 29)
+@each_of(71, 43)
 @pytest.mark.parametrize(("work", "before"), [(open_and_close, int), (open_twice, int), (open_and_close, leave_behind)])
 def test_an_interrupt_at_any_step_leaves_no_lock(work, before, every, caplog):
     caplog.set_level(logging.ERROR, "stocache")
@@ -200,7 +200,7 @@ def is_free(cache):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors
-@each_of(31, 7)
+@each_of(31, 13)
 @pytest.mark.parametrize("kind", [lambda: SharedCache(1, N, (4,)), lambda: RaggedCache("1MB", N)], ids=["shared", "ragged"])
 def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, every):
     caches = [kind()]
@@ -226,7 +226,7 @@ def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, e
 
 
 @by_step
-@each_of(71, 29)
+@each_of(71, 43)
 def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself(every):
     def trial(k):
         cache = make(name="test-moments-gone")
@@ -267,7 +267,7 @@ def check_and_refill(cache):
 
 
 @by_step
-@each_of(7, 2)
+@each_of(7, 3)
 @pytest.mark.parametrize("admission", ["all", "cost"])
 def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every):
     def clear_and_die():

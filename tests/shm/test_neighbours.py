@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import struct
 import zlib
 from pathlib import Path
@@ -26,7 +25,7 @@ from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
 from tests.support.faults import nothing_attached
-from tests.support.processes import in_child, stop, stopped
+from tests.support.processes import in_child, stopped
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be several users")
 
@@ -271,21 +270,6 @@ def test_a_lock_of_another_user_is_not_waited_for(monkeypatch):
         assert found.state == "bad"
         named.remove(registry.path_of("locked", ATTACKER), force=True)
     assert not Path(place).exists()
-
-
-def test_looking_at_another_users_cache_does_not_disturb_its_processes():
-    def use():
-        with make() as cache:
-            cache.set_slot(1, torch.ones(4, dtype=torch.uint8))
-            stop()
-        os._exit(0)
-
-    with stopped(use, ATTACKER) as pid:
-        (found,) = listing.find(ATTACKER)
-        assert (found.state, found.stats.filled, [holder.pid for holder in found.holders]) == ("live", 1, [pid])
-        os.kill(pid, signal.SIGCONT)
-        assert os.waitpid(pid, 0)[1] == 0
-    assert not Path(registry.directory_of(ATTACKER)).exists()
 
 
 def test_an_anonymous_segment_in_a_memfd_cannot_be_cut(monkeypatch):
