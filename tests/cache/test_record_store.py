@@ -91,13 +91,3 @@ def test_a_batch_is_not_written_where_another_process_keeps_the_lock(options, co
     with RaggedCache("1MB", N, **options) as cache:
         monkeypatch.setattr(Segment, "run_locked", lambda self, number, work, late: late)
         assert outcome(cache, write_together, ["a", "b"], cost_s=lambda idx: 1.0)[0] == [[counter] * 2]
-
-
-@pytest.mark.parametrize("limit", ["1MB", "50KB", "20KB"])
-def test_many_samples_are_written_as_they_are_one_by_one(limit):
-    many = [bytes(100 + idx) if idx < 150 else "x" * idx for idx in range(300)]
-    (counters,) = compare(lambda: RaggedCache(limit, 300), many)
-    assert (None in counters) == (limit != "1MB")
-    with RaggedCache(limit, 300) as cache:
-        outcome(cache, write_together, many)
-        assert all(cache._store.load(idx, True) == many[idx] for idx, counter in enumerate(counters) if counter == FILLS)

@@ -105,4 +105,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=30, stateful_step_count=40, derandomize=True, deadline=None)
+TestCacheMachine.settings = settings(max_examples=20, stateful_step_count=40, derandomize=True, deadline=None)

@@ -83,19 +83,6 @@ def test_a_file_that_is_not_a_record_is_a_problem_of_that_file_alone(clean):
     del kept
 
 
-def test_a_forged_record_gives_numbers_and_texts_that_can_be_shown(clean):
-    counts = b"\xff" * 7 * 8 + b"\xff\xff\xff\xff\xff\xff\xff\x7f" * (3 * TIMING_ROW_WORDS - 7)
-    name = {"loader": "c", "cache": "\x1b[31m\n\ud800" + "x" * 1000, "rank": 0, "pid": 1}
-    forge(identity=name, rows=3, control=counts)
-    (found,) = listing.find_loaders()
-    assert found.problem == ""
-    assert found.cache.startswith("\\x1b[31m\\n\\ud800xxx")
-    assert (found.cache.isprintable(), len(found.cache)) == (True, 400)
-    assert found.counted.rows.min() >= 0
-    assert found.counted.sum(SAMPLES_MADE) == 2 * (2**63 - 1)
-    assert found.counted.counts(WAIT_NS).min() > 0
-
-
 def test_records_are_read_up_to_a_bound_and_with_care(clean, monkeypatch):
     for number in range(3):
         path = forge(f"c.loader-1-{number}", rows=2)

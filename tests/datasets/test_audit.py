@@ -24,7 +24,6 @@ EPOCHS = 3
 LOADERS = {
     "torch": (DataLoader, {}), "torch, 2 workers": (DataLoader, {"num_workers": 2}), "ours": (stocache.DataLoader, {}),
     "ours, 2 workers": (stocache.DataLoader, {"num_workers": 2}),
-    "ours, spawned": (stocache.DataLoader, {"num_workers": 1, "multiprocessing_context": "spawn"}),
     "ours, ahead": (stocache.DataLoader, {"prefetch_factor": 2}),
     "ours, persistent": (stocache.DataLoader, {"num_workers": 1, "persistent_workers": True}),
     "ours, threads": (stocache.DataLoader, {"num_workers": 2, "worker_method": "thread"}),
@@ -70,7 +69,7 @@ def test_samples_are_those_without_the_cache_whatever_they_depend_on(name, tmp_p
     assert check(name, "torch", tmp_path) == (name not in SERVED)
 
 
-OTHERS = [name for name in LOADERS if name not in ("torch", "ours, spawned")]
+OTHERS = [name for name in LOADERS if name != "torch"]
 DRAWS_IN_ORDER = {name for name, kind in KINDS.items() if kind.change is None} | {*SERVED}  # threads do in theirs
 SOME = [  # each loader with samples that draw and with something that is set; `python -m benchmark audit` runs all
     "flip, torch", "own Generator", "joint flip", "output used twice", "recent images, in a transform", "files edited",
@@ -80,7 +79,7 @@ ROWS = [(name, OTHERS[number % len(OTHERS)]) for number, name in enumerate(SOME)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("name", "loader"), [*ROWS, pytest.param("set_epoch", "ours, spawned", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "loader"), ROWS)
 def test_so_it_is_with_other_loaders(name, loader, tmp_path):
     check(name, "ours, 2 workers" if "threads" in loader and name in DRAWS_IN_ORDER else loader, tmp_path)
 

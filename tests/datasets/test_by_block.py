@@ -192,14 +192,6 @@ def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
         assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
 
 
-@pytest.mark.parametrize(("context", "make"), [("fork", columns), ("forkserver", text)])
-def test_several_processes_admit_at_once(prepared, context, make):
-    with CachedDataset(StorageDataset(prepared(make)), "100MB") as cached:
-        run_all(multiprocessing.get_context(context), 3, admit_all, cached)
-        assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
-        assert cached.stats().total.fills == N
-
-
 @pytest.mark.parametrize("make", [tensor, lambda idx: bytes([idx]) * 15 + bytes(idx)], ids=["fixed", "ragged"])
 def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, caplog, make):
     storage = prepared(make)
@@ -378,17 +370,6 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
     assert sorted(seen) == list(range(len(dataset)))
     assert held[0] | held[1] == set(range(BLOCKS))
     assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
-
-
-@pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
-def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepared, made, make):
-    with CachedDataset(StorageDataset(prepared(make)), "10MB") as cached:
-        made.clear()
-        for wanted, there in (([3, 5, 9, 3, 12, 11], 16), ([*range(16), 20, 17, 28], N)):
-            for idx in wanted:
-                assert identical(cached[idx], make(idx))
-            wait_until(lambda there=there: cached_set(cached) == list(range(there)))
-        assert len(made) <= 8
 
 
 def test_a_block_is_admitted_only_while_nobody_loads(prepared):

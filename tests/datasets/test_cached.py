@@ -1,7 +1,6 @@
 """CachedDataset: any dataset in one line, with the same samples, order and random numbers."""
 
 import logging
-import random
 import re
 import threading
 
@@ -129,43 +128,6 @@ def test_writing_into_a_sample_reaches_the_cache_only_with_copy_false_and_no_tra
         assert [bool((cached[idx][0] == 9).all()) for idx in (3, 4)] == [not copy] * 2
 
 
-def draw(sample):
-    """A transform that uses all three generators."""
-    return sample[1], torch.rand(1).item(), random.random(), np.random.rand()
-
-
-def seed(number):
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
-
-
-def batches_of(dataset, workers=0):
-    seed(3)
-    seeded = lambda worker: seed(torch.initial_seed() % 2**32)
-    options = {"worker_init_fn": seeded, "multiprocessing_context": "fork"} if workers else {}
-    return [(everything(dataset, 7, shuffle=True, num_workers=workers, **options), draw((0, 0))) for _ in range(2)]
-
-
-@pytest.mark.parametrize(("size", "workers"), [(one_size, 2), (many_sizes, 0)])
-def test_batches_are_identical_with_the_cache_on_off_half_full_shared_or_warmed(size, workers):
-    def opened(limit=1, **options):
-        return CachedDataset(Source(size), limit, transform=draw, **options)
-
-    with opened(0) as off:
-        expected = batches_of(off, workers)
-    for limit in (1, "3KB"):
-        with opened(limit) as cached:
-            assert batches_of(cached, workers) == expected
-    with opened(name="random") as first:
-        everything(first)
-        with opened(name="random") as second:
-            assert batches_of(second, workers) == expected
-    with opened() as warmed:
-        warmed.warm(num_workers=workers, progress=False)
-        assert batches_of(warmed, workers) == expected
-
-
 TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
 
 
@@ -173,16 +135,10 @@ TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
     (ConcatDataset([TENSORS, Subset(TENSORS, [7, 3, 5])]), {}, SharedCache),
     (StackDataset(a=TENSORS, b=["text"] * 10), {}, RaggedCache),
     ([Point(torch.ones(2), 3), Point(torch.zeros(2), 4)], {}, SharedCache),
-    ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache),
-    (np.arange(6.0), {}, SharedCache),
-    ([((), {})] * 5, {}, SharedCache),
-    ("text", {}, RaggedCache),
-    ({0: "a", 1: "b"}, {}, RaggedCache),
-    ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
-    ([1, 2], {"variable": True}, RaggedCache),
-    ([1, 2], {"admission": "cost"}, RaggedCache),
-    ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache),
-    ([], {}, RaggedCache),
+    ([1, 2.5, None, "x", b"y", 2**70], {}, RaggedCache), (np.arange(6.0), {}, SharedCache), ([((), {})] * 5, {}, SharedCache),
+    ("text", {}, RaggedCache), ({0: "a", 1: "b"}, {}, RaggedCache), ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
+    ([1, 2], {"variable": True}, RaggedCache), ([1, 2], {"admission": "cost"}, RaggedCache),
+    ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache), ([], {}, RaggedCache),
 ])  # fmt: skip
 def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
     with CachedDataset(source, **{"size_limit_gib": 1} | options) as cached:

@@ -106,20 +106,9 @@ def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path
 
 
 WILD = [
-    0,
-    1,
-    8,
-    DATA_OFFSET - 8,
-    DATA_OFFSET,
-    DATA_OFFSET + 1,
-    1 << 20,
-    1 << 31,
-    1 << 40,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 8,
+    0, 1, 8, DATA_OFFSET - 8, DATA_OFFSET, DATA_OFFSET + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8,
     (1 << 64) - 1,
-]
+]  # fmt: skip
 
 
 def test_an_index_with_wild_numbers_is_a_miss_and_takes_no_memory(kind, filled):

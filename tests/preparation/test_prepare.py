@@ -21,8 +21,9 @@ from tests.support.processes import in_child
 quietly = preparing.prepare_quietly
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("make", [preparing.FaultyTogether, lambda: Images(seeded=True), Preparer])
+@pytest.mark.parametrize(
+    ("make", "seed"), [(preparing.FaultyTogether, 3), (lambda: Images(seeded=True), None), (Preparer, None), (Preparer, 3)]
+)
 def test_samples_come_in_order_or_shuffled_and_bytes_do_not_depend_on_workers(tmp_path, make, seed):
     with quietly(make(), tmp_path / "0", shuffle_seed=seed) as storage:
         if not getattr(make(), "seeded", False):

@@ -94,7 +94,7 @@ def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_pat
             assert storage.block_size < 50
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 40), st.integers(1, 9), st.data())
 def test_only_blocks_with_other_samples_change(length, size, data):
     subsets = st.sets(st.integers(0, length - 1))
@@ -150,7 +150,7 @@ def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
             return changes
 
 
-@pytest.mark.parametrize(("last", "every"), [(13, 3), slow(13, 1), slow(5, 1)])  # at the end, too, or not
+@pytest.mark.parametrize(("last", "every"), [(13, 3), slow(13, 2), slow(5, 2)])  # at the end, too, or not
 def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, last, every):
     source = Faulty([2, 3, last], length=14)
     prepare = lambda folder: prepare_quietly(source, folder, block_size=4).close()
@@ -159,7 +159,7 @@ def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp
     assert "starting again" not in caplog.text
 
 
-@pytest.mark.parametrize("every", [3, slow(1)])
+@pytest.mark.parametrize("every", [3, slow(2)])
 def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog, every):
     source = Faulty([2, 3, 13], length=14)
 

@@ -70,18 +70,6 @@ def test_a_cached_graph_gives_what_it_gave_without_and_works_once(name, workers,
     assert caplog.text == ""
 
 
-def test_a_cache_of_half_the_bytes_serves_half():
-    count = Counting()
-    graph = source(100).map(count).map(graphs.large).shuffle().sharding_filter()
-    with cached(graph, 2, limit=f"{50 << 16}B") as dataloader:
-        for _ in range(2):
-            count.taken()
-            assert sorted(int(element[0]) for element in dataloader) == list(range(100))
-        resident = cache_of(dataloader).stats().filled
-        assert count.taken() == 100 - resident
-        assert 40 < resident < 50
-
-
 def test_the_last_chain_before_the_first_random_pipe_is_taken():
     with cached(source().map(square).batch(1).map(len).shuffle().sharding_filter().map(str)) as dataloader:
         assert list(dataloader) == ["1"] * COUNT

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from stocache import StateError
-from stocache.reading import CachingReadingService, DataLoader2, DistributedReadingService
+from stocache.reading import DataLoader2, DistributedReadingService
 from tests.support import graphs
-from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, large, noise, source, square
+from tests.support.graphs import COUNT, WARNINGS, HomemadeError, fails, noise, source, square
 from tests.support.processes import run_all
 
 pytestmark = WARNINGS
@@ -135,22 +135,6 @@ def test_ranks_go_on_from_their_own_states_only(on_ranks):
                 iter(dataloader)
 
     on_ranks(2, run)
-
-
-def test_ranks_share_a_named_cache(on_ranks):
-    def run(rank):
-        graph = source(60).map(large).shuffle().sharding_filter()
-        with loader(graph, 2, 1, CachingReadingService("16MB", name="reading-ranks")) as dataloader:
-            found = [[float(element[0]) for element in dataloader] for _ in range(3)]
-            dist.barrier()
-            fills = dataloader.reading_service.reading_services[1].cache.stats().fills
-            dist.barrier()
-        return found, fills
-
-    (one, fills), (two, same) = on_ranks(2, run)
-    assert fills == same == 60
-    for its, others in zip(one, two, strict=True):
-        assert sorted(its + others) == [float(value) for value in range(60)]
 
 
 def test_distributed_reading_needs_a_process_group():

@@ -80,7 +80,7 @@ def trainings(draw):
     return samples, draw(st.integers(1, 8)), nodes, per_node, placement, options
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(trainings(), st.integers(0, 3), st.data())
 def test_global_batches_are_those_of_the_distributed_sampler_and_go_on_with_other_ranks(training, epoch, data):
     samples, batch_size, nodes, per_node, placement, options = training
@@ -111,7 +111,7 @@ def test_global_batches_are_those_of_the_distributed_sampler_and_go_on_with_othe
     assert global_batches(steps_of(after)) == whole[done if state["position"]["done"] else 0 :]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 8), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_node_keeps_what_stands_first_in_its_part_and_gives_away_the_rest(nodes, per_node, batch_size, steps, random):
     width = nodes * per_node * batch_size

@@ -3,7 +3,6 @@
 import ast
 import datetime
 import decimal
-import enum
 import itertools
 import pathlib
 import string
@@ -17,26 +16,11 @@ import torch
 from stocache import RaggedCache, SegmentError
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import EncodedSample, pack_integers, parse_treedef, write_treedef
-from tests.support.equality import everywhere, same
+from tests.support.equality import same
 from tests.support.faults import misplace, record
 from tests.support.makers import codec as installed
 from tests.support.samples import Access, Kind, Space, takes_little_memory
 from tests.support.storages import file_of, opened
-
-
-def test_a_metatensor_of_monai_comes_back_as_it_was(tmp_path):
-    transforms = pytest.importorskip("monai.transforms", reason="comes with the extra test")
-    np.save(tmp_path / "volume.npy", np.arange(60, dtype=np.float32).reshape(5, 4, 3))
-    load = transforms.Compose([transforms.LoadImaged("img"), transforms.EnsureChannelFirstd("img", channel_dim="no_channel")])
-    value = load({"img": tmp_path / "volume.npy"})["img"]
-    block = opened(file_of([value] * 2))
-    with RaggedCache("1MB", 1) as cache:
-        cache.set_slot(0, value)
-        for got in (cache.get_slot(0), block.sample(1)):
-            assert (type(got), got.stride(), got.applied_operations) == (type(value), value.stride(), value.applied_operations)
-            assert torch.equal(got.as_subclass(torch.Tensor), value.as_subclass(torch.Tensor))
-            assert everywhere(same, got.meta, value.meta)
-            assert any(isinstance(key, enum.Enum) for key in got.meta)
 
 
 def coco(count):

@@ -55,7 +55,7 @@ PLACE = r"^(sample {0}|set_slot\({0}\)): "
 exactly = functools.partial(everywhere, identical)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(some.samples, min_size=1, max_size=5), some.samples)
 def test_any_samples_come_back_equal(values, one):
     for samples in (values, [one] * 3):
@@ -74,7 +74,7 @@ def test_every_sample_comes_back_equal_compressed(codec, sample):
         assert exactly(cache.get_slot(0), padded)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(some.samples)
 def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
     """And what a kind of sample costs once, and one or two bytes for each length and shape."""

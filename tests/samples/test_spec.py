@@ -29,7 +29,7 @@ samples = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(samples)
 def test_a_sample_comes_apart_and_together_again(sample):
     structure = Structure.of(sample)

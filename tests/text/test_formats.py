@@ -9,7 +9,6 @@ import torch
 from stocache import CacheOptions, CsvFormat, CustomFormat, FixedWidthFormat, JsonLinesFormat, ReadOptions, StreamLoader
 from stocache.errors import LimitError, StreamError
 
-lengths = lambda lines: torch.tensor([len(line) for line in lines])
 FORMATS = {
     "csv": (CsvFormat(","), "{n},{n}.0,{n}\n"),
     "blank": (CsvFormat(None), "  {n}   {n}\t{n} \n"),

@@ -81,7 +81,7 @@ FILE = st.tuples(st.lists(LINE, max_size=12), st.booleans(), st.booleans()).map(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(
     st.lists(FILE.filter(bool), min_size=1, max_size=4),
     st.integers(1, 7),
