@@ -35,6 +35,25 @@ class Recorded(Dataset):
         self.epoch = epoch
 
 
+class Restless:
+    """A sampler with a generator of its own kind, that can say where it stands."""
+
+    def __init__(self):
+        self.random = random.Random(5)
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        return iter(self.random.sample(range(N), N))
+
+    def state_dict(self):
+        return {"random": self.random.getstate()}
+
+    def load_state_dict(self, state):
+        self.random.setstate(state["random"])
+
+
 class Eager:
     """Draws from the global generators when it is asked for an iterator, not later."""
 
@@ -53,7 +72,7 @@ SAMPLERS = {
     "sampler's": lambda seed: {"sampler": shuffled(seed)},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
-    "eager": lambda seed: {"sampler": Eager()},
+    "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
 }  # fmt: skip
@@ -88,7 +107,7 @@ def saved(state):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sampler", "workers", "others"), [
     *((sampler, "alone", "alone") for sampler in SAMPLERS),
-    *(("own", "ahead", "ahead"), ("global", "workers", "alone")),
+    *(("own", "ahead", "ahead"), ("stateful", "ahead", "ahead"), ("global", "workers", "alone")),
     *(("sampler's", "alone", "workers"), ("eager", "persistent", "persistent"), ("one by one", "persistent", "persistent")),
 ])  # fmt: skip
 def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers, others):
