@@ -372,6 +372,17 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
     assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
 
 
+@pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
+def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepared, made, make):
+    with CachedDataset(StorageDataset(prepared(make)), "10MB") as cached:
+        made.clear()
+        for wanted, there in (([3, 5, 9, 3, 12, 11], 16), ([*range(16), 20, 17, 28], N)):
+            for idx in wanted:
+                assert identical(cached[idx], make(idx))
+            wait_until(lambda there=there: cached_set(cached) == list(range(there)))
+        assert len(made) <= 8
+
+
 def test_a_block_is_admitted_only_while_nobody_loads(prepared):
     with CachedDataset(StorageDataset(prepared(text)), "10MB") as cached:
         admitter = BlockAdmitter(cached._loader)

@@ -13,7 +13,7 @@ from torch.utils.data import IterDataPipe
 from stocache import StateError, reading
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, SequentialReadingService
 from tests.support import graphs
-from tests.support.edits import changed, leaves, through_json
+from tests.support.edits import changed, leaves, places, through_json
 from tests.support.graphs import COUNT, GRAPHS, WARNINGS, Counting, elements, loader, no_third, noise, source, square
 
 pytestmark = WARNINGS
@@ -237,6 +237,24 @@ def test_what_is_not_a_state_or_is_that_of_another_graph_is_refused():
 
 
 WRONG = [None, -1, 10**30, "AAAA", [7], {"a": 1}, 0.5, object()]
+
+
+@pytest.mark.parametrize("position", [0, 3, COUNT])
+def test_a_damaged_state_is_refused_or_resumed_as_another(position):
+    services = SequentialReadingService(Plain(), InProcessReadingService())
+    with DataLoader2(GRAPHS["noisy"](), reading_service=services) as dataloader:
+        list(islice(iter(dataloader), position))
+        state = through_json(dataloader.state_dict())
+    refused = 0
+    for path in places(state):
+        for number, wrong in enumerate(WRONG):
+            with DataLoader2(GRAPHS["noisy"]() if number % 2 else None, reading_service=services) as dataloader:
+                try:
+                    dataloader.load_state_dict(changed(state, path, wrong))
+                    elements(dataloader)
+                except StateError:
+                    refused += 1
+    assert refused > 50
 
 
 def test_a_damaged_state_of_workers_is_refused_or_resumed_as_another():
