@@ -36,7 +36,7 @@ from tests.support.traces import leaves_no_trace, pytest_configure, pytest_xdist
 
 __all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers"]
 
-for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # where one is not in use, torch.manual_seed formats the stack, in 5 ms
+for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # where one is not in use, torch.manual_seed formats the stack, in 2 ms
     accelerator.traceback = SimpleNamespace(format_stack=list)
 
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)

@@ -114,7 +114,8 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
 
 
 @pytest.mark.parametrize(("kind", "options", "settings"), [
-    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {}, "all"), ("locality", {}, "all"),
+    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {"num_workers": 2}, "all"),
+    ("locality", PERSISTENT, "all"),
 ])  # fmt: skip
 def test_lightning_resumes_at_every_step_and_epoch(kind, options, settings, tmp_path):
     settings = SETTINGS.get(settings, {})
@@ -136,7 +137,7 @@ def check_in_rank(rank, folder, cases):
 
 
 def test_lightning_resumes_two_ranks(tmp_path):
-    cases = [("shuffled", {}, {}), ("locality", {}, SETTINGS["all"])]
+    cases = [("shuffled", {}, {}), ("distributed", PERSISTENT, SETTINGS["all"])]
     run_ranks(check_in_rank, tmp_path, cases)
 
 

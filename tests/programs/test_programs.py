@@ -1,6 +1,6 @@
 """Programs as people write them give the same, bit for bit, with the one line and without.
 
-Each runs twice, side by side: plain, and cached, as forks of one process that imports the libraries.
+Each runs twice, side by side: plain, and cached. The rows of a test share the process that imports their libraries.
 """
 
 import importlib.util
@@ -23,36 +23,42 @@ NEEDS = {
 FORKED, SPAWNED = {"num_workers": 2}, {"num_workers": 2, "start_method": "spawn"}
 
 
-ROWS = [
-    ("detection", {"flip": True, "permuted": True, **FORKED}), ("lazy_files", {"splits": True}),
-    ("lazy_files", {"splits": True, "start_method": "spawn"}),
-    *(("lazy_files", {"kind": kind}) for kind in ("h5py", "zip", "memmap rows", "sqlite")),
-    ("vision", {}), ("vision", SPAWNED), ("vision", {"store": "encoded", **FORKED}),
-    ("hugging_face", {"store": "encoded"}), ("hugging_face", FORKED), ("hugging_face", {"of": "texts", **FORKED}),
-    ("monai_dicts", {"suffix": ".nii"}), ("monai_dicts", {"augment": True, **FORKED}),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_one_line_changes_nothing(tmp_path):
-    """And there was a cache."""
-    rows = [(program, options) for program, options in ROWS if all(map(importlib.util.find_spec, NEEDS[program]))]
+def compare(rows, folder):
+    """Demand the same results without and with the one line, and that there was a cache."""
+    rows = [(program, options) for program, options in rows if all(map(importlib.util.find_spec, NEEDS[program]))]
     if not rows:
         pytest.skip("needs libraries of the extra test")
     environment = {
         "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONHASHSEED": "0",  # MONAI walks over sets of str
-        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "huggingface"),
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "huggingface"),
     }  # fmt: skip
     command = ["-m", "tests.programs.running", "rows", json.dumps(rows)]
-    done = run_python(*command, timeout_s=900, cwd=tmp_path, env=os.environ | environment)
+    done = run_python(*command, timeout_s=600, cwd=folder, env=os.environ | environment)
     assert WARNED not in done.stderr, done.stderr[-2000:]
     for number, row in enumerate(rows):
-        plain, cached = (
-            pickle.loads((tmp_path / str(number) / way / "out.pickle").read_bytes()) for way in ("plain", "cached")
-        )
+        plain, cached = (pickle.loads((folder / str(number) / way / "out.pickle").read_bytes()) for way in ("plain", "cached"))
         assert difference(plain["results"], cached["results"]) is None, row
         assert cached["stats"]
         for stats in cached["stats"]:
             assert stats["hits"] > stats["misses"], row  # of three epochs, two come from the cache
             assert (stats["rejected"], stats["refused"]) == (0, 0), row
         assert cached["changes"] == [None] * len(cached["changes"]), row
+
+
+@pytest.mark.slow
+def test_the_one_line_changes_nothing(tmp_path):
+    detection = {"flip": True, "permuted": True, **FORKED}
+    rows = {"detection": detection, "lazy_files": {"splits": True}, "vision": {}}
+    compare(rows.items(), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "rows"), [
+    ("hugging_face", [{"store": "encoded"}, FORKED, {"of": "texts", **FORKED}]),
+    ("lazy_files", [{"kind": kind} for kind in ("h5py", "zip", "memmap rows", "sqlite")]),
+    ("lazy_files", [{"splits": True, "start_method": "spawn"}]),
+    ("monai_dicts", [{"suffix": ".nii"}, {"augment": True, **FORKED}]),
+    ("vision", [SPAWNED, {"store": "encoded", **FORKED}]),
+])  # fmt: skip
+def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path):
+    compare([(program, options) for options in rows], tmp_path)
