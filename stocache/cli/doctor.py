@@ -14,8 +14,7 @@ from stocache.disk.inspection import place_of
 from stocache.shm import named
 from stocache.shm.registry import directory_of
 from stocache.system import limits
-from stocache.system.limits import GIB, SHM_DIR, format_size
-from stocache.system.mounts import filesystem_of
+from stocache.system.limits import GIB, SHM_DIR, filesystem_of, format_size
 from stocache.system.waiting import printable
 
 _LEAST_SHM = 1 * GIB  # Docker gives 64 MiB

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, MapDataPipe, Subset
+from torch.utils.data import Dataset, MapDataPipe
 from tqdm import tqdm
 
 from stocache.cache.base import SlotState
@@ -708,33 +708,9 @@ def _load_each(load: Callable[[int], Any], indices: Sequence[int], before_each: 
         yield load(idx)
 
 
-def layers(dataset: Any) -> list[Any]:
-    """Return a dataset, and the datasets that it wraps."""
-    found = [dataset]
-    while isinstance(dataset, Subset | CachedDataset):
-        dataset = dataset.dataset
-        found.append(dataset)
-    return found
-
-
-def with_lazy_batches(dataset: Any) -> Any:
-    """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
-
-    None where batches cannot be gathered: ``dataset`` is not a `CachedDataset` nor a Subset of one, or has a transform, or its
-    samples vary in size.
-    """
-    if type(dataset) is Subset:
-        inner = with_lazy_batches(dataset.dataset)
-        if inner is None:
-            return None
-        subset = copy.copy(dataset)
-        subset.dataset = inner
-        return subset
-    if not isinstance(dataset, CachedDataset) or any(
-        getattr(type(dataset), name) is not getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
-    ):
-        return None
-    if dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset._audit.changed:
-        return None
-    spec = BatchSpec.of(dataset.cache)
-    return None if spec is None else dataset._replace(_batch_spec=spec)
+def is_cache(dataset: Any) -> bool:
+    """Return whether a dataset makes its samples as a `CachedDataset` does."""
+    kind = type(dataset)
+    return isinstance(dataset, CachedDataset) and all(
+        getattr(kind, name) is getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
+    )

@@ -27,7 +27,7 @@ from stocache.errors import DiskError, MismatchError
 from stocache.shm.named import Identity
 from stocache.system import limits
 from stocache.system.hashing import ZEROS, embed_checksum, read_checksum
-from stocache.system.mounts import filesystem_of
+from stocache.system.limits import filesystem_of
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock, wait_until
 
 logger = logging.getLogger("stocache")

@@ -18,7 +18,7 @@ from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SA
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named
-from stocache.system.mounts import filesystem_of
+from stocache.system.limits import filesystem_of
 from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
 
 _RUN = 256  # samples that a thread checks at a time

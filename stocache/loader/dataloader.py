@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from stocache.datasets.cached import CachedDataset, layers, with_lazy_batches
+from stocache.datasets.cached import CachedDataset
+from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError, WorkerError
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress, known_length
@@ -51,6 +52,7 @@ from stocache.system.children import fork_lock
 from stocache.system.figures import flat_numbers
 from stocache.system.objects import TorchLoader
 from stocache.system.ranks import ranks_here
+from stocache.system.walking import walk
 
 logger = logging.getLogger("stocache")
 
@@ -250,11 +252,11 @@ class DataLoader(ResumableLoader[_T]):
         return _Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
-        cached = self._cached_dataset()
-        if cached is not None:
+        for cached in self._cached_datasets:
             cached.begin_loop(self, looped=self._progress.delivered > (self._progress.resumed or 0))
         persistent = bool(self.num_workers and self.persistent_workers)
-        return self._log.begin(self.record, cached, self.num_workers, persistent, self._ring)
+        first = next(iter(self._cached_datasets), None)
+        return self._log.begin(self.record, first, self.num_workers, persistent, self._ring)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
@@ -363,8 +365,7 @@ class DataLoader(ResumableLoader[_T]):
     def record(self) -> TimingRecord:
         """Where the loader and its workers record how long the steps of loading take, made at first use."""
         if self._record is None or not self._record.mine:
-            cached = self._cached_dataset()
-            name = None if cached is None or cached.cache.closed else cached.cache.shared_name
+            name = next((cached.cache.shared_name for cached in self._cached_datasets if not cached.cache.closed), None)
             has_processes = self.num_workers > 0 and self.worker_method != "thread"
             self._record = TimingRecord(self.num_workers, has_processes, name, ranks_here().rank)
         return self._record
@@ -390,12 +391,12 @@ class DataLoader(ResumableLoader[_T]):
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
-        ring, cached = self._ring, self._cached_dataset()
+        ring = self._ring
         counted = None if self._record is None else self._record.read()
         times = {} if counted is None else counted.distributions()
         wait, load = (times.get(name, EMPTY_DISTRIBUTION) for name in ("wait", "load"))
         samples, epochs = 0 if counted is None else counted.sum(SAMPLES_MADE), self._log.epochs()
-        is_open = cached is not None and not cached.cache.closed
+        is_open = any(not cached.cache.closed for cached in self._cached_datasets)
         return LoaderStats(
             batches=wait.count,
             waited_s=0.0 if counted is None else counted.sum(WAIT_NS) / 1e9,
@@ -409,8 +410,11 @@ class DataLoader(ResumableLoader[_T]):
             **times,
         )
 
-    def _cached_dataset(self) -> CachedDataset | None:
-        return next((layer for layer in layers(self.source) if isinstance(layer, CachedDataset)), None)
+    @property
+    def _cached_datasets(self) -> list[CachedDataset]:
+        """The outermost cached datasets within the dataset."""
+        found = walk(self.source, through=lambda wrapper: not isinstance(wrapper, CachedDataset))
+        return [dataset for dataset in found if isinstance(dataset, CachedDataset)]
 
 
 def _fresh() -> dict[str, Any]:

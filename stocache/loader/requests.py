@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from stocache.datasets.cached import layers
 from stocache.observe.recording.record import record_here, row_here
 from stocache.ring.ring import Ring, ring_of
 from stocache.system.objects import takes_epoch
+from stocache.system.walking import walk
 
 
 @dataclass
@@ -159,8 +159,7 @@ def _unpack_indices(data: bytes, width: int) -> NDArray[np.int64]:
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Set the epoch of the first dataset, from the outermost inwards, that has ``set_epoch``."""
-    for layer in layers(dataset):
-        if takes_epoch(layer):
-            layer.set_epoch(epoch)
-            return
+    """Set the epoch of a dataset; or where it has no ``set_epoch``, of the outermost datasets within it that have one."""
+    for found in walk(dataset, through=lambda wrapper: not takes_epoch(wrapper)):
+        if takes_epoch(found):
+            found.set_epoch(epoch)

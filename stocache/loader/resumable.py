@@ -5,9 +5,9 @@ from types import NoneType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler, Subset
 
-from stocache.datasets.cached import layers
+from stocache.datasets.cached import CachedDataset
 from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, epoch_of, samplers_in
 from stocache.loader.requests import set_epoch
@@ -30,6 +30,7 @@ from stocache.samples.indices import length_of
 from stocache.system import rng
 from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_epoch, vars_of
 from stocache.system.state import STATE_TYPES, StateForm
+from stocache.system.walking import walk
 
 _T = TypeVar("_T")
 
@@ -304,8 +305,9 @@ class ResumableLoader(TorchLoader[_T]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the properties that must be equal for a state to be resumed."""
+        layers = walk(self.dataset, through=lambda wrapper: isinstance(wrapper, Subset | CachedDataset))
         fingerprints = [
-            attribute_of(layer, name) for layer in layers(self.dataset) for name in ("fingerprint", "_fingerprint")
+            attribute_of(layer, name) for layer in layers for name in ("fingerprint", "_fingerprint")
         ]  # stocache and Hugging Face use the second name
         batch_size = self.batch_size
         if isinstance(self.sampler, LocalityDistributedSampler):  # other ranks may continue the same batches

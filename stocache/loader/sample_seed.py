@@ -20,17 +20,18 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from torch.utils.data import IterableDataset, Subset, default_collate, default_convert, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.batches import Load
-from stocache.datasets.cached import CachedDataset
+from stocache.datasets.cached import is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, current_answer, note_answer, set_epoch
 from stocache.loader.threads.collating import CollateRng
 from stocache.loader.threads.info import Generators
 from stocache.system.generators import GENERATORS, Kept, read, restore_all, seed_all, seed_generator, seeded_samples
 from stocache.system.objects import attribute_of
+from stocache.system.walking import through_subsets
 
 _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
@@ -143,9 +144,7 @@ class SeededDataset:
 
     def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool, collates: bool) -> None:
         self.dataset, self._sample_seed, self._lazy, self._collates = dataset, sample_seed, lazy, collates
-        inner = dataset
-        while type(inner) is Subset:
-            inner = inner.dataset
+        inner, _ = through_subsets(dataset)
         together = lazy or (attribute_of(inner, "__getitems__") and not is_cache(inner))
         self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
         self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
@@ -289,23 +288,12 @@ def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]
     return frozenset(number for number, state in states.items() if state != others[number])
 
 
-def is_cache(dataset: Any) -> bool:
-    """Whether a dataset makes its samples as a `CachedDataset` does."""
-    kind = type(dataset)
-    return isinstance(dataset, CachedDataset) and all(
-        getattr(kind, name) is getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
-    )
-
-
 def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> Any:
     """Return samples as torch's DataLoader gets them, or one by one."""
     get_many = attribute_of(dataset, "__getitems__")
     if before_each is None and get_many:
         return get_many(indices)
-    inner: Any = dataset
-    inner_indices = indices
-    while type(inner) is Subset:
-        inner, inner_indices = inner.dataset, [inner.indices[idx] for idx in inner_indices]
+    inner, inner_indices = through_subsets(dataset, indices)
     if before_each is not None and is_cache(inner):
         return inner.__getitems__(inner_indices, before_each)
     if before_each is None or not attribute_of(inner, "__getitems__"):

@@ -30,16 +30,17 @@ from queue import SimpleQueue
 from typing import Any
 
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterDataPipe, MapDataPipe, Subset
+from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pinning
 
 from stocache.cache.batches import LazyBatch
-from stocache.datasets.cached import CachedDataset
+from stocache.datasets.cached import CachedDataset, is_cache
+from stocache.datasets.lazy import LazyConcat
 from stocache.errors import WorkerError
 from stocache.loader.collate import as_is
 from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
-from stocache.loader.sample_seed import ThreadSeededDataset, is_cache
+from stocache.loader.sample_seed import ThreadSeededDataset
 from stocache.loader.threads.collating import Collator
 from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, graph_lock, wrap_error
 from stocache.loader.threads.info import Generators
@@ -50,6 +51,7 @@ from stocache.observe.recording.gil import GilWatch
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.observe.recording.spans import COLLATE, span
 from stocache.system.objects import attribute_of
+from stocache.system.walking import through_subsets
 
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
@@ -403,10 +405,11 @@ def _way_of(dataset: Any) -> Any:
 
     `LazyBatch`: it returns one; `CachedDataset`: by the ``__getitems__`` of one; `list`: one by one.
     """
-    while type(dataset) in (Subset, ThreadSeededDataset):
-        dataset = dataset.dataset
+    dataset, _ = through_subsets(dataset.dataset if type(dataset) is ThreadSeededDataset else dataset)
+    if isinstance(dataset, LazyConcat) or (is_cache(dataset) and dataset.is_lazy):
+        return LazyBatch
     if is_cache(dataset):
-        return LazyBatch if dataset.is_lazy else CachedDataset
+        return CachedDataset
     return None if attribute_of(dataset, "__getitems__") else list
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from stocache.cache.ragged import RaggedCache
-from stocache.datasets.cached import CachedDataset, layers
+from stocache.datasets.cached import CachedDataset
 from stocache.loader.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
 from stocache.loader.threads.loading import would_stall
 from stocache.observe.measure import count_cores, measure_costs
@@ -37,8 +37,9 @@ from stocache.observe.trials import MakeLoader
 from stocache.system.children import in_children
 from stocache.system.figures import format_seconds, round_digits
 from stocache.system.limits import GIB, MIB
-from stocache.system.objects import attribute_of, has_state, vars_of
+from stocache.system.objects import attribute_of, has_state
 from stocache.system.rng import RngMonitor
+from stocache.system.walking import makers, passes_on, walk
 
 logger = logging.getLogger("stocache")
 
@@ -177,22 +178,14 @@ def _choose_number(
 
 def holds_cache(dataset: Any) -> bool:
     """Return whether a dataset gets samples from a `CachedDataset`."""
-    for _ in range(32):
-        if isinstance(dataset, CachedDataset):
-            return True
-        dataset = vars_of(dataset).get("dataset")
-        if dataset is None:
-            return False
-    return False
-
-
-# --------------------------------------------------------------------------------------------------- threads or processes
+    return any(isinstance(found, CachedDataset) for found in walk(dataset))
 
 
 def choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> str:
     """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
     method, reason = _choose_method(dataset, hooks, trial)
-    if method == "multiprocessing" and trial.stalls(layers(dataset)[-1]):
+    *_, innermost = walk(dataset, through=lambda wrapper: passes_on(wrapper) or isinstance(wrapper, CachedDataset))
+    if method == "multiprocessing" and trial.stalls(innermost):
         method, reason = "thread", "forked processes would stall"
     logger.info("worker_method='auto' chooses %r: %s", method, reason)
     return method
@@ -208,8 +201,7 @@ def _choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> tuple[str, s
     handle = find_open_handle(dataset) or find_running(dataset)
     if handle is not None:
         return "multiprocessing", f"threads would share {handle}"
-    cached = next((layer for layer in layers(dataset) if isinstance(layer, CachedDataset)), None)
-    share = 0.0 if cached is None or cached.is_transformed else cached.cache.stats().fill_fraction
+    share = min(map(_gathered_share, makers(dataset)))
     if share >= _CACHED:
         return "thread", f"{share:.0%} of the samples are cached"
     if (os.cpu_count() or 1) < 2:
@@ -222,6 +214,12 @@ def _choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> tuple[str, s
     better = speed_up >= _SPEED_UP and trial.held <= _MOST_HELD
     reason = f"one thread holds the GIL for {trial.held:.0%} of its time, two make {speed_up:.2f} times as many samples"
     return "thread" if better else "multiprocessing", reason
+
+
+def _gathered_share(dataset: Any) -> float:
+    """Return the share of the samples that need only be gathered."""
+    plain = isinstance(dataset, CachedDataset) and not dataset.is_transformed
+    return dataset.cache.stats().fill_fraction if plain else 0.0
 
 
 class GilTrial:

@@ -45,7 +45,7 @@ from typing import TypeVar
 from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.shm.layout import persists
 from stocache.system import limits
-from stocache.system.mounts import filesystem_of
+from stocache.system.limits import filesystem_of
 from stocache.system.waiting import (
     FileKey,
     describe_first,

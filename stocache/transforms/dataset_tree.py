@@ -1,13 +1,14 @@
-"""Find the dataset that makes a sample, through torch's Subset and ConcatDataset.
+"""Find the dataset that makes a sample, and the datasets that are alike.
 
 A *leaf* of the tree is a dataset that makes samples itself. Leaves of one *kind* have the same class and transforms.
 """
 
-import bisect
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset
 
+from stocache.system.objects import get_many_of
+from stocache.system.walking import locate, makers, passes_on
 from stocache.transforms.patching import find_sites
 from stocache.transforms.pipelines import open_pipeline, step_text
 
@@ -24,48 +25,21 @@ class DatasetTree:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self.leaves = find_leaves(dataset)
+        self.leaves = makers(dataset)
         self._numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
-        self._is_leaf = len(self.leaves) == 1 and self.leaves[0] is dataset
+        self._is_leaf = not passes_on(dataset)
         keys = [_key(leaf) for leaf in self.leaves]
         self.kinds = [keys.index(key) for key in keys]
-        inner = dataset
-        while _is(inner, Subset):
-            inner = inner.dataset
-        self.batches = inner is self.leaves[0]
-        self.starts = [0, *dataset.cumulative_sizes] if _is(dataset, ConcatDataset) else [0]
+        self.batches = get_many_of(dataset) is not None
+        is_concatenated = passes_on(dataset) and isinstance(dataset, ConcatDataset)
+        self.starts = [0, *dataset.cumulative_sizes] if is_concatenated else [0]
 
     def locate(self, idx: int) -> tuple[int, int]:
         """Return the number of the leaf that makes sample ``idx``, and the index of the sample in that leaf."""
         if self._is_leaf:
             return 0, idx
-        dataset = self._dataset
-        while True:
-            if _is(dataset, Subset):
-                dataset, idx = dataset.dataset, int(dataset.indices[idx])
-            elif _is(dataset, ConcatDataset):
-                if idx < 0:
-                    idx += len(dataset)
-                number = bisect.bisect_right(dataset.cumulative_sizes, idx)
-                idx -= dataset.cumulative_sizes[number - 1] if number else 0
-                dataset = dataset.datasets[number]
-            else:
-                return self._numbers[id(dataset)], idx
-
-
-def find_leaves(dataset: Any) -> list[Any]:
-    """Return the datasets within a dataset that make samples, each once."""
-    if _is(dataset, Subset):
-        return find_leaves(dataset.dataset)
-    if _is(dataset, ConcatDataset):
-        found = {id(leaf): leaf for inner in dataset.datasets for leaf in find_leaves(inner)}
-        return list(found.values())
-    return [dataset]
-
-
-def _is(dataset: Any, cls: Any) -> bool:
-    """Whether a dataset takes its samples from others as torch's class does."""
-    return isinstance(dataset, cls) and type(dataset).__getitem__ is cls.__getitem__
+        leaf, idx = locate(self._dataset, idx)
+        return self._numbers[id(leaf)], idx
 
 
 def _key(leaf: Any) -> Any:

@@ -21,7 +21,8 @@ from stocache.samples.record_decoder import unpack_sample
 from stocache.system.describe import difference
 from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size
-from stocache.transforms.dataset_tree import DatasetTree, find_leaves
+from stocache.system.walking import makers
+from stocache.transforms.dataset_tree import DatasetTree
 from stocache.transforms.encoded import open_loader
 from stocache.transforms.huggingface import find_read_transform
 from stocache.transforms.known import is_deterministic, is_known
@@ -68,7 +69,7 @@ class _CannotLoad(CannotSplit):
 
 def warn_of_random_steps(dataset: Any, reason: str) -> None:
     """Warn that the transforms of a dataset run before the cache, if there are random steps among them."""
-    random = [step_name(step) for leaf in find_leaves(dataset) for step in _random_steps(open_pipelines(leaf, False))]
+    random = [step_name(step) for leaf in makers(dataset) for step in _random_steps(open_pipelines(leaf, False))]
     if random:
         logger.warning(
             "the transforms of %s are not split: %s. If a sample depends on the random numbers of %s, it is not cached (see "

@@ -19,7 +19,7 @@ from stocache import DiskCache, DiskError, LimitError, MismatchError
 from stocache.disk import folder as folder_module
 from stocache.disk.folder import Folder
 from stocache.samples.spec import Structure
-from stocache.system import limits, mounts
+from stocache.system import limits
 from stocache.system.hashing import ZEROS, embed_checksum
 from tests.support import traces
 from tests.support.disks import COUNT, contents, flip, loaded, mounted, open_disk, row
@@ -168,12 +168,12 @@ def test_memory_and_a_limit_above_what_is_free_are_warned_of(may_mount, tmp_path
 def test_a_network_file_system_is_warned_of(tmp_path, warnings, monkeypatch):
     for path, kind in (("/proc", "proc"), ("/dev/shm", "tmpfs")):
         at = os.open(path, os.O_RDONLY)
-        assert mounts.filesystem_of(os.fstat(at).st_dev) == kind
+        assert limits.filesystem_of(os.fstat(at).st_dev) == kind
         os.close(at)
     device = os.stat(tmp_path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    table = [mounts.Mount(device, "/", "/", kind, []) for device, kind in (("0:9999", "ext4"), (number, "fuse.sshfs"))]
-    monkeypatch.setattr(mounts, "mounts", lambda: iter(table))
+    table = [limits.Mount(device, "/", "/", kind, []) for device, kind in (("0:9999", "ext4"), (number, "fuse.sshfs"))]
+    monkeypatch.setattr(limits, "mounts", lambda: iter(table))
     open_disk("rows", tmp_path).close()
     assert ["is on a network file system (fuse.sshfs)" in warning for warning in warnings()] == [True]
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -28,6 +29,8 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
+from stocache.cache.batches import LazyBatch
+from stocache.datasets.lazy import with_lazy_batches
 from stocache.observe.recording import record
 from stocache.ring.ring import NO_MEMORY
 from tests.support.containers import Point
@@ -119,6 +122,32 @@ def test_a_cached_dataset_gives_the_same_batches(limit, options):
         loader = stocache.DataLoader(part, 8, **options)
         agree(loader, torch.utils.data.DataLoader(Subset(Images(), part.indices), 8, **torchs))
         assert loader.stats().hit_rate == 1 or limit != 1  # of a subset, too
+
+
+@pytest.mark.parametrize(("limit", "options"), [
+    (1, {}), (HALF, {"num_workers": 2}), (1, {"num_workers": 2}), (1, THREADS), (HALF, THREADS), (HALF, {"sample_seed": 5}),
+])  # fmt: skip
+def test_concatenated_caches_are_gathered_together(limit, options):
+    def concatenated(one, other):
+        return ConcatDataset([one, Subset(other, range(30, 2, -1)), ConcatDataset([other])])
+
+    with CachedDataset(Images(), limit) as one, CachedDataset(Images(), limit) as other:
+        dataset, plain = concatenated(one, other), concatenated(Images(), Images())
+        indices = [2 * N + 20, N + 3, 0, 5, N - 1, N, 2, 2, 2 * N + 21, 7]
+        unread = with_lazy_batches(dataset).__getitems__(indices)
+        assert isinstance(unread, LazyBatch)
+        assert same(
+            unread.gather(lambda shape, dtype: torch.empty(shape, dtype=dtype)),
+            default_collate([plain[idx] for idx in indices]),
+        )
+        assert same(with_lazy_batches(dataset).__getitems__(indices).read(), [plain[idx] for idx in indices])
+        make = lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
+        ours = stocache.DataLoader(dataset, **make(), **options)
+        agree(ours, torch.utils.data.DataLoader(plain, **make()), epochs=3)
+        assert ours.stats().hit_rate > 0
+        assert min(one.stats().total.hits, other.stats().total.hits) > 0
+    with CachedDataset(Images(), limit) as one, CachedDataset([torch.zeros(3)] * 4, limit) as other:
+        assert with_lazy_batches(ConcatDataset([one, other])) is None
 
 
 @pytest.mark.parametrize(("workers", "batch_size"), [({}, None), (WORKERS[2], 4), (THREADS, None), (WORKERS[-1], 4)], ids=str)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from stocache.cache.options import CacheOptions
-from stocache.datasets.cached import CachedDataset, layers
+from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
 from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
 from stocache.loader.program.report import LoaderLines, lines_of
@@ -22,6 +22,7 @@ from stocache.observe.verdict import LoaderEpochStats
 from stocache.samples.indices import length_of
 from stocache.system.limits import format_size, parse_size
 from stocache.system.objects import TorchLoader, has_state
+from stocache.system.walking import walk
 
 logger = logging.getLogger("stocache")
 
@@ -255,7 +256,7 @@ def _why_not(dataset: Any) -> str:
     """Return why a dataset cannot be cached; "" if that has to be tried."""
     if isinstance(dataset, IterableDataset):
         return "it is iterable. Prepare its samples (stocache prepare), or read text with StreamLoader."
-    if any(isinstance(layer, CachedDataset) for layer in layers(dataset)):
+    if any(isinstance(found, CachedDataset) for found in walk(dataset)):
         return "the program caches it itself."
     if has_state(dataset):
         return "it has a state_dict, so its samples may depend on more than their index."

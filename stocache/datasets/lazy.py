@@ -1,0 +1,59 @@
+"""Make datasets that return batches which have read nothing yet: `with_lazy_batches`."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+
+from stocache.cache.batches import BatchSpec, JoinedBatch
+from stocache.cache.shared import SharedCache
+from stocache.datasets.cached import is_cache
+from stocache.system.walking import branch_of, inner_datasets, through_subsets
+
+
+class LazyConcat(ConcatDataset[Any]):
+    """A ConcatDataset of cached datasets whose ``__getitems__`` returns a `JoinedBatch`."""
+
+    datasets: list[Any]
+
+    def __init__(self, dataset: ConcatDataset[Any], datasets: list[Any], spec: BatchSpec) -> None:
+        vars(self).update(vars(dataset) | {"datasets": datasets})
+        self._batch_spec = spec
+
+    def __getitems__(self, indices: Sequence[int]) -> JoinedBatch:
+        """Return the samples ``indices`` as a batch that has read nothing yet."""
+        branches: dict[int, tuple[list[int], list[int]]] = {}
+        for position, idx in enumerate(indices):
+            number, inner_idx = branch_of(self, int(idx))
+            positions, inner = branches.setdefault(number, ([], []))
+            positions.append(position)
+            inner.append(inner_idx)
+        parts = {
+            number: (self.datasets[number].__getitems__(inner), np.array(positions))
+            for number, (positions, inner) in branches.items()
+        }
+        return JoinedBatch(parts, len(indices), self._batch_spec)
+
+
+def with_lazy_batches(dataset: Any) -> Any:
+    """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
+
+    None where batches cannot be gathered: the samples are not those of cached datasets of one structure, passed on by torch's
+    Subset and ConcatDataset; or they are transformed, or vary in size.
+    """
+    if type(dataset) in (Subset, ConcatDataset):
+        lazy = list(map(with_lazy_batches, inner_datasets(dataset)))
+        specs: list[Any] = [None if inner is None else through_subsets(inner)[0]._batch_spec for inner in lazy]
+        if any(spec is None or spec != specs[0] for spec in specs):
+            return None
+        if type(dataset) is ConcatDataset:
+            return LazyConcat(dataset, lazy, specs[0])
+        subset = copy.copy(dataset)
+        subset.dataset = lazy[0]
+        return subset
+    if not is_cache(dataset) or dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset.is_left:
+        return None
+    spec = BatchSpec.of(dataset.cache)
+    return None if spec is None else dataset._replace(_batch_spec=spec)
