@@ -1,11 +1,11 @@
 """Load a few samples in a child process, to find their structure and the attributes that they are made with.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded twice; one for which random numbers were drawn is loaded several times, because two random flips
-    may be equal by chance. If it differs, something random runs before the cache: see NOTE [ The audit ]. While the first
-    sample is loaded again, all attributes of the dataset that are read are recorded. Cached samples are made with these, so
-    they must not be changed afterwards. Attributes that loading itself sets (a file that is opened when it is first needed) are
-    left out.
+    The first sample is loaded twice, and so is each for which random numbers were drawn; one that is quick to load several
+    times, because two random flips may be equal by chance. If one differs, something random runs before the cache: see
+    NOTE [ The audit ]. While the first sample is loaded again, all attributes of the dataset that are read are recorded. Cached
+    samples are made with these, so they must not be changed afterwards. Attributes that loading itself sets (a file that is
+    opened when it is first needed) are left out.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.children import ChildError, PackedError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.describe import describe, difference
-from stocache.system.objects import vars_of
+from stocache.system.objects import recorded_reads, vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
 
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
 _SHORT_S = 1.0  # for samples after the first for which random numbers were drawn
+_QUICK_S = 0.05  # for a sample that may be loaded more than twice
 AGAIN = 8  # times, for a sample for which random numbers were drawn
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
@@ -91,7 +92,7 @@ class _LoadedAgain(NamedTuple):
     idx: int
     place: str | None
     drawn: str | None
-    reads: frozenset[str] | None = None
+    reads: frozenset[str] = frozenset()
 
 
 def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
@@ -154,7 +155,7 @@ class _ProbeResults:
             if isinstance(item, _Started):
                 self.started = item.idx
             elif isinstance(item, _LoadedAgain):
-                probe.reads = probe.reads if item.reads is None else item.reads
+                probe.reads = probe.reads or item.reads
                 probe.finding = probe.finding or _finding(self._dataset, item)
             elif item.record is not None:
                 probe.samples[item.idx] = unpack_sample(item.record)
@@ -203,18 +204,19 @@ def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
 
 def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
     began, count = time.monotonic(), 0
-    drawn: list[tuple[int, Any]] = []  # the samples for which random numbers were drawn
+    drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
+    new: set[str] = set()  # attributes that were set by the first load
     for idx in indices:
         if count > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
-        before, monitor = dict(vars_of(dataset)), RngMonitor()
+        before, monitor, loading = dict(vars_of(dataset)), RngMonitor(), time.monotonic()
         try:
             sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
-        draws = monitor.changed()
+        draws, quick = monitor.changed(), time.monotonic() - loading < _QUICK_S
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
@@ -227,18 +229,20 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
         if count == 1:
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
-            with _recorded_reads(dataset) as reads:
-                place = load_again(load, idx, first)
-            yield _LoadedAgain(idx, None if draws else place, None, frozenset(reads - new))
+            if not draws:
+                with recorded_reads(dataset) as reads:
+                    place = load_again(load, idx, first)
+                yield _LoadedAgain(idx, place, None, frozenset(reads - new))
         if draws:
-            drawn.append((idx, first))
+            drawn.append((idx, first, AGAIN if quick else 0))
     if drawn:  # now, when others have been loaded, too: some mix a sample with recent ones
-        with LineOfDraw() as line:
-            place = load_again(load, *drawn[0])
-        yield _LoadedAgain(drawn[0][0], place or load_again(load, *drawn[0], AGAIN), line.text)
+        idx, first, times = drawn[0]
+        with recorded_reads(dataset) as reads, LineOfDraw() as line:
+            place = load_again(load, idx, first)
+        yield _LoadedAgain(idx, place or load_again(load, idx, first, times), line.text, frozenset(reads - new))
         began = time.monotonic()
-        for idx, first in drawn[1:]:
-            if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, AGAIN)) is not None:
+        for idx, first, times in drawn[1:]:
+            if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, times or 1)) is not None:
                 yield _LoadedAgain(idx, place, line.text)
                 return
 
@@ -251,31 +255,3 @@ def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1)
             if place is not None:
                 return place
     return None
-
-
-@contextlib.contextmanager
-def _recorded_reads(dataset: Any) -> Iterator[set[str]]:
-    """Yield a set that collects the attributes of the dataset that are read in the block."""
-    reads: set[str] = set()
-    cls: Any = type(dataset)
-    original, own = cls.__getattribute__, vars_of(dataset)
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        is_patched = cls.__dictoffset__ and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
-        if not name.startswith("__") and (self is dataset or is_patched):
-            reads.add(name)
-        return original(self, name)
-
-    has_own = "__getattribute__" in vars(cls)
-    try:
-        cls.__getattribute__ = __getattribute__
-    except TypeError:  # of a built-in class, whose objects have no attributes
-        yield reads
-        return
-    try:
-        yield reads
-    finally:
-        if has_own:
-            cls.__getattribute__ = original
-        else:
-            del cls.__getattribute__

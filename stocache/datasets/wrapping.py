@@ -111,7 +111,13 @@ class _Wrapper:
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
             limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
         self._plan = partial(
-            plan_split, length=length, limit=limit, cut=samples.cut, encoded=encoded, allow_pickle=options.allow_pickle
+            plan_split,
+            length=length,
+            limit=limit,
+            cut=samples.cut,
+            encoded=encoded,
+            allow_pickle=options.allow_pickle,
+            probe=samples.probe,
         )
 
     def wrap(self) -> Wrapped:
@@ -177,7 +183,9 @@ class _Wrapper:
 
     def _look(self, split: Split | None) -> Probe:
         """Return the probed samples, or the example."""
-        count, example = self._samples.probe, self._samples.example
+        count, example, visit = self._samples.probe, self._samples.example, None
+        if split is not None:
+            visit, split.visit = split.visit, None
         if not isinstance(count, int) or count < 0:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
@@ -186,6 +194,8 @@ class _Wrapper:
             known = known_example(self._options.disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
+        if visit is not None:
+            return Probe(visit.samples, reads=visit.reads, loaded_here=visit.here)
         if count:
             return probe_samples(self._dataset, self._length, count, None if split is None else split.load)
         if self._samples.variable is False:

@@ -106,3 +106,31 @@ if TYPE_CHECKING:
     TorchLoader = DataLoader
 else:
     TorchLoader = vars(dataloader)["DataLoader"]  # torch's, also where `use_everywhere` has put ours in its place
+
+
+@contextlib.contextmanager
+def recorded_reads(dataset: Any) -> Iterator[set[str]]:
+    """Yield a set that collects the attributes of the dataset that are read in the block."""
+    reads: set[str] = set()
+    cls: Any = type(dataset)
+    original, own = cls.__getattribute__, vars_of(dataset)
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        is_patched = cls.__dictoffset__ and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
+        if not name.startswith("__") and (self is dataset or is_patched):
+            reads.add(name)
+        return original(self, name)
+
+    has_own = "__getattribute__" in vars(cls)
+    try:
+        cls.__getattribute__ = __getattribute__
+    except TypeError:  # of a built-in class, whose objects have no attributes
+        yield reads
+        return
+    try:
+        yield reads
+    finally:
+        if has_own:
+            cls.__getattribute__ = original
+        else:
+            del cls.__getattribute__

@@ -23,6 +23,8 @@ class DatasetTree:
         batches: whether one leaf makes all samples of a batch, and is asked for them in one call.
     """
 
+    _holds_dataset = True
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self.leaves = makers(dataset)
@@ -33,6 +35,9 @@ class DatasetTree:
         self.batches = get_many_of(dataset) is not None
         is_concatenated = passes_on(dataset) and isinstance(dataset, ConcatDataset)
         self.starts = [0, *dataset.cumulative_sizes] if is_concatenated else [0]
+
+    def __reduce__(self) -> Any:
+        return DatasetTree, (self._dataset,)
 
     def locate(self, idx: int) -> tuple[int, int]:
         """Return the number of the leaf that makes sample ``idx``, and the index of the sample in that leaf."""

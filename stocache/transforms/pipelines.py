@@ -90,14 +90,12 @@ class Pipeline:
         whole: the transform.
         steps: the callables that it calls, one after another; ``(whole,)`` where it cannot be taken apart.
         join: makes one callable of some of the steps.
-        named: whether it takes named arguments and returns them in a dict.
         snapshot: the containers of the steps, each with the items it had: to notice a change.
     """
 
     whole: Any
     steps: tuple[Any, ...]
     join: Callable[[Sequence[Any]], Any] = Chain
-    named: bool = False
     snapshot: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     @property
@@ -124,21 +122,17 @@ def open_pipeline(transform: Any) -> Pipeline:
     if transform is None:
         return Pipeline(Chain(), ())
     kind = _kind(transform)
-    if kind == "named":
-        return Pipeline(
-            transform, tuple(transform.transforms), _rejoin(transform, NamedChain), True, _take_snapshot(transform.transforms)
-        )
-    if kind == "monai":
+    if kind in ("named", "monai"):
         steps, snapshot = _flatten(transform, kind)
-        return Pipeline(transform, tuple(steps), _rejoin(transform), snapshot=tuple(snapshot))
+        return Pipeline(transform, tuple(steps), _rejoin(transform, NamedChain if kind == "named" else None), tuple(snapshot))
     if kind == "pair":
         steps, snapshot = [], []
         for position, part in enumerate((transform.transform, transform.target_transform)):
             part_steps, part_snapshot = _flatten(part, "chain") if callable(part) else ([], [])
             steps += [ArgumentTransform(position, step) for step in part_steps]
             snapshot += part_snapshot
-        return Pipeline(transform, tuple(steps), snapshot=tuple(snapshot))
-    steps, snapshot = _flatten(transform, "chain")
+    else:
+        steps, snapshot = _flatten(transform, "chain")
     return Pipeline(transform, tuple(steps), snapshot=tuple(snapshot))
 
 
@@ -169,17 +163,13 @@ def _flatten(transform: Any, kind: str) -> tuple[list[Any], list[Any]]:
     if own_kind != kind:
         return [transform], []
     container = transform if own_kind == "chain" and not hasattr(transform, "transforms") else transform.transforms
-    steps, snapshot = [], list(_take_snapshot(container))
+    steps, snapshot = [], [(container, tuple(container))]
     for step in container:
-        nested = kind == "chain" or getattr(step, "map_items", None) == transform.map_items
+        nested = kind == "chain" or (kind == "monai" and getattr(step, "map_items", None) == transform.map_items)
         inner_steps, inner_snapshot = _flatten(step, kind) if nested else ([step], [])
         steps += inner_steps
         snapshot += inner_snapshot
     return steps, snapshot
-
-
-def _take_snapshot(container: Any) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    return ((container, tuple(container)),)
 
 
 def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequence[Any]], Any]:

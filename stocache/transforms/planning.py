@@ -8,8 +8,9 @@ NOTE [ Where to cut ]
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,32 +29,32 @@ from stocache.transforms.huggingface import find_read_transform
 from stocache.transforms.known import is_deterministic, is_known
 from stocache.transforms.patching import Site, find_sites
 from stocache.transforms.pipelines import Pipeline, same_step, step_name
-from stocache.transforms.recording import Deviation, Program, Rest
-from stocache.transforms.splitting import ALL_BEFORE, CutPlan, Split, open_pipelines, steps_text
+from stocache.transforms.recording import Program, Rest
+from stocache.transforms.splitting import ALL_BEFORE, CutPlan, Split, Visit, open_pipelines, steps_text
 from stocache.transforms.trials import (
+    DIFFERENT_CALLS,
     CannotSplit,
     Example,
     MeasuredCall,
     MeasuredSample,
+    SecondLoads,
     finish_parts,
-    load_parts,
+    load_examples,
     load_with_old_split,
-    make_plain,
-    measure_steps,
-    record_programs,
+    random_steps,
+    record_examples,
 )
 
 logger = logging.getLogger("stocache")
 
 Cut: TypeAlias = Literal["latest", "smallest"] | None
 
-_EXAMPLES = 3  # samples of each kind of leaf that are tried out
+_EXAMPLES = 3  # samples of each kind of leaf that are tried out, at least
 _SEARCHED = 4096  # samples whose leaves are searched for all kinds
 _MAX_KINDS = 8  # of leaves
 _PATIENCE_S = 120.0  # for one sample
 _NEGLIGIBLE_S = 1e-4  # of saved time per sample
 
-_DIFFERENT_CALLS = "it does not call its transforms in the same way for each sample"
 _REFUSED = "Set it before CachedDataset, or make a new one."
 
 _ENCODED = (
@@ -69,17 +70,13 @@ class _CannotLoad(CannotSplit):
 
 def warn_of_random_steps(dataset: Any, reason: str) -> None:
     """Warn that the transforms of a dataset run before the cache, if there are random steps among them."""
-    random = [step_name(step) for leaf in makers(dataset) for step in _random_steps(open_pipelines(leaf, False))]
+    random = [step_name(step) for leaf in makers(dataset) for step in random_steps(open_pipelines(leaf, False))]
     if random:
         logger.warning(
             "the transforms of %s are not split: %s. If a sample depends on the random numbers of %s, it is not cached (see "
             "on_change). Give the random part to CachedDataset(..., transform=...); split_transforms() cuts it off.",
             type(dataset).__name__, reason, ", ".join(dict.fromkeys(random)),
         )  # fmt: skip
-
-
-def _random_steps(pipelines: Mapping[Site, Pipeline]) -> list[Any]:
-    return [step for pipeline in pipelines.values() for step in pipeline.steps[pipeline.deterministic :]]
 
 
 # ---------------------------------------------------------------------------------------------------- where to cut
@@ -93,89 +90,86 @@ class Option(NamedTuple):
     saved_s: float
 
 
-class _CallChain:
-    """Transforms that are called one after another on one part of the samples, as one transform with all their steps.
-
-    Args:
-        calls: for each transform, its call in each example.
-    """
-
-    def __init__(self, calls: Sequence[Sequence[MeasuredCall]]) -> None:
-        self.sites = tuple(transform_calls[0].site for transform_calls in calls)
-        self.result_size = _mean([call.result_size for call in calls[-1]])
-        self.options: list[tuple[dict[Site, int], float | None, float]] = []  # cuts, size, seconds; the earliest first
-        cuts = dict.fromkeys(self.sites, 0)
-        seconds = 0.0
-        for transform_calls in calls:
-            deterministic = min(len(call.seconds) for call in transform_calls)
-            for cut in range(bool(self.options), deterministic + 1):
-                cuts = {**cuts, transform_calls[0].site: cut}
-                sizes = [call.sizes[cut] for call in transform_calls]
-                size = None if None in sizes else _mean(sizes)
-                seconds += _mean([call.seconds[cut - 1] for call in transform_calls]) if cut else 0.0
-                self.options.append((cuts, size, seconds))
-            if deterministic < transform_calls[0].steps:
-                break
-
-    def fixed_cuts(self, before: Mapping[Site, int]) -> dict[Site, int]:
-        """Return the cuts that leave cached samples valid.
-
-        Raises:
-            DatasetError: there are no such cuts.
-        """
-        wanted = {site: before.get(site, 0) for site in self.sites}
-        for cuts, _, _ in self.options:
-            if cuts == wanted:
-                return cuts
-        raise DatasetError(
-            f"{', '.join(map(str, self.sites))} cannot be set: the samples that are cached were made with other transforms, or "
-            f"later ones. {_REFUSED}"
-        )
+_Chain: TypeAlias = list[list[MeasuredCall]]
+"""Transforms that are called one after another on one part of the samples: for each, its call in each example."""
 
 
 def _mean(numbers: Sequence[Any]) -> float:
     return float(np.mean(numbers))
 
 
-def _find_chains(samples: Sequence[MeasuredSample]) -> list[_CallChain]:
+def _find_chains(samples: Sequence[MeasuredSample]) -> list[_Chain]:
     structures = [[(call.site, call.style, call.upstream) for call in sample.calls] for sample in samples]
     if any(structure != structures[0] for structure in structures):
-        raise CannotSplit(_DIFFERENT_CALLS)
+        raise CannotSplit(DIFFERENT_CALLS)
     calls = [list(same_call) for same_call in zip(*(sample.calls for sample in samples), strict=True)]
-    upstream = [number for _, _, number in structures[0]]
     chains = []
-    for last in set(range(len(calls))) - set(upstream):
-        chain: list[list[MeasuredCall]] = []
-        at: int | None = last
+    for last in set(range(len(calls))) - {upstream for _, _, upstream in structures[0]}:
+        chain, at = _Chain(), structures[0][last][2]
+        chain.append(calls[last])
         while at is not None:
             chain.insert(0, calls[at])
-            at = upstream[at]
-        chains.append(_CallChain(chain))
+            at = structures[0][at][2]
+        chains.append(chain)
     return chains
 
 
-def _find_options(samples: Sequence[MeasuredSample], chains: Sequence[_CallChain]) -> list[Option]:
+def _chain_options(chain: _Chain) -> list[Option]:
+    """Return where to cut a chain, as one transform with all its steps, the earliest first; None where it cannot be cached."""
+    cuts, seconds = {calls[0].site: 0 for calls in chain}, 0.0
+    options = []
+    for calls in chain:
+        deterministic = min(len(call.seconds) for call in calls)
+        for cut in range(calls is not chain[0], deterministic + 1):
+            cuts = {**cuts, calls[0].site: cut}
+            seconds += _mean([call.seconds[cut - 1] for call in calls]) if cut else 0.0
+            sizes = [call.sizes[cut] for call in calls]
+            if None not in sizes:
+                options.append(Option(cuts, _mean(sizes), seconds))
+        if deterministic < calls[0].steps:
+            break
+    if not options:
+        raise CannotSplit("the input of its transforms cannot be cached")
+    return options
+
+
+def _fixed_option(chains: Sequence[_Chain], before: Mapping[Site, int], size: float) -> Option:
+    """Return the cuts that leave cached samples valid.
+
+    Raises:
+        DatasetError: there are no such cuts.
+    """
+    cuts: dict[Site, int] = {}
+    for chain in chains:
+        wanted = {calls[0].site: before.get(calls[0].site, 0) for calls in chain}
+        if wanted not in [option.cuts for option in _chain_options(chain)]:
+            raise DatasetError(
+                f"{', '.join(map(str, wanted))} cannot be set: the samples that are cached were made with other transforms, or "
+                f"later ones. {_REFUSED}"
+            )
+        cuts |= wanted
+    return Option(cuts, size, 0.0)
+
+
+def _find_options(samples: Sequence[MeasuredSample], chains: Sequence[_Chain]) -> list[Option]:
     """Return where to cut, the latest first. All transforms but those of the largest part are cut as late as possible."""
+    size = _mean([sample.size for sample in samples])
     if not chains:
-        return [Option({}, _mean([sample.size for sample in samples]), 0.0)]
-    other_size = max(0.0, _mean([sample.size for sample in samples]) - sum(chain.result_size for chain in chains))
+        return [Option({}, size, 0.0)]
+    other_size = max(0.0, size - sum(_mean([call.result_size for call in chain[-1]]) for chain in chains))
     own_times = [sample.load_s - sum(call.total_s for call in sample.calls) for sample in samples]
     own_s = max(0.0, float(np.median(own_times)))  # without the transforms
-    possible = [[option for option in chain.options if option[1] is not None] for chain in chains]
-    if not all(possible):
-        raise CannotSplit("the input of its transforms cannot be cached")
-    sizes: list[Any] = [options[-1][1] for options in possible]
-    main = int(np.argmax(sizes))
-    same = [number for number, chain in enumerate(chains) if chain.sites == chains[main].sites]  # one transform, several images
+    possible = list(map(_chain_options, chains))
+    main = max(possible, key=lambda options: options[-1].size)
     options = []
-    for position in range(len(possible[main]) - 1, -1, -1):
-        cuts: dict[Site, int] = {}
-        size, saved_s = other_size, own_s
-        for number, choices in enumerate(possible):
-            chain_cuts, chain_size, chain_s = choices[min(position, len(choices) - 1) if number in same else -1]
-            cuts |= {site: min(cut, cuts.get(site, cut)) for site, cut in chain_cuts.items()}
-            size, saved_s = size + (chain_size or 0), saved_s + chain_s
-        options.append(Option(cuts, size, saved_s))
+    for position in range(len(main) - 1, -1, -1):
+        total = Option({}, other_size, own_s)
+        for choices in possible:
+            same = choices[0].cuts.keys() == main[0].cuts.keys()  # one transform, several images
+            chosen = choices[min(position, len(choices) - 1) if same else -1]
+            cuts = {site: min(cut, total.cuts.get(site, cut)) for site, cut in chosen.cuts.items()}
+            total = Option(total.cuts | cuts, total.size + chosen.size, total.saved_s + chosen.saved_s)
+        options.append(total)
     return options
 
 
@@ -213,8 +207,11 @@ def plan_split(
     allow_pickle: bool,
     wanted: str | None = None,
     old: Split | None = None,
+    probe: int = _EXAMPLES,
 ) -> Split | None:
     """Return how to split the transforms of a dataset; None where they cannot be split, or there can be no transforms.
+
+    Its samples are loaded at most twice each; see NOTE [ Two loads ] in trials.py. `Split.visit` has them.
 
     Args:
         length: samples of the dataset.
@@ -224,6 +221,7 @@ def plan_split(
         allow_pickle: whether parts of samples may be cached as pickles.
         wanted: the `Split.before_text` to reach if possible: that of a cache which exists already.
         old: how cached samples were made. The new split leaves them valid.
+        probe: how many samples to load.
 
     Raises:
         DatasetError: cached samples would not stay valid; or ``encoded`` is set, and the dataset does not call a ``loader``.
@@ -240,7 +238,7 @@ def plan_split(
         if not cached and not any(open_pipelines(leaf, False) for leaf in tree.leaves):
             return Split(dataset, dict.fromkeys(tree.kinds, CutPlan({})), tree)
     try:
-        return _Planner(dataset, tree, length, encoded, allow_pickle, old).plan(limit, cut, wanted)
+        return _Planner(dataset, tree, length, encoded, allow_pickle, old, probe).plan(limit, cut, wanted)
     except DatasetError:
         raise
     except Exception as error:  # whatever the dataset does when it is patched, or in a child process
@@ -262,11 +260,10 @@ class _Kind(NamedTuple):
     Attributes:
         leaf: the first of them.
         pipelines: its transforms.
-        examples: samples to try.
         share: the share of all samples that leaves of this kind make.
+        rest: names of the steps that run after the cache without being an attribute.
         options: where to cut.
         decodes: whether the input of its transforms is an image.
-        rest: names of the steps that run after the cache without being an attribute.
         load_s: seconds to load a sample.
         undrawn_s: for transforms that are not wholly deterministic but drew no random numbers: seconds after their last
             deterministic step.
@@ -274,11 +271,10 @@ class _Kind(NamedTuple):
 
     leaf: Any
     pipelines: Mapping[Site, Pipeline]
-    examples: Sequence[Example]
     share: float
-    options: Sequence[Option] = ()
-    decodes: bool = False
     rest: tuple[str, ...] = ()
+    options: Sequence[Option] = (Option({}, 0.0, 0.0),)
+    decodes: bool = False
     load_s: float = 0.0
     undrawn_s: Mapping[Site, float] = {}
 
@@ -299,53 +295,59 @@ class _Planner:
     """Measures, decides and tries out; see NOTE [ Where to cut ], and NOTE [ Splitting ] in splitting.py."""
 
     def __init__(
-        self, dataset: Any, tree: DatasetTree, length: int, encoded: bool, allow_pickle: bool, old: Split | None
+        self,
+        dataset: Any,
+        tree: DatasetTree,
+        length: int,
+        encoded: bool,
+        allow_pickle: bool,
+        old: Split | None,
+        probe: int,
     ) -> None:
         self._dataset, self._tree, self._encoded, self._old, self._length = dataset, tree, encoded, old, length
         self._allow_pickle = allow_pickle
-        examples = _choose_examples(tree, length)
+        shares, examples = _choose_examples(tree, length, probe)
         if len(set(tree.kinds)) > _MAX_KINDS:
             raise CannotSplit(f"there are {len(set(tree.kinds))} kinds of datasets within it")
-        if set(examples) != set(tree.kinds):
+        if set(shares) != set(tree.kinds):
             raise CannotSplit("some datasets within it have no samples here")
-        self._plain: dict[tuple[int, int], Any] = {}  # samples as the dataset makes them, by the round and the index
         self._kinds: dict[int, _Kind] = {}
-        for number, (share, kind_examples) in examples.items():
-            leaf = tree.leaves[number]
-            at_reading = find_read_transform(leaf, encoded)
-            pipelines = {} if at_reading else open_pipelines(leaf, encoded)
-            wanted = [idx for idx, _ in kind_examples]
-            for found in self._in_child(partial(make_plain, dataset, _random_steps(pipelines), wanted)):
-                self._plain[found[:2]] = found[2]
-            loaded = [example for example in kind_examples if (0, example[0]) in self._plain]
-            if not loaded:
-                raise _CannotLoad("its samples cannot be loaded")
-            kind = _Kind(leaf, pipelines, loaded, share, rest=tuple(at_reading.rest) if at_reading else ())
-            self._kinds[number] = self._measured(number, kind)
+        for number, share in shares.items():
+            at_reading = find_read_transform(tree.leaves[number], encoded)
+            pipelines = {} if at_reading else open_pipelines(tree.leaves[number], encoded)
+            rest = tuple(at_reading.rest) if at_reading else ()
+            self._kinds[number] = _Kind(tree.leaves[number], pipelines, share, rest)
+        tried = [example for example in examples if self._kinds[self._kind_of(example)].pipelines]
+        job = partial(load_examples, dataset, tree, tried, encoded, allow_pickle)
+        loads: list[Any] = list(in_children_or_here(dataset, [job], patience_s=_PATIENCE_S)) if tried else []
+        self._first = {example: description for example, description, _ in loads}
+        self._measured = [(self._kind_of(example), measured) for example, _, measured in loads if measured is not None]
+        for number, kind in self._kinds.items():
+            self._kinds[number] = self._with_options(number, kind)
 
-    def _in_child(self, job: Callable[[], Iterator[Any]]) -> list[Any]:
-        return list(in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S))
+    def _kind_of(self, example: Example) -> int:
+        return self._tree.kinds[self._tree.locate(example.idx)[0]]
 
-    def _measured(self, number: int, kind: _Kind) -> _Kind:
+    def _with_options(self, number: int, kind: _Kind) -> _Kind:
+        fixed = self._fixed_steps(number, kind.pipelines)
         if not kind.pipelines:
-            self._fixed_steps(number, {})
-            return kind._replace(options=[Option({}, 0.0, 0.0)])
-        samples = self._in_child(partial(measure_steps, kind.leaf, kind.examples, self._encoded, self._allow_pickle))
-        chains = _find_chains(samples)
-        called = {site for chain in chains for site in chain.sites}
+            return kind
+        samples = [measured for own, measured in self._measured if own == number]
+        if not samples:
+            raise _CannotLoad("its samples cannot be loaded")
+        chains, calls = _find_chains(samples), [call for sample in samples for call in sample.calls]
+        called = {call.site for call in calls}
         if self._encoded and not any(site.name == "loader" for site in called):
             raise CannotSplit("it does not call its loader")
-        fixed = self._fixed_steps(number, kind.pipelines)
         if fixed is None:
-            options: list[Option] = _find_options(samples, chains)
+            options = _find_options(samples, chains)
         else:
-            cuts = {site: cut for chain in chains for site, cut in chain.fixed_cuts(fixed).items()}
-            options = [Option(cuts, _mean([sample.size for sample in samples]), 0.0)]
+            options = [_fixed_option(chains, fixed, _mean([sample.size for sample in samples]))]
         load_s = float(np.median([sample.load_s for sample in samples]))
-        calls = [call for sample in samples for call in sample.calls]
         drawing = {call.site for call in calls if call.draws or len(call.seconds) == call.steps}
         undrawn_s = {site: float(np.median([call.rest_s for call in calls if call.site == site])) for site in called - drawing}
-        return kind._replace(options=options, decodes=samples[0].decodes, load_s=load_s, undrawn_s=undrawn_s)
+        decodes = any(call.decodes for call in samples[0].calls[:1])
+        return kind._replace(options=options, decodes=decodes, load_s=load_s, undrawn_s=undrawn_s)
 
     def _fixed_steps(self, number: int, pipelines: Mapping[Site, Pipeline]) -> dict[Site, int] | None:
         """Return how many steps of each transform must run before the cache; None where they may be chosen."""
@@ -375,7 +377,7 @@ class _Planner:
         problems = []
         for attempt in attempts:
             try:
-                split = Split(self._dataset, self._try_out(attempt), self._tree)
+                split = self._try_out(attempt)
             except Exception as error:  # whatever the dataset raises for an unexpected output of its transform
                 problems.append(error)
             else:
@@ -418,64 +420,52 @@ class _Planner:
             }
         )
 
-    def _try_out(self, attempt: _Attempt) -> dict[int, CutPlan]:
-        """Return the plans of an attempt.
+    def _try_out(self, attempt: _Attempt) -> Split:
+        """Return the split of an attempt; see NOTE [ Two loads ] in trials.py.
 
         Raises:
             CannotSplit: samples would differ from those of the dataset.
         """
-        return {number: self._tried_out(kind, attempt[number].cuts) for number, kind in self._kinds.items()}
+        plans = {
+            number: CutPlan(attempt[number].cuts, encoded=self._encoded, reads=bool(kind.rest))
+            for number, kind in self._kinds.items()
+        }
+        if not self._first:
+            return Split(self._dataset, plans, self._tree)
+        tried = {number: plan for number, plan in plans.items() if self._kinds[number].pipelines}
+        jobs: list[Any] = [partial(record_examples, self._dataset, self._tree, [*self._first], tried, self._allow_pickle)]
+        if self._old is not None:
+            jobs.append(partial(load_with_old_split, self._old, [*self._first]))
+        items = [item for item in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S) if item is not None]
+        (second,) = (item for item in items if isinstance(item, SecondLoads))
+        tried = {number: self._with_program(number, plan, second.programs[number]) for number, plan in tried.items()}
+        problems = dict(second.problems)
+        for example, description in (item for item in items if item is not second):
+            if example in second.parts and second.parts[example][1] != description:
+                problems.setdefault(example, "other parts of samples would have to be cached")
+        sound = [example for example in self._first if example in second.parts and example not in problems]
+        finish = partial(finish_parts, self._tree, {example: second.parts[example][0] for example in sound}, tried)
+        for example, description in in_children_or_here(self._dataset, [finish], patience_s=_PATIENCE_S):
+            if (place := difference(self._first[example], description)) is not None:
+                problems[example] = f"sample {example.idx} would not be the same ({place:.200})"
+        for example, problem in problems.items():
+            if self._old is not None or tried[self._kind_of(example)].program.steps:
+                raise CannotSplit(problem)
+        split = Split(self._dataset, plans | tried, self._tree)
+        if len(tried) == len(plans) and len(sound) == len(self._first) and not problems and self._old is None:
+            samples = {example.idx: unpack_sample(second.parts[example][0]) for example in sorted(sound)}
+            split.visit = Visit(samples, second.reads, second.pid == os.getpid())
+        return split
 
-    def _tried_out(self, kind: _Kind, cuts: dict[Site, int]) -> CutPlan:
-        plan = CutPlan(cuts, encoded=self._encoded, reads=bool(kind.rest))
-        rounds = 1 + max(at for at, idx in self._plain if idx == kind.examples[0][0])
-        if any(cuts.get(site, 0) < len(pipeline.steps) for site, pipeline in kind.pipelines.items()):
-            plan = self._with_program(kind, plan, rounds)
-            if not plan.program.steps and _random_steps(kind.pipelines):
-                raise CannotSplit(f"{type(kind.leaf).__name__} does not call its {', '.join(map(str, kind.pipelines))}")
-        if plan.reads or not (plan.program.steps or self._old):
-            return plan
-        parts = self._load_parts(kind, plan)
-        finish = partial(finish_parts, kind.leaf, plan, _random_steps(kind.pipelines), parts, rounds)
-        for at, idx, description in self._in_child(finish):
-            if (place := difference(self._plain[at, idx], description)) is not None:
-                raise CannotSplit(f"sample {idx} would not be the same ({place:.200})")
-        return plan
-
-    def _with_program(self, kind: _Kind, plan: CutPlan, rounds: int) -> CutPlan:
+    def _with_program(self, number: int, plan: CutPlan, program: Program) -> CutPlan:
         """Return a plan with the program that runs after the cache. A transform of another's output has no steps before it."""
-        steps = _random_steps(kind.pipelines)
-        programs: list[Program] = self._in_child(partial(record_programs, kind.leaf, plan, steps, kind.examples, rounds))
-        try:
-            program = reduce(Program.merged, programs)
-        except Deviation:
-            raise CannotSplit(_DIFFERENT_CALLS) from None
+        kind = self._kinds[number]
+        unfinished = any(plan.cuts.get(site, 0) < len(pipeline.steps) for site, pipeline in kind.pipelines.items())
+        if unfinished and not program.steps and random_steps(kind.pipelines):
+            raise CannotSplit(f"{type(kind.leaf).__name__} does not call its {', '.join(map(str, kind.pipelines))}")
         rests = [step.function for step in program.steps if isinstance(step.function, Rest)]
         begins = {rest.site: rest.begin for rest in reversed(rests)}  # where the first begins
         return plan._replace(cuts=plan.cuts | begins, program=program)
-
-    def _load_parts(self, kind: _Kind, plan: CutPlan) -> dict[int, tuple[int, Any]]:
-        """Load the cached parts of the examples in two processes, in opposite orders; return them by the index of the sample.
-
-        Raises:
-            CannotSplit: they differ from each other or from the parts that are cached already, or random numbers were drawn.
-        """
-        load = partial(load_parts, kind.leaf, plan, allow_pickle=self._allow_pickle)
-        jobs: list[Any] = [partial(load, examples=kind.examples), partial(load, examples=kind.examples[::-1])]
-        if self._old is not None:
-            jobs.append(partial(load_with_old_split, self._old, kind.examples))
-        found: dict[int, Any] = {}
-        records: dict[int, bytes] = {}
-        for part in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S):
-            if part.drawn:
-                raise CannotSplit("it draws or seeds random numbers outside of its transforms")
-            if found.setdefault(part.idx, part.description) != part.description:
-                reason = f"the loaded part of sample {part.idx} depends on the samples that were loaded before it"
-                reason = reason if self._old is None else "other parts of samples would have to be cached"
-                raise CannotSplit(reason)
-            if part.record is not None:
-                records[part.idx] = part.record
-        return {idx: (leaf_idx, unpack_sample(records[idx])) for idx, leaf_idx in kind.examples}
 
     def _report(self, attempt: _Attempt) -> None:
         for number, kind in self._kinds.items():
@@ -517,15 +507,17 @@ def _figures(option: Option, options: Sequence[Option]) -> str:
     return f" ({'; '.join(figures)})"
 
 
-def _choose_examples(tree: DatasetTree, length: int) -> dict[int, tuple[float, list[Example]]]:
-    """Return for each kind of leaf its share of the samples, and some of these samples."""
-    searched = spread(length, _SEARCHED)
-    found: dict[int, list[Example]] = {}
-    for idx in sorted({*searched, *(start for start in tree.starts if start < length)}):
-        number, leaf_idx = tree.locate(idx)
-        found.setdefault(tree.kinds[number], []).append((idx, leaf_idx))
-    positions = np.linspace(0, 1, _EXAMPLES)
-    return {
-        kind: (len(samples) / len(searched), [samples[at] for at in sorted({round(p * (len(samples) - 1)) for p in positions})])
-        for kind, samples in found.items()
-    }
+def _choose_examples(tree: DatasetTree, length: int, count: int) -> tuple[dict[int, float], list[Example]]:
+    """Return for each kind of leaf its share of the samples; and the samples to try: ``count``, and more of rare kinds."""
+    searched, probed = {*spread(length, _SEARCHED)}, {*spread(length, count)}
+    found: dict[int, list[int]] = {}
+    for idx in sorted({*searched, *probed, *(start for start in tree.starts if start < length)}):
+        found.setdefault(tree.kinds[tree.locate(idx)[0]], []).append(idx)
+    examples: list[Example] = []
+    for samples in found.values():
+        chosen = probed & {*samples}
+        if len(chosen) < _EXAMPLES:
+            chosen |= {samples[at] for at in spread(len(samples), _EXAMPLES)}
+        examples += [Example(idx, turn) for turn, idx in enumerate(sorted(chosen))]
+    shares = {kind: len(searched.intersection(samples)) / len(searched) for kind, samples in found.items()}
+    return shares, sorted(examples, key=lambda example: example.turn)

@@ -13,10 +13,11 @@ NOTE [ Deferred outputs ]
     differ among the samples that are planned with, or other values are needed (`NeedsValue`), no plan is possible.
 """
 
+import copy
 import functools
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 
 from stocache.samples.pytree import DEEP, Container, flatten_one
+from stocache.system.generators import Kept
 from stocache.transforms.deferred import Deferred, holds_deferred
 from stocache.transforms.part_transform import Path, find_parts, part_at, with_part
 from stocache.transforms.patching import Site
@@ -243,14 +245,18 @@ class Recorder:
 
     Args:
         program: the plan: each step must be the next one there. None makes a plan.
-        open_rest: see `Program.run`. To make a plan, each step is run at once.
+        open_rest: see `Program.run`. To make a plan, each step is run at once, with copies of its arguments.
+        own: generators of the dataset. No step that is run at once draws from these, or from the global ones, in the end.
     """
 
-    def __init__(self, program: Program | None, open_rest: Callable[[Rest], Callable[..., Any]]) -> None:
-        self._program, self._open_rest = program, open_rest
+    def __init__(
+        self, program: Program | None, open_rest: Callable[[Rest], Callable[..., Any]], own: Sequence[Any] = ()
+    ) -> None:
+        self._program, self._open_rest, self._own = program, open_rest, own
         self._steps: list[Step] = []
         self._values: list[Any] = []  # of the steps, to make a plan
         self._captured: list[Any] = []  # concrete arguments
+        self._copies: list[Any] = []  # of these, to make a plan: a step may change its arguments
         self._numbers: dict[int, int] = {}  # their positions, by id
         self._inputs: dict[int, Any] = {}  # of the program
         self._problem: str | None = None
@@ -266,17 +272,15 @@ class Recorder:
         number = len(self._steps)
         if self._program is None:
             run = self._open_rest(function) if isinstance(function, Rest) else function
-            value = _call(run, step, self._values, self._captured)
+            with Kept(self._own):
+                value = _call(run, step, self._values, self._copies)
             step = step._replace(answer=(value,) if answered or value is None else None)
             self._values.append(value)
         else:
             planned = self._program.steps[number] if number < len(self._program.steps) else None
             if planned is None or _outline(planned)[:3] != _outline(step)[:3]:
                 self._deviate()
-            for mine, its in zip(planned.args, step.args, strict=True):
-                self._match(mine, its)
-            for key, its in step.kwargs.items():
-                self._match(planned.kwargs[key], its)
+            self._match_arguments(planned, step)
             step = planned
         self._steps.append(step)
         return Deferred(self, number) if step.answer is None else step.answer[0]
@@ -297,7 +301,15 @@ class Recorder:
         number = self._numbers.setdefault(id(value), len(self._captured))
         if number == len(self._captured):
             self._captured.append(value)
+            if self._program is None:
+                self._copies.append(copy.deepcopy(value))
         return Input(number)
+
+    def _match_arguments(self, planned: Step, found: Step) -> None:
+        for mine, its in zip(planned.args, found.args, strict=True):
+            self._match(mine, its)
+        for key, its in found.kwargs.items():
+            self._match(planned.kwargs[key], its)
 
     def _match(self, planned: Template, found: Template) -> None:
         """Take the planned inputs from the arguments that were found."""
@@ -343,6 +355,13 @@ class Recorder:
                 self._deviate()
             self._match(mine, its)
         return program.separate(sample, self._inputs)
+
+    def separate_as(self, program: Program, sample: Any) -> Any:
+        """Return the value to cache, for a sample that was loaded to plan ``program``."""
+        self._program = program
+        for planned, found in zip(program.steps, self._steps, strict=True):
+            self._match_arguments(planned, found)
+        return self.separate(sample)
 
 
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None), type(...))

@@ -1,31 +1,79 @@
-"""Measure the transforms of a dataset, and try out where to cut them, in child processes or with copies of all of it."""
+"""Load a few samples of a dataset in child processes, to measure its transforms and to try out where to cut them.
+
+NOTE [ Two loads ]
+    A sample that is probed is loaded twice, in two processes that load the samples in opposite orders. The first load runs
+    the transforms, half of the time step by step, to measure them. The second one records how the sample is made, for the cut
+    that was chosen, and keeps the part to cache. A third process, which has loaded nothing, finishes the parts, each from the
+    random numbers of its first load. All samples must come out equal: then what is before the cut is not random, and does not
+    depend on the samples that were loaded before.
+"""
 
 import contextlib
-import copy
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple
 
 from stocache.errors import SampleError
-from stocache.samples.record_decoder import pack_sample
+from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
+from stocache.system.objects import recorded_reads, vars_of
 from stocache.system.rng import RngMonitor
+from stocache.transforms.dataset_tree import DatasetTree
 from stocache.transforms.patching import Site, StandIn, find_transform, patch
 from stocache.transforms.pipelines import Pipeline
-from stocache.transforms.recording import Deviation, NeedsValue, Program
+from stocache.transforms.recording import Deviation, NeedsValue, Program, Recorder
 from stocache.transforms.splitting import BoundPlan, CutPlan, Split, next_arguments, open_pipelines
 
-Example: TypeAlias = tuple[int, int]
-"""The index of a sample in the dataset, and in the leaf that makes it."""
-
-_SLOW_S = 2.0  # after which no further sample is begun
-_ROUNDS = 8
+_SLOW_S = 10.0  # after which no further sample is begun, once there are some
+_FEW = 2  # samples of each kind that are loaded in any case
+DIFFERENT_CALLS = "it does not call its transforms in the same way for each sample"
 
 
 class CannotSplit(Exception):
     """The reason why transforms cannot be split. Never raised to users."""
+
+
+class Example(NamedTuple):
+    """A sample to try.
+
+    Attributes:
+        idx: in the dataset.
+        turn: how many samples of leaves of its kind come before it; the seed of its random numbers.
+    """
+
+    idx: int
+    turn: int
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its transforms are run step by step when it is loaded first."""
+        return self.turn % 4 in (0, 3)
+
+    @contextlib.contextmanager
+    def seeded(self, leaf: Any, encoded: bool) -> Iterator[None]:
+        """Seed the generators. In every second turn, the random steps of the leaf happen for certain."""
+        seed_all([self.turn] * len(GENERATORS))
+        chances: list[tuple[dict[str, Any], str, float]] = []
+        for _, part in parts_of(random_steps(open_pipelines(leaf, encoded))) if self.turn % 2 else ():
+            attributes = getattr(part, "__dict__", {})
+            names = [name for name in ("p", "prob") if isinstance(attributes.get(name), float)]
+            chances += [(attributes, name, attributes[name]) for name in names]
+        for attributes, name, _ in chances:
+            attributes[name] = 1.0
+        try:
+            yield
+        finally:
+            for attributes, name, chance in reversed(chances):  # a step may be met twice
+                attributes[name] = chance
+
+
+def random_steps(pipelines: Mapping[Site, Pipeline]) -> list[Any]:
+    """Return the steps of transforms that may be random."""
+    return [step for pipeline in pipelines.values() for step in pipeline.steps[pipeline.deterministic :]]
 
 
 class MeasuredCall(NamedTuple):
@@ -35,6 +83,7 @@ class MeasuredCall(NamedTuple):
         site: where the dataset holds the transform.
         style: how many arguments it is called with, and the names of others.
         upstream: the number of the call whose output is its input, or None.
+        decodes: whether its input is an image.
         steps: how many steps the transform has.
         seconds: of each step of its deterministic beginning.
         sizes: bytes of the value before and after each of these steps; None where it cannot be cached.
@@ -46,6 +95,7 @@ class MeasuredCall(NamedTuple):
     site: Site
     style: tuple[Any, ...]
     upstream: int | None
+    decodes: bool
     steps: int
     seconds: tuple[float, ...]
     sizes: tuple[int | None, ...]
@@ -60,237 +110,198 @@ class MeasuredCall(NamedTuple):
 
 
 class MeasuredSample(NamedTuple):
-    """A measured load of a sample.
-
-    Attributes:
-        size: bytes of the sample, as the dataset returns it.
-        load_s: seconds to load it.
-        calls: the calls of transforms, in order.
-        decodes: whether the input of its transforms is an image.
-    """
+    """A measured load of a sample: its bytes, as the dataset returns it, the seconds, and the calls of transforms, in order."""
 
     size: int
     load_s: float
     calls: tuple[MeasuredCall, ...]
-    decodes: bool
 
 
-class LoadedPart(NamedTuple):
-    """The cached part of a sample, loaded in one process.
+class SecondLoads(NamedTuple):
+    """The second loads of samples.
 
     Attributes:
-        idx: of the sample.
-        record: the part; None where it is only compared.
-        description: of the part; see `describe`.
-        drawn: whether random numbers were drawn, or seeds set, while it was loaded.
+        programs: how samples are made after the cache, by the kind of their leaf.
+        parts: the parts to cache, and their descriptions; see `describe`.
+        problems: why a sample has no such part.
+        reads: attributes of the dataset that samples are made with.
+        pid: the process that loaded them.
     """
 
-    idx: int
-    record: bytes | None
-    description: Any
-    drawn: bool = False
+    programs: dict[int, Program]
+    parts: dict[Example, tuple[bytes, Any]]
+    problems: dict[Example, str]
+    reads: frozenset[str]
+    pid: int
 
 
-# ---------------------------------------------------------------------------------------------------- samples and their parts
+def load_examples(
+    dataset: Any, tree: DatasetTree, examples: Sequence[Example], encoded: bool, allow_pickle: bool
+) -> Iterator[tuple[Example, Any, MeasuredSample | None]]:
+    """Load samples first, as the dataset makes them, and yield their descriptions and measurements.
 
-
-def make_plain(dataset: Any, steps: Sequence[Any], indices: Sequence[int]) -> Iterator[tuple[int, int, Any]]:
-    """Yield rounds, indices and descriptions of samples as the dataset makes them, in up to `_ROUNDS` rounds.
-
-    Leaves out samples that fail in the first round. When loading is slow, no further sample is begun in the first round, and no
-    third round.
+    Those that fail are left out. So are the last ones, when loading is slow.
     """
-    began, loaded = time.monotonic(), list[int]()
-    for number in range(_ROUNDS):
-        with _round(number, steps):
-            for idx in loaded if number else indices:
-                try:
-                    description = describe(dataset[idx], strides=False)
-                except Exception as error:
-                    if not number:  # the probe reports it
-                        continue
-                    description = _describe_failure(error)
-                if not number:
-                    loaded.append(idx)
-                yield number, idx, description
-                if not number and time.monotonic() - began > _SLOW_S:
-                    break
-        if number and time.monotonic() - began > _SLOW_S:
+    meters: dict[int, _Meter] = {}
+    began = time.monotonic()
+    for example in examples:
+        if example.turn >= _FEW and time.monotonic() - began > _SLOW_S:
             return
+        number, leaf_idx = tree.locate(example.idx)
+        leaf, measured = tree.leaves[number], None
+        if example.is_measured and number not in meters:
+            meters[number] = _Meter(leaf, encoded, allow_pickle)
+        with contextlib.suppress(Exception), example.seeded(leaf, encoded):  # the probe reports it
+            if example.is_measured:
+                sample, measured = meters[number].load(leaf_idx)
+            else:
+                sample = dataset[example.idx]
+            yield example, describe(sample, strides=False), measured
 
 
-def finish_parts(
-    leaf: Any, plan: CutPlan, steps: Sequence[Any], parts: Mapping[int, tuple[int, Any]], rounds: int
-) -> Iterator[tuple[int, int, Any]]:
-    """Yield the same as `make_plain`, for samples whose cached parts were loaded elsewhere.
-
-    Args:
-        parts: by the index of the sample: its index in the leaf, and the part.
-    """
-    bound = BoundPlan(leaf, plan)
-    for number in range(rounds):
-        with _round(number, steps):
-            for idx, (leaf_idx, part) in parts.items():
-                try:
-                    description = describe(bound.finish(leaf_idx, copy.deepcopy(part)), strides=False)
-                except Exception as error:
-                    description = _describe_failure(error)
-                yield number, idx, description
-
-
-def _describe_failure(error: Exception) -> Any:
-    return "raised", type(error).__name__, str(error)
-
-
-@contextlib.contextmanager
-def _round(number: int, steps: Sequence[Any]) -> Iterator[None]:
-    """Seed the generators. In every second round, random steps happen for certain."""
-    seed_all([number] * len(GENERATORS))
-    chances: list[tuple[dict[str, Any], str, float]] = []
-    for _, part in parts_of(list(steps)) if number % 2 else ():
-        attributes = getattr(part, "__dict__", {})
-        chances += [(attributes, name, attributes[name]) for name in ("p", "prob") if isinstance(attributes.get(name), float)]
-    for attributes, name, _ in chances:
-        attributes[name] = 1.0
-    try:
-        yield
-    finally:
-        for attributes, name, chance in reversed(chances):  # a step may be met twice
-            attributes[name] = chance
-
-
-def record_programs(
-    leaf: Any, plan: CutPlan, steps: Sequence[Any], examples: Sequence[Example], rounds: int
-) -> Iterator[Program]:
-    """Yield how samples are made in each round.
+def record_examples(
+    dataset: Any, tree: DatasetTree, examples: Sequence[Example], plans: Mapping[int, CutPlan], allow_pickle: bool
+) -> Iterator[SecondLoads | None]:
+    """Load samples for the second time. Yield None after each load, and at the end the results.
 
     Raises:
-        CannotSplit: code needs the value of a deferred output.
+        CannotSplit: code needs the value of a deferred output; or samples are not all made in the same way.
     """
-    bound = BoundPlan(leaf, plan)
-    for number in range(rounds):
-        with _round(number, steps):
-            for _, leaf_idx in examples:
+    bounds: dict[int, BoundPlan] = {}
+    made: list[tuple[Example, int, Recorder, Any]] = []
+    loads = SecondLoads({}, {}, {}, frozenset(), os.getpid())
+    before = dict(vars_of(dataset))
+    with recorded_reads(dataset) as reads:
+        for count, example in enumerate(reversed(examples)):
+            if count == 1:  # what only the first load reads, to open files, does not count
+                reads.clear()
+            bound, kind, leaf_idx = _bound(bounds, tree, example, plans)
+            with example.seeded(bound.dataset, bound.plan.encoded):
+                kept = Kept(own_generators(bound.dataset))
                 try:
-                    recorder, sample = bound.record(leaf_idx)
+                    made.append((example, kind, *bound.record(leaf_idx)))
                 except NeedsValue as error:
                     raise CannotSplit(str(error)) from None
                 except Exception:
-                    if not number:
+                    if example.turn % 2 == 0:
                         raise
                     continue  # where a random step must not always happen
-                yield recorder.plan(sample)
+                if kept.drawn():
+                    loads.problems[example] = "it draws or seeds random numbers outside of its transforms"
+            yield None
+    set_by_loads = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
+    try:
+        for _, kind, recorder, sample in reversed(made):
+            program = recorder.plan(sample)
+            loads.programs[kind] = loads.programs[kind].merged(program) if kind in loads.programs else program
+        for example, kind, recorder, sample in made:
+            part = recorder.separate_as(loads.programs[kind], sample)
+            try:
+                EncodedSample(part, allow_pickle=allow_pickle)
+                loads.parts[example] = pack_sample(part), describe(part, strides=False)
+            except SampleError as error:
+                loads.problems.setdefault(example, str(error))
+    except Deviation:
+        raise CannotSplit(DIFFERENT_CALLS) from None
+    except NeedsValue as error:
+        raise CannotSplit(str(error)) from None
+    yield loads._replace(reads=frozenset(reads - set_by_loads))
 
 
-def load_parts(leaf: Any, plan: CutPlan, examples: Sequence[Example], allow_pickle: bool) -> Iterator[LoadedPart]:
-    """Load the cached parts of samples.
-
-    Raises:
-        CannotSplit: they are not made as planned, or cannot be cached.
-    """
-    bound = BoundPlan(leaf, plan)
-    for idx, leaf_idx in examples:
-        before = Kept(own_generators(leaf))
-        try:
-            recorder, sample = bound.record(leaf_idx, plan.program)
-            part = recorder.separate(sample)
-            EncodedSample(part, allow_pickle=allow_pickle)
-        except (Deviation, NeedsValue, SampleError) as error:
-            raise CannotSplit(str(error)) from None
-        yield LoadedPart(idx, pack_sample(part), describe(part, strides=False), before.drawn())
-
-
-def load_with_old_split(old: Split, examples: Sequence[Example]) -> Iterator[LoadedPart]:
-    """Load the cached parts of samples with the transforms that were split before."""
+def load_with_old_split(old: Split, examples: Sequence[Example]) -> Iterator[tuple[Example, Any]]:
+    """Yield the descriptions of the parts of samples that are cached with the split of before."""
     old.restore()
-    for idx, _ in examples:
-        yield LoadedPart(idx, None, describe(old.load(idx), strides=False))
+    for example in examples:
+        yield example, describe(old.load(example.idx), strides=False)
+
+
+def finish_parts(
+    tree: DatasetTree, parts: Mapping[Example, bytes], plans: Mapping[int, CutPlan]
+) -> Iterator[tuple[Example, Any]]:
+    """Yield the descriptions of samples whose cached parts were loaded elsewhere, in the order of their first loads."""
+    bounds: dict[int, BoundPlan] = {}
+    for example, part in parts.items():
+        bound, _, leaf_idx = _bound(bounds, tree, example, plans)
+        with example.seeded(bound.dataset, bound.plan.encoded):
+            try:
+                yield example, describe(bound.finish(leaf_idx, unpack_sample(part)), strides=False)
+            except Exception as error:
+                yield example, f"raised {type(error).__name__}: {error}"
+
+
+def _bound(
+    bounds: dict[int, BoundPlan], tree: DatasetTree, example: Example, plans: Mapping[int, CutPlan]
+) -> tuple[BoundPlan, int, int]:
+    """Return the plan of the leaf that makes a sample, applied; its kind; and the index of the sample there."""
+    number, leaf_idx = tree.locate(example.idx)
+    kind = tree.kinds[number]
+    if number not in bounds:
+        bounds[number] = BoundPlan(tree.leaves[number], plans[kind])
+    return bounds[number], kind, leaf_idx
 
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_steps(leaf: Any, examples: Sequence[Example], encoded: bool, allow_pickle: bool) -> Iterator[MeasuredSample]:
-    """Load samples, and yield the time and size of each step of their transforms."""
-    pipelines, calls = open_pipelines(leaf, encoded), list[_MeteredCall]()
-    meters = {site: _MeasuredTransform(site, pipeline, calls, allow_pickle) for site, pipeline in pipelines.items()}
-    patched = patch(leaf, {site: StandIn(find_transform(leaf, site), meter) for site, meter in meters.items()})
-    for _, leaf_idx in examples:
-        calls.clear()
+class _Meter:
+    """Loads samples of a leaf, and measures each step of the deterministic beginnings of their transforms."""
+
+    def __init__(self, leaf: Any, encoded: bool, allow_pickle: bool) -> None:
+        self._allow_pickle, self._overhead_s = allow_pickle, 0.0
+        self._calls: list[tuple[MeasuredCall, Any]] = []  # with their results
+        pipelines = open_pipelines(leaf, encoded)
+        self._patched = patch(
+            leaf,
+            {site: StandIn(find_transform(leaf, site), partial(self._run, site, its)) for site, its in pipelines.items()},
+        )
+
+    def load(self, leaf_idx: int) -> tuple[Any, MeasuredSample]:
+        """Return a sample, and the measurements."""
+        self._calls, self._overhead_s = [], 0.0
         began = time.perf_counter()
-        sample = patched[leaf_idx]
-        load_s = time.perf_counter() - began - sum(call.overhead_s for call in calls)
-        decodes = any(type(value).__module__.startswith("PIL.") for value in (calls[0].args if calls else ()))
-        measured = tuple(call.measured(_upstream(calls, number)) for number, call in enumerate(calls))
-        yield MeasuredSample(_encoded_size(sample, allow_pickle) or 0, load_s, measured, decodes)
+        sample = self._patched[leaf_idx]
+        load_s = time.perf_counter() - began - self._overhead_s
+        return sample, MeasuredSample(self._size(sample) or 0, load_s, tuple(call for call, _ in self._calls))
 
-
-class _MeteredCall(NamedTuple):
-    """A call of a transform, its result, and the measurements."""
-
-    site: Site
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    reading: Mapping[str, Any]
-    overhead_s: float
-
-    def measured(self, upstream: int | None) -> MeasuredCall:
-        """Return the measurements without the values. ``upstream``: see `MeasuredCall`."""
-        return MeasuredCall(self.site, (len(self.args), *sorted(self.kwargs)), upstream, **self.reading)
-
-
-class _MeasuredTransform:
-    """Runs a transform, with its deterministic beginning step by step, and notes times and sizes in ``calls``."""
-
-    def __init__(self, site: Site, pipeline: Pipeline, calls: list[_MeteredCall], allow_pickle: bool) -> None:
-        self._site, self._pipeline, self._calls, self._allow_pickle = site, pipeline, calls, allow_pickle
-        self._overhead_s = 0.0  # of the call, spent on noting
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        began, self._overhead_s = time.perf_counter(), 0.0
-        first, count = (args, kwargs), len(self._pipeline.steps)
-        sizes, seconds, done, call_monitor = [self._size(args, kwargs)], [], 0, RngMonitor()
+    def _run(self, site: Site, pipeline: Pipeline, /, *args: Any, **kwargs: Any) -> Any:
+        began, overhead_s, count = time.perf_counter(), self._overhead_s, len(pipeline.steps)
+        inputs = [*args, *kwargs.values()]
+        style, upstream = (len(args), *sorted(kwargs)), self._upstream(inputs)
+        decodes = any(type(value).__module__.startswith("PIL.") for value in args)
+        sizes, seconds, done, call_monitor = [self._size(inputs)], list[float](), 0, RngMonitor()
         result: Any = None
-        while done < (0 if args and kwargs else self._pipeline.deterministic):
+        while done < (0 if args and kwargs else pipeline.deterministic):
             monitor, step_began = RngMonitor(), time.perf_counter()
-            result = self._pipeline.part(done, done + 1)(*args, **kwargs)
+            result = pipeline.part(done, done + 1)(*args, **kwargs)
             step_s, done = time.perf_counter() - step_began, done + 1
             args, kwargs = next_arguments(result, args, kwargs)
             if monitor.changed():  # then the step is random, whatever its class
                 break
             seconds.append(step_s)
-            sizes.append(self._size(args, kwargs))
+            sizes.append(self._size([*args, *kwargs.values()]))
         if done < count:
-            result = self._pipeline.part(done)(*args, **kwargs)
-        total_s = time.perf_counter() - began - self._overhead_s
-        reading = {"steps": count, "seconds": tuple(seconds), "sizes": tuple(sizes), "total_s": total_s}
-        reading |= {"result_size": self._size((result,), {}) or 0, "draws": call_monitor.changed()}
-        self._calls.append(_MeteredCall(self._site, *first, result, reading, self._overhead_s))
+            result = pipeline.part(done)(*args, **kwargs)
+        total_s, draws = time.perf_counter() - began - (self._overhead_s - overhead_s), call_monitor.changed()
+        measured = tuple(seconds), tuple(sizes), self._size([result]) or 0, total_s, draws
+        self._calls.append((MeasuredCall(site, style, upstream, decodes, count, *measured), result))
         return result
 
-    def _size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    def _upstream(self, inputs: Sequence[Any]) -> int | None:
+        """Return the number of the last call whose output is one of the inputs."""
+        inputs = [value for value in inputs if not isinstance(value, int | float | str | bytes | None)]
+        upstream = None
+        for number, (_, result) in enumerate(self._calls):
+            parts = result if isinstance(result, tuple) else result.values() if isinstance(result, dict) else ()
+            if any(value is output for value in inputs for output in (result, *parts)):
+                upstream = number
+        return upstream
+
+    def _size(self, value: Any) -> int | None:
         began = time.perf_counter()
-        size = _encoded_size([*args, *kwargs.values()], self._allow_pickle)
-        self._overhead_s += time.perf_counter() - began
-        return size
-
-
-def _encoded_size(value: Any, allow_pickle: bool) -> int | None:
-    try:
-        data, integers = EncodedSample(value, allow_pickle=allow_pickle).pack()
-    except SampleError:
-        return None
-    return len(data) + 4 * len(integers) + 16
-
-
-def _upstream(calls: Sequence[_MeteredCall], number: int) -> int | None:
-    """Return the number of the last call whose output is an input of a call."""
-    call, upstream = calls[number], None
-    inputs = [value for value in (*call.args, *call.kwargs.values()) if not isinstance(value, int | float | str | bytes | None)]
-    for earlier in range(number):
-        result = calls[earlier].result
-        parts = result if isinstance(result, tuple) else result.values() if isinstance(result, dict) else ()
-        if any(value is output for value in inputs for output in (result, *parts)):
-            upstream = earlier
-    return upstream
+        try:
+            data, integers = EncodedSample(value, allow_pickle=self._allow_pickle).pack()
+        except SampleError:
+            return None
+        finally:
+            self._overhead_s += time.perf_counter() - began
+        return len(data) + 4 * len(integers) + 16

@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -136,6 +137,7 @@ MADE = {
     "subset": lambda folder: Subset(ImageFolder(folder, middle()), [7, 3, 5, 11, 0, 1]),
     "parts": lambda folder: Transformed(ImageFolder(folder, Compose([Resize(24), RandomCrop(20)])), training(16)),
     "concatenated": lambda folder: ConcatDataset([ImageFolder(folder, middle()), ImageFolder(folder, training(16))]),
+    "alike": lambda folder: ConcatDataset([Subset(ImageFolder(folder, middle()), range(2)), ImageFolder(folder, middle())]),
 }
 
 
@@ -187,6 +189,26 @@ def test_samples_and_random_numbers_are_those_without_a_cache(name, workers, con
         with pickle.loads(pickle.dumps(cached)) as again:
             assert difference(describe(sample_of(cached, 3)), describe(sample_of(again, 3))) is None
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Logged(ImageFolder):
+    def __getitem__(self, index):
+        with open(self.log, "a") as log:
+            log.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("transform", "options"), [
+    (None, {}), (middle(), {}), (training(16), {"cut": "smallest"}), (Compose([Resize(24), CenterCrop(20), ToTensor()]), {}),
+    (middle(), {"split": False, "on_change": "keep"}),
+])  # fmt: skip
+def test_each_probed_sample_is_loaded_at_most_twice(transform, options, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.datasets.probing._QUICK_S", 0)  # as of a slow dataset
+    dataset = Logged(folder, transform)
+    dataset.log = tmp_path / "loads"
+    with CachedDataset(dataset, 1, **options) as cached:
+        loads = Counter(dataset.log.read_text().split())
+        assert (len(loads), max(loads.values()), cached.stats().total.filled) == (8, 2, 8)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("training", 0), ("middle", "10KB"), ("concatenated", "25KB")])
