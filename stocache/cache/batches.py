@@ -366,5 +366,5 @@ def _rows_of(tensor: Tensor) -> NDArray[Any]:
 
 
 def _append_empty(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    tensors.append(torch.empty(shape, dtype=dtype))
+    tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
     return tensors[-1]
