@@ -39,7 +39,7 @@ from benchmark.support.peers import stocaching
 from stocache import CachedDataset, RaggedCache, SharedCache, StorageDataset, prepare
 from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.datasets.loaders import BlockLoader
-from stocache.preparation.images import load_jpeg
+from stocache.preparation.sources import load_jpeg
 from stocache.system.limits import MIB
 
 CLAIM = "Filling the cache costs the first epoch at most 1.5 times a bare copy of the bytes, and survives kills at any moment."

@@ -17,12 +17,16 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
+from stocache.cache.shared import SharedCache
 from stocache.cli import bench
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
@@ -38,6 +42,42 @@ SIZE = 256
 SAMPLE_BYTES = 3 * SIZE * SIZE
 
 
+def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> SharedCache:
+    """Return a `SharedCache`."""
+    return SharedCache(f"{limit_bytes}B", dataset_len, data_dims)
+
+
+class CachedPhotos(Dataset[Tensor]):
+    """Photos behind a cache with get_slot and set_slot, of which a share has room; counts what it reads."""
+
+    def __init__(self, photos: bench.JpegFolder, share: float, make: Callable[..., Any]) -> None:
+        self._photos, count = photos, len(photos)
+        self._reads = torch.zeros(count, dtype=torch.int64).share_memory_()
+        slots = round(share * count)
+        self._cache = make(slots * SAMPLE_BYTES + count, count, (3, SIZE, SIZE)) if slots else None
+
+    def __len__(self) -> int:
+        return len(self._photos)
+
+    def __getitem__(self, idx: int) -> Tensor:
+        image: Tensor | None = self._cache.get_slot(idx) if self._cache is not None else None
+        if image is None:
+            self._reads[idx] += 1
+            image = self._photos[idx]
+            if self._cache is not None:
+                self._cache.set_slot(idx, image)
+        return image
+
+    def count_reads(self, epochs: int) -> int:
+        """Return how many photos were read."""
+        return int(self._reads.sum())
+
+    def close(self) -> None:
+        """Close the cache, if it can be closed."""
+        if isinstance(self._cache, SharedCache):
+            self._cache.close()
+
+
 def prepare(paths: list[Path]) -> None:
     """Drop the files from the page cache, and make sure that memory for the cache is there before the clock starts."""
     bench.drop_pages(paths)
@@ -47,27 +87,32 @@ def prepare(paths: list[Path]) -> None:
 def overhead(paths: list[Path], workers: int, rounds: int) -> None:
     """Print how much longer the first epoch takes when it fills a cache, for ours and for stocaching."""
     making: dict[str, list[float]] = {"stocache": [], "stocaching": []}
-    makers = {"stocache": bench.our_cache, "stocaching": stocaching}
+    makers = {"stocache": our_cache, "stocaching": stocaching}
+    photos = bench.JpegFolder(paths, SIZE)
 
     def cold_epoch(name: str, seed: int) -> float:
-        def make(*measures: object) -> object:
-            start = time.perf_counter()
-            cache = makers[name](*measures)  # type: ignore[arg-type]
-            making[name].append(time.perf_counter() - start)
-            return cache
+        making_s = 0.0
 
-        fraction = 0.0 if name == "none" else 1.0
-        epochs = bench.sweep(
-            paths,
-            [fraction],
+        def make(photos: bench.JpegFolder, share: float) -> CachedPhotos:
+            nonlocal making_s
+            start = time.perf_counter()
+            cached = CachedPhotos(photos, share, makers[name] if share else our_cache)
+            making_s = time.perf_counter() - start
+            return cached
+
+        (epoch,) = bench.sweep(
+            photos,
+            [0.0 if name == "none" else 1.0],
             phases=("cold",),
             workers=workers,
-            make_cache=make,
+            make=make,
             before_epoch=lambda: prepare(paths),
             seed=seed,
         )
-        assert epochs[0].reads == len(paths)
-        return epochs[0].seconds
+        assert epoch.reads == len(paths)
+        if name in making:
+            making[name].append(making_s)
+        return epoch.seconds - making_s
 
     names = ["none", "stocache", "stocaching"]
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -91,9 +136,9 @@ def profile(paths: list[Path], rounds: int) -> None:
     spent: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, make in (
-            ("stocache", bench.our_cache),
+            ("stocache", our_cache),
             ("stocaching", stocaching),
-            ("stocache, step by step", bench.our_cache),
+            ("stocache, step by step", our_cache),
         ):
             prepare(paths)
             cache = make(len(paths) * (SAMPLE_BYTES + 1), len(paths), (3, SIZE, SIZE))
@@ -131,7 +176,13 @@ def _timed(function: Callable[..., object], seconds: list[float]) -> Callable[..
 
 def linearity(paths: list[Path], workers: int, repeats: int) -> None:
     """Print the sweep over cached fractions."""
-    epochs = bench.sweep(paths, workers=workers, repeats=repeats, before_epoch=lambda: prepare(paths))
+    epochs = bench.sweep(
+        bench.JpegFolder(paths, SIZE),
+        workers=workers,
+        repeats=repeats,
+        make=lambda photos, share: CachedPhotos(photos, share, our_cache),
+        before_epoch=lambda: prepare(paths),
+    )
     rows = bench.summarize(epochs)
     print(f"\n### {workers} workers\n\n{bench.format_table(rows)}\n")
     print(f"Warm seconds over cached share: R² {bench.linearity(rows):.4f}.", flush=True)

@@ -14,6 +14,7 @@ import typer
 
 import stocache
 from stocache.cli.app import app
+from stocache.loader.program import run
 
 ROOT = Path(__file__).parents[1]
 CODE = [ROOT / name for name in ("stocache", "tests", "benchmark")]
@@ -50,7 +51,8 @@ def names() -> set[str]:  # also words of strings, but of docstrings
 @functools.cache
 def options() -> set[str]:
     commands = typer.main.get_command(app).commands.values()
-    return {option for command in commands for each in command.params for option in each.opts} | {"--help", "--version"}
+    of_run = {option for action in run.parser()._actions for option in action.option_strings}
+    return of_run | {option for command in commands for each in command.params for option in each.opts} | {"--version"}
 
 
 def has(cls: type, name: str) -> bool:

@@ -9,70 +9,38 @@ import csv
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, default_collate
 from tqdm import tqdm
 
-from stocache.cache.shared import SharedCache
-from stocache.cli.dataset import PartlyCached, collate_or_list, collate_values
+from stocache.cache.placement import Placement, ordering_of
+from stocache.datasets.cached import CachedDataset
 from stocache.loader.threads.loading import would_stall
-from stocache.preparation.images import load_jpeg
+from stocache.preparation.sources import load_jpeg
 from stocache.system.objects import TorchLoader
 
-CacheMaker = Callable[[int, int, tuple[int, ...]], Any]
-"""Makes a cache from (size limit in bytes, dataset_len, data_dims): a `SharedCache`, or another with get_slot and set_slot."""
 
+class JpegFolder(Dataset[Tensor]):
+    """Photos as uint8 tensors of shape (3, size, size)."""
 
-def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> SharedCache:
-    """Return a `SharedCache`."""
-    return SharedCache(f"{limit_bytes}B", dataset_len, data_dims)
-
-
-@dataclass(frozen=True)
-class EpochTiming:
-    """One measured epoch.
-
-    Attributes:
-        fraction: share of the dataset the cache may hold.
-        phase: "cold" for the first epoch over an empty cache, "warm" for the second.
-        seconds: wall time, from asking for the first batch to receiving the last.
-        samples: samples in all batches.
-        reads: samples read from their files or from the dataset, not from the cache.
-    """
-
-    fraction: float
-    phase: str
-    seconds: float
-    samples: int
-    reads: int
-
-
-class JpegFolder(Dataset[tuple[Tensor, int]]):
-    """Photos as uint8 tensors of shape (3, size, size), each with 1 if it was read from its file, 0 if from the cache."""
-
-    def __init__(self, paths: Sequence[Path], size: int, cache: Any | None) -> None:
-        self.paths, self.size, self.cache = paths, size, cache
+    def __init__(self, paths: Sequence[Path], size: int) -> None:
+        self.paths, self.size = paths, size
+        load_jpeg(paths[0], size)  # imports on first use are not part of the first epoch
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, idx: int) -> tuple[Tensor, int]:
-        image = self.cache.get_slot(idx) if self.cache is not None else None
-        if image is not None:
-            return image, 0
-        image = load_jpeg(self.paths[idx], self.size)
-        if self.cache is not None:
-            self.cache.set_slot(idx, image)
-        return image, 1
+    def __getitem__(self, idx: int) -> Tensor:
+        return load_jpeg(self.paths[idx], self.size)
 
 
 def find_jpegs(folder: Path) -> list[Path]:
@@ -121,157 +89,126 @@ def drop_pages(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def sweep(
-    paths: Sequence[Path],
-    fractions: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
-    *,
-    phases: Sequence[str] = ("cold", "warm"),
-    size: int = 256,
-    workers: int = 2,
-    batch_size: int = 32,
-    repeats: int = 1,
-    before_epoch: Callable[[], None] | None = None,
-    make_cache: CacheMaker = our_cache,
-    seed: int = 0,
-) -> list[EpochTiming]:
-    """Run a cold and a warm epoch at each fraction, ``repeats`` times; return all epochs.
+# ---------------------------------------------------------------------------------------------------- the experiment
 
-    Args:
-        paths: JPEG files.
-        fractions: shares of the dataset to cache, in [0, 1]; 0 runs without a cache.
-        phases: names of the epochs over each cache.
-        size: edge length of the cached images.
-        workers, batch_size: as for torch's DataLoader.
-        repeats: number of sweeps; every other one runs backwards, so that a drift of the machine's speed affects all fractions.
-        before_epoch: called before each epoch, outside its time; by default it drops the files from the page cache.
-        make_cache: makes the cache that is measured.
-        seed: of the shuffling.
+
+class PartlyCached(Dataset[Any]):
+    """A map-style dataset, of which a share of the samples, evenly spread, is in a `CachedDataset`.
+
+    A share, not a limit in bytes: that would need the size of every sample.
     """
-    load_jpeg(paths[0], size)  # imports on first use are not part of the first epoch
 
-    @contextmanager
-    def open_dataset(fraction: float) -> Iterator[Opened]:
-        slots = round(fraction * len(paths))
-        dims = (3, size, size)
-        cache = make_cache(slots * 3 * size * size + len(paths), len(paths), dims) if slots else None
-        yield Opened(JpegFolder(paths, size, cache))
-        if isinstance(cache, SharedCache):
-            cache.close()
+    def __init__(self, dataset: Any, share: float, allow_pickle: bool = False) -> None:
+        length = len(dataset)
+        rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
+        self.dataset = dataset
+        part = Subset(dataset, rows.tolist())
+        self._cached = CachedDataset(part, audit=0, allow_pickle=allow_pickle) if len(rows) else None
+        self._places = np.full(length, -1)  # in the cached part
+        self._places[rows] = np.arange(len(rows))
 
-    return _sweep(
-        open_dataset,
-        len(paths),
-        fractions,
-        phases,
-        workers=workers,
-        batch_size=batch_size,
-        repeats=repeats,
-        before_epoch=before_epoch or (lambda: drop_pages(paths)),
-        seed=seed,
-    )
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, idx: int) -> Any:
+        place = int(self._places[idx])
+        return self.dataset[idx] if self._cached is None or place < 0 else self._cached[place]
+
+    def count_reads(self, epochs: int) -> int:
+        """Return how many samples were read from the dataset, to make the cache and in a number of epochs."""
+        misses = 0 if self._cached is None else self._cached.cache.stats().misses
+        return epochs * int(np.count_nonzero(self._places < 0)) + misses
+
+    def close(self) -> None:
+        """Close the cache."""
+        if self._cached is not None:
+            self._cached.close()
 
 
-def sweep_dataset(
+def collate_or_list(samples: list[Any]) -> Any:
+    """Return a batch of samples, as a list if torch cannot put them together."""
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError, ValueError, KeyError):
+        return samples
+
+
+@dataclass(frozen=True)
+class EpochTiming:
+    """One measured epoch.
+
+    Attributes:
+        fraction: share of the dataset the cache may hold.
+        phase: "cold" for the first epoch over an empty cache, "warm" for the second.
+        seconds: wall time, from asking for the first batch to receiving the last; for the first epoch from making the cache.
+        samples: samples in all batches.
+        reads: samples read from their files or from the dataset, not from the cache.
+    """
+
+    fraction: float
+    phase: str
+    seconds: float
+    samples: int
+    reads: int
+
+
+def sweep(
     dataset: Any,
     fractions: Sequence[float] = (0, 0.25, 0.5, 0.75, 1),
     *,
     workers: int = 2,
     batch_size: int = 32,
     repeats: int = 1,
-    allow_pickle: bool = False,
+    before_epoch: Callable[[], None] = lambda: None,
+    make: Callable[[Any, float], Any] = PartlyCached,
+    phases: Sequence[str] = ("cold", "warm"),
     collate_fn: Callable[[list[Any]], Any] = collate_or_list,
     seed: int = 0,
 ) -> list[EpochTiming]:
-    """Run `sweep` on a map-style dataset, in `CachedDataset`. Files stay in the page cache.
+    """Run a cold and a warm epoch at each fraction, ``repeats`` times; return all epochs.
 
-    The time and the reads of the first epoch include those of `CachedDataset`, which loads some to find their structure.
-    Batches that torch's ``default_collate`` does not take, such as of samples of varying size, remain lists. There are no
-    workers where forked ones would stall. ``allow_pickle`` is that of `CachedDataset`, ``collate_fn`` that of the DataLoader.
+    The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to find their
+    structure. There are no workers where forked ones would stall.
+
+    Args:
+        dataset: a map-style dataset.
+        fractions: shares of the dataset to cache, in [0, 1]; 0 runs without a cache.
+        workers, batch_size, collate_fn: as for torch's DataLoader.
+        repeats: number of sweeps; every other one runs backwards, so that a drift of the machine's speed affects all fractions.
+        before_epoch: called before each epoch, outside its time.
+        make: makes the dataset with a cache, a `PartlyCached` or one with the same methods.
+        phases: names of the epochs over each cache.
+        seed: of the shuffling.
     """
+    length, epochs = len(dataset), []
     if workers and would_stall(dataset):
         workers = 0
-
-    @contextmanager
-    def open_dataset(fraction: float) -> Iterator[Opened]:
-        start = time.perf_counter()
-        partly = PartlyCached(dataset, fraction, allow_pickle)
-        yield Opened(partly, time.perf_counter() - start, partly.count_cached())
-        partly.close()
-
-    return _sweep(
-        open_dataset,
-        len(dataset),
-        fractions,
-        ("cold", "warm"),
-        workers=workers,
-        batch_size=batch_size,
-        repeats=repeats,
-        before_epoch=lambda: None,
-        seed=seed,
-        collate=partial(collate_values, collate_fn),
-    )
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A dataset with a new cache, whose samples come with 1 if they were read, 0 if not; and the time and reads of making it.
-
-    Attributes:
-        seconds: time that is part of the first epoch.
-        reads: samples that were read meanwhile.
-    """
-
-    dataset: Dataset[tuple[Any, int]]
-    seconds: float = 0.0
-    reads: int = 0
-
-
-def _sweep(
-    open_dataset: Callable[[float], AbstractContextManager[Opened]],
-    samples: int,
-    fractions: Sequence[float],
-    phases: Sequence[str],
-    *,
-    workers: int,
-    batch_size: int,
-    repeats: int,
-    before_epoch: Callable[[], None],
-    seed: int,
-    collate: Callable[[list[Any]], Any] | None = None,
-) -> list[EpochTiming]:
-    epochs = []
-    with tqdm(total=repeats * len(fractions) * len(phases) * samples, unit="sample", smoothing=0.05) as bar:
+    with tqdm(total=repeats * len(fractions) * len(phases) * length, unit="sample", smoothing=0.05) as bar:
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
-                with open_dataset(fraction) as opened:
+                before_epoch()
+                start, reads = time.perf_counter(), 0
+                with closing(make(dataset, fraction)) as cached:
                     loader = TorchLoader(
-                        opened.dataset,
+                        cached,
                         batch_size=batch_size,
                         shuffle=True,
                         num_workers=workers,
                         persistent_workers=workers > 0,
                         generator=torch.Generator().manual_seed(seed + repeat),
-                        collate_fn=collate,
+                        collate_fn=collate_fn,
                     )
-                    seconds, reads = opened.seconds, opened.reads
-                    for phase in phases:
+                    for done, phase in enumerate(phases, 1):
                         bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
-                        before_epoch()
-                        epoch = _run_epoch(loader, fraction, phase, bar)
-                        epochs.append(replace(epoch, seconds=epoch.seconds + seconds, reads=epoch.reads + reads))
-                        seconds, reads = 0.0, 0
+                        if done > 1:
+                            before_epoch()
+                            start = time.perf_counter()
+                        for _ in loader:
+                            bar.update(min(batch_size, length - bar.n % length))
+                        seconds, before, reads = time.perf_counter() - start, reads, cached.count_reads(done)
+                        epochs.append(EpochTiming(fraction, phase, seconds, length, reads - before))
                     del loader  # its workers use the cache too
     return epochs
-
-
-def _run_epoch(loader: TorchLoader[tuple[Any, int]], fraction: float, phase: str, bar: Any) -> EpochTiming:
-    samples = reads = 0
-    start = time.perf_counter()
-    for _, read in loader:
-        samples += len(read)
-        reads += int(read.sum())
-        bar.update(len(read))
-    return EpochTiming(fraction, phase, time.perf_counter() - start, samples, reads)
 
 
 # ---------------------------------------------------------------------------------------------------- results
@@ -303,39 +240,24 @@ class SweepRow:
 
 def summarize(epochs: Sequence[EpochTiming]) -> list[SweepRow]:
     """Return one row per fraction, ascending."""
-
-    def of(fraction: float, phase: str) -> list[EpochTiming]:
-        return [epoch for epoch in epochs if (epoch.fraction, epoch.phase) == (fraction, phase)]
-
-    def seconds(fraction: float, phase: str) -> float:
-        return statistics.median([epoch.seconds for epoch in of(fraction, phase)] or [float("nan")])
-
-    rows = []
+    groups = defaultdict[tuple[float, str], list[EpochTiming]](list)
+    for epoch in epochs:
+        groups[epoch.fraction, epoch.phase].append(epoch)
+    seconds = {key: statistics.median(epoch.seconds for epoch in group) for key, group in groups.items()}
+    reads = {key: max(epoch.reads for epoch in group) for key, group in groups.items()}
+    uncached_s, rows = seconds.get((0, "cold"), float("nan")), []
     for fraction in sorted({epoch.fraction for epoch in epochs}):
-        samples = of(fraction, "warm")[0].samples
-        cold_s, warm_s = seconds(fraction, "cold"), seconds(fraction, "warm")
-        cold_reads, warm_reads = (max(epoch.reads for epoch in of(fraction, phase)) for phase in ("cold", "warm"))
-        rows.append(
-            SweepRow(
-                fraction,
-                cold_s,
-                warm_s,
-                samples / cold_s,
-                samples / warm_s,
-                cold_reads,
-                warm_reads,
-                1 - warm_reads / samples,
-                cold_s / seconds(0, "cold") - 1,
-            )
-        )
+        cold, warm = (fraction, "cold"), (fraction, "warm")
+        samples = groups[warm][0].samples
+        times = seconds[cold], seconds[warm], samples / seconds[cold], samples / seconds[warm]
+        hit_rate, overhead = 1 - reads[warm] / samples, seconds[cold] / uncached_s - 1
+        rows.append(SweepRow(fraction, *times, reads[cold], reads[warm], hit_rate, overhead))
     return rows
 
 
 def linearity(rows: Sequence[SweepRow]) -> float:
     """Return R² of a straight line through the seconds of warm epochs over the cached fraction, for 3 rows or more."""
-    x, y = np.array([row.fraction for row in rows]), np.array([row.warm_s for row in rows])
-    residuals = y - np.polyval(np.polyfit(x, y, 1), x)
-    return float(1 - (residuals**2).sum() / ((y - y.mean()) ** 2).sum())
+    return float(np.corrcoef([row.fraction for row in rows], [row.warm_s for row in rows])[0, 1] ** 2)
 
 
 _HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "warm reads", "hit rate", "1st epoch")

@@ -1,20 +1,12 @@
-"""Get the dataset that ``stocache bench module:function`` measures, and cache a share of its samples."""
+"""Get the dataset and the functions of the user that ``stocache bench`` and ``stocache advise`` measure."""
 
 import importlib
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset, Subset, default_collate
-
-from stocache.cache.base import SlotState
-from stocache.cache.placement import Placement, ordering_of
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.wrapping import check_dataset
 from stocache.errors import DatasetError
@@ -97,53 +89,3 @@ def describe_error(error: BaseException) -> str:
 
 def _describe(value: Any) -> str:
     return "None" if value is None else f"{' '.join(repr(value).split()):.60} ({type(value).__name__})"
-
-
-class PartlyCached(Dataset[tuple[Any, int]]):
-    """A map-style dataset, of which a share of the samples, evenly spread, is in a `CachedDataset`.
-
-    A share, not a limit in bytes: that would need the size of every sample. Each sample comes with 1 if it was read from the
-    dataset, 0 if it came from the cache.
-    """
-
-    def __init__(self, dataset: Any, share: float, allow_pickle: bool = False) -> None:
-        length = len(dataset)
-        rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
-        self.dataset = dataset
-        part = Subset(dataset, rows.tolist())
-        self._cached = CachedDataset(part, audit=0, allow_pickle=allow_pickle) if len(rows) else None
-        self._places = np.full(length, -1)  # in the cached part
-        self._places[rows] = np.arange(len(rows))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, idx: int) -> tuple[Any, int]:
-        place = int(self._places[idx])
-        if self._cached is None or place < 0:
-            return self.dataset[idx], 1
-        read = int(self._cached.cache.aux_array[place] != SlotState.SET)
-        return self._cached[place], read
-
-    def count_cached(self) -> int:
-        """Return how many samples are cached now."""
-        return self._cached.cache.stats().filled if self._cached is not None else 0
-
-    def close(self) -> None:
-        """Close the cache."""
-        if self._cached is not None:
-            self._cached.close()
-
-
-def collate_values(collate_fn: Callable[[list[Any]], Any], samples: list[tuple[Any, int]]) -> tuple[Any, Tensor]:
-    """Return a batch of samples, and which of them were read."""
-    values, read = zip(*samples, strict=True)
-    return collate_fn(list(values)), torch.tensor(read, device="cpu")
-
-
-def collate_or_list(samples: list[Any]) -> Any:
-    """Return a batch of samples, as a list if torch cannot put them together."""
-    try:
-        return default_collate(samples)
-    except (TypeError, RuntimeError, ValueError, KeyError):
-        return samples

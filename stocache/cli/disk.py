@@ -9,7 +9,7 @@ import typer
 
 from stocache.cli import listing
 from stocache.cli.listing import NamedCache
-from stocache.cli.output import echo, print_rows
+from stocache.cli.output import describe_counts, echo, print_described
 from stocache.disk import inspection
 from stocache.disk.inspection import DiskFolder
 from stocache.system.limits import format_size
@@ -33,17 +33,11 @@ def show(path: str) -> None:
         "disk": f"{format_size(folder.free_bytes)} free, {folder.file_system or 'unknown file system'}",
     }
     if live is not None and live.stats is not None:
-        stats = live.stats
-        rows |= {
-            "hits": f"{stats.hits}, rate {live.hit_percent}",
-            "misses": str(stats.misses),
-            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
-            "damaged": f"{stats.damaged} found by reading",
-        }
+        rows |= describe_counts(live.stats, live.hit_percent) | {"damaged": f"{live.stats.damaged} found by reading"}
     users = [f"{holder.pid} {holder.command}" for holder in holders]
     if not users:
         users = ["a process of another container" if live is not None else "nobody that is visible from here"]
-    print_rows([*rows.items(), *zip(["in use by", *[""] * len(users)], users, strict=False)])
+    print_described(rows, "in use by", users)
 
 
 def as_dict(path: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, TypeAlias
@@ -25,7 +24,6 @@ PATH = "/metrics"
 
 _LISTEN = re.compile(r"(?:(?P<host>[^:\[\]]*):|\[(?P<ipv6>[^\[\]]+)\]:)?(?P<port>[0-9]{1,5})", re.ASCII)
 _PATIENCE_S = 10.0  # for a client that neither sends nor reads
-_LONGEST_S = 60.0  # a connection may last
 _MOST = 32  # connections at a time
 
 _Address: TypeAlias = tuple[socket.AddressFamily, Any]
@@ -59,12 +57,9 @@ def resolve(listen: str, allow_remote: bool) -> list[_Address]:
 
 
 class Server(ThreadingMixIn, WSGIServer):
-    """Answers each request in a thread.
+    """Answers each request in a thread, at most `_MOST` at a time.
 
-    NOTE [ Slow clients ]
-        A client that sends or reads nothing for `_PATIENCE_S` is cut off, and every connection after `_LONGEST_S`. A client
-        that connects while `_MOST` are connected is served, and the oldest connection is cut off. So clients that do not
-        read cannot keep others from reading, and take a bounded number of threads.
+    A client that sends or reads nothing for `_PATIENCE_S` is cut off, so that the next one is served.
 
     Raises:
         OSError: the address is in use, or is not one of this machine.
@@ -75,9 +70,7 @@ class Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: socket.AddressFamily, address: Any, registry: CollectorRegistry) -> None:
         self.address_family = family
-        self._lock = threading.Lock()
-        self._ends: dict[Any, float] = {}  # of connections that are not cut off, the oldest first
-        self._working = 0
+        self._free = threading.BoundedSemaphore(_MOST)
         super().__init__(address, _Handler)
         self.set_app(_app(registry))
 
@@ -94,49 +87,20 @@ class Server(ThreadingMixIn, WSGIServer):
         return f"http://{host}:{self.server_port}{PATH}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread, unless there are too many."""
-        with self._lock:
-            if len(self._ends) >= _MOST:
-                self._cut_off(next(iter(self._ends)))
-            has_room = self._working < 2 * _MOST  # a thread that was cut off may be collecting
-            if has_room:
-                self._working += 1
-                self._ends[request] = time.monotonic() + _LONGEST_S
-        if not has_room:
-            super().shutdown_request(request)
-            return
+        """Answer in a new thread, when there are not too many."""
+        self._free.acquire()
         try:
             super().process_request(request, client_address)
         except BaseException:  # the machine gives no more threads
-            with self._lock:
-                self._working -= 1
+            self._free.release()
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and count the thread until it ends."""
+        """Answer, and make room for another client."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            with self._lock:
-                self._working -= 1
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self._lock:
-            self._ends.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Cut off the connections that have lasted too long; called twice a second."""
-        now = time.monotonic()
-        with self._lock:
-            for request in [request for request, end in self._ends.items() if end < now]:
-                self._cut_off(request)
-
-    def _cut_off(self, request: Any) -> None:
-        del self._ends[request]
-        with contextlib.suppress(OSError):  # its thread closes it
-            request.shutdown(socket.SHUT_RDWR)
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do not print a traceback of a client's error."""

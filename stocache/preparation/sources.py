@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from stocache.errors import LimitError, StorageError
-from stocache.preparation.images import load_jpeg
 from stocache.preparation.prepare import DataPreparer
 from stocache.samples.indices import check_index, check_indices
 from stocache.storage.block import File
@@ -43,10 +44,11 @@ class Source(Dataset[Any], ABC):
         hashes: whether `describe_files` reads the contents of the files.
     """
 
-    info: dict[str, Any]
     hashes: bool = False
-    _path: str
     _opened: Any = None  # a file or data that each process opens for itself
+
+    def __init__(self, path: str) -> None:
+        self._path, self.info = path, dict[str, Any]()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -69,9 +71,9 @@ class Source(Dataset[Any], ABC):
     def _sample(self, idx: int) -> Any:
         """Return sample ``idx``, which is in range."""
 
-    @abstractmethod
     def files(self) -> list[str]:
         """Return the paths of the files that the samples come from."""
+        return [self._path]
 
     def describe_sample(self, idx: int) -> str:
         """Return where sample ``idx`` comes from: a file, or a row of one."""
@@ -170,7 +172,8 @@ class ImageFolder(Source):
     """The images of a folder, sorted by class and path. Hidden files are left out. Without ``size``, no file is decoded."""
 
     def __init__(self, path: str, size: int | None = None) -> None:
-        self._path, self._size = path, size
+        super().__init__(path)
+        self._size = size
         if size is not None:
             _library("PIL", "'stocache[bench]'")
         with _reading(path, "a folder of images"):
@@ -213,12 +216,20 @@ class ImageFolder(Source):
     def _image(self, path: str) -> Any:
         with _reading(path, "an image"):
             if self._size is not None:
-                return load_jpeg(Path(path), self._size)  # reads all formats of Pillow
-            with open(path, "rb") as file:
-                data = file.read()
+                return load_jpeg(Path(path), self._size)
+            data = Path(path).read_bytes()
             if not data:
                 raise ValueError("it is empty")
             return data
+
+
+def load_jpeg(path: Path, size: int) -> Tensor:
+    """Return a photo as a uint8 tensor of shape (3, size, size), from a file of any format that Pillow reads."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        pixels = np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
 def _readable(name: str) -> str:
@@ -260,7 +271,8 @@ class CsvFile(Source):
     """
 
     def __init__(self, path: str, nan: bool = False) -> None:
-        self._path, self._nan = path, nan
+        super().__init__(path)
+        self._nan = nan
         self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
         self._begins = array("q")
         with _reading(path, "a table"), open(path, "rb") as file, _long_cells():
@@ -314,10 +326,6 @@ class CsvFile(Source):
     def __len__(self) -> int:
         return len(self._begins) - 1
 
-    def files(self) -> list[str]:
-        """Return the path of the table."""
-        return [self._path]
-
     def _sample(self, idx: int) -> dict[str, Any]:
         with _reading(self._path, "a table"), _long_cells():
             if self._opened is None:
@@ -353,17 +361,12 @@ class NpyFile(Source):
     """The rows of an array, along its first dimension. Each is a copy; the file is mapped into memory."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        super().__init__(path)
         if not self._array.ndim:
             raise StorageError(f"{path} holds one value without dimensions. Give an array with a row for each sample.")
-        self.info = {}
 
     def __len__(self) -> int:
         return len(self._array)
-
-    def files(self) -> list[str]:
-        """Return the path of the array."""
-        return [self._path]
 
     def _sample(self, idx: int) -> Any:
         return self._array[idx].copy()
@@ -384,6 +387,7 @@ class ParquetFiles(Source):
     """
 
     def __init__(self, paths: list[str]) -> None:
+        super().__init__(paths[0])
         parquet = _library("pyarrow.parquet", "pyarrow")
         self._groups: list[tuple[str, Any, int]] = []  # of each row group: its file, that file's metadata, its number there
         rows = []
@@ -450,7 +454,8 @@ class SavedDataset(Source):
     """A Hugging Face dataset that was saved to disk. Images, audio and video stay encoded: {"bytes": ..., "path": ...}."""
 
     def __init__(self, path: str) -> None:
-        library, self._path = _library("datasets", "datasets"), path
+        super().__init__(path)
+        library = _library("datasets", "datasets")
         with _reading(path, "a Hugging Face dataset"):
             self._dataset = library.load_from_disk(path)
             for name, feature in self._dataset.features.items():

@@ -17,13 +17,13 @@ from stocache.disk.cache import DiskCache
 from stocache.errors import ClosedError, StateError
 from stocache.reading.graph.caching import put_cache
 from stocache.reading.graph.feed import Feed
-from stocache.reading.graph.graph import Adapt, DataPipe, end_of, replace_dp, traverse_dps
+from stocache.reading.graph.graph import Adapt, DataPipe, replaced
 from stocache.reading.graph.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
-from stocache.reading.graph.seeds import SeedGenerator, dist_share_seed, set_graph_random_seed
+from stocache.reading.graph.seeds import SeedGenerator, Seeding, dist_share_seed, set_graph_random_seed
 from stocache.reading.graph.sharding import CountedPipe, apply_sharding, dispatched_end, replicable_end, share
 from stocache.reading.interfaces import ReadingServiceInterface
-from stocache.reading.run.divide import Length, Seeding, is_full_sync, max_buffered, without_prefetching
+from stocache.reading.run.divide import Length, is_full_sync, max_buffered, without_prefetching
 from stocache.reading.run.engine import GraphPlan, WorkerStream
 from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn, Resume, WorkerInfo, clock_of
 from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
@@ -58,7 +58,7 @@ class RunningService(StatefulService):
     _restored: GraphPosition | None = None
     _rng_states: tuple[States, States] | None = None  # at the beginning of the restored epoch, and when the state was taken
     delivered = 0
-    _seeding: "Seeding"
+    _seeding: Seeding
 
     @property
     def begun(self) -> int:
@@ -96,7 +96,7 @@ class RunningService(StatefulService):
     def _put_stream(self, datapipe: DataPipe, part: DataPipe, stream: Stream) -> DataPipe:
         """Replace a part of the graph by a stream."""
         self.stream = stream
-        return stream if part is datapipe else end_of(replace_dp(traverse_dps(datapipe), part, stream))
+        return replaced(datapipe, part, stream)  # type: ignore[no-any-return]
 
     def _run_here(self, datapipe: DataPipe, init_fn: InitFn | None, reset_fn: ResetFn | None) -> DataPipe:
         """Let this process run the part that workers could run."""
@@ -104,7 +104,7 @@ class RunningService(StatefulService):
         self._seeding = Seeding(datapipe)
         dispatched = dispatched_end(part)
         if dispatched is not None:
-            part = end_of(replace_dp(traverse_dps(part), dispatched, CountedPipe(dispatched)))
+            part = replaced(part, dispatched, CountedPipe(dispatched))
         self._seeding.divide(part)
         buffered, length = max_buffered(datapipe, whole), Length(datapipe, part, 1)
         replica = Replica(share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
@@ -202,7 +202,7 @@ class MultiProcessingReadingService(RunningService):
         dispatched, feed = dispatched_end(part), None
         if dispatched is not None:
             feed = Feed(length_of(dispatched))
-            part = without_prefetching(end_of(replace_dp(traverse_dps(part), dispatched, feed)))
+            part = without_prefetching(replaced(part, dispatched, feed))
         self._part, self._feed = part, feed
         self._seeding.divide(*([part] if dispatched is None else [part, dispatched]))
         prefetch = self.worker_prefetch_cnt + -(-self.main_prefetch_cnt // self.num_workers)

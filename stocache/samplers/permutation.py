@@ -56,33 +56,22 @@ class Permutation:
 
     def at(self, places: Indices) -> Indices:
         """Return the numbers at these places of the order; places count from 0 to n - 1."""
-        return self._walk(places, self._encrypt)
-
-    def places(self, numbers: Indices) -> Indices:
-        """Return the places of these numbers in the order."""
-        return self._walk(numbers, self._decrypt)
-
-    def _walk(self, numbers: Indices, step: Any) -> Indices:
-        """Return the results of a step, repeated for each number until the result is below n."""
-        out = _by_chunks(step, numbers)
+        out = self._encrypt(places)
         outside = np.flatnonzero(out >= self._len)
         while len(outside):
-            again = _by_chunks(step, out[outside])
+            again = self._encrypt(out[outside])
             out[outside] = again
             outside = outside[again >= self._len]
         return out
 
     def _encrypt(self, numbers: Indices) -> Indices:
-        left, right = self._split(numbers)
-        for number in range(_ROUNDS):
-            left, right = right, self._mix(left, right, number)
-        return self._join(left, right)
-
-    def _decrypt(self, numbers: Indices) -> Indices:
-        left, right = self._split(numbers)
-        for number in reversed(range(_ROUNDS)):
-            left, right = self._mix(right, left, number), left
-        return self._join(left, right)
+        out = np.empty(len(numbers), np.int64)
+        for begin in range(0, len(numbers), _CHUNK):
+            left, right = self._split(numbers[begin : begin + _CHUNK])
+            for number in range(_ROUNDS):
+                left, right = right, self._mix(left, right, number)
+            out[begin : begin + _CHUNK] = self._join(left, right)
+        return out
 
     def _split(self, numbers: Indices) -> tuple[Any, Any]:
         return (numbers >> self._low).astype(np.uint32), (numbers & (1 << self._low) - 1).astype(np.uint32)
@@ -107,10 +96,3 @@ class Permutation:
         hashed >>= np.uint32(32 - width) if width else np.uint32(0)
         hashed ^= part
         return hashed
-
-
-def _by_chunks(step: Any, numbers: Indices) -> Indices:
-    out = np.empty(len(numbers), np.int64)
-    for begin in range(0, len(numbers), _CHUNK):
-        out[begin : begin + _CHUNK] = step(numbers[begin : begin + _CHUNK])
-    return out

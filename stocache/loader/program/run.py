@@ -37,8 +37,8 @@ SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module of the pr
 
 def main(arguments: list[str]) -> None:
     """Run the command ``stocache run`` with these arguments."""
-    parser = _parser()
-    given = parser.parse_args(arguments)
+    command = parser()
+    given = command.parse_args(arguments)
     names = "cache", "num_workers", "worker_method", "disk", "disk_limit", "stateful"
     options = {name: getattr(given, name) for name in names}
     if given.check is not None and CHECK not in os.environ:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     try:
         everywhere = use_everywhere(**options)
     except (StocacheError, ValueError) as error:
-        parser.error(str(error))
+        command.error(str(error))
     if CHECK in os.environ:
         compare.seed()
         compare.record(everywhere, os.environ.pop(CHECK))
@@ -59,15 +59,16 @@ def main(arguments: list[str]) -> None:
     _execute(code, program)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    command = argparse.ArgumentParser(
         prog="stocache run",
         usage="stocache run [options] (SCRIPT | -m MODULE) [arguments of the program]",
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = command.add_argument
     add("--cache", metavar="auto|SIZE", help="cache the datasets of all loaders, under one limit, as 32GiB")
     add("--workers", choices=["auto"], dest="num_workers", help="choose the number of workers of each loader")
     add("--worker-method", choices=["multiprocessing", "thread", "auto"], help="what the workers are")
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-m", action="store_true", dest="module", help=argparse.SUPPRESS)
     add("program", help=argparse.SUPPRESS)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+    return command
 
 
 # ---------------------------------------------------------------------------------------------------- the program

@@ -22,7 +22,7 @@ from stocache.datasets.audit import Audit, OnChange
 from stocache.disk.cache import DiskCache
 from stocache.disk.tiers import TieredCache
 from stocache.errors import DatasetError
-from stocache.reading.graph.graph import DataPipe, end_of, is_random, pipes_of, relink, remove_dp, sources, traverse_dps
+from stocache.reading.graph.graph import DataPipe, is_random, pipes_of, relink, removed, replaced, sources
 from stocache.reading.graph.pipes import Prefetcher, register
 from stocache.reading.graph.seeds import holds_no_generator, is_dispatching, is_sharding_point
 from stocache.samples.indices import length_of
@@ -243,14 +243,10 @@ def put_cache(
         relink(chain[0], before, Numbered(before))
     others = [pipe for pipe in chain if type(pipe) is not Mapper]
     for pipe in maps:
-        datapipe = end_of(remove_dp(traverse_dps(datapipe), pipe))
+        datapipe = removed(datapipe, pipe)
     last = others[-1] if others else maps[0].datapipe
     cacher = SharedCacher(last, key_fn, size_limit_gib, dataset_len=dataset_len, maps=maps, **options)
-    if last is datapipe:
-        return cacher, cacher
-    for pipe in pipes_of(datapipe):
-        relink(pipe, last, cacher)
-    return datapipe, cacher
+    return replaced(datapipe, last, cacher), cacher
 
 
 def _chain(datapipe: DataPipe) -> list[Any]:

@@ -82,11 +82,7 @@ def find_dps(graph: DataPipeGraph, dp_type: type[Any]) -> list[DataPipe]:
 
 def replace_dp(graph: DataPipeGraph, old_datapipe: DataPipe, new_datapipe: DataPipe) -> DataPipeGraph:
     """Replace a pipe in all pipes that read from it, and return the new graph."""
-    if id(old_datapipe) in graph:
-        return traverse_dps(new_datapipe)
-    for pipe in list_dps(graph):
-        relink(pipe, old_datapipe, new_datapipe)
-    return traverse_dps(end_of(graph))
+    return traverse_dps(replaced(_end_of(graph), old_datapipe, new_datapipe))
 
 
 def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
@@ -95,19 +91,36 @@ def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
     Raises:
         GraphError: the pipe has no source, or several.
     """
-    below = sources(datapipe)
-    if len(below) != 1:
-        raise GraphError(f"{datapipe} has {len(below)} sources, and only a pipe with one can be removed.")
-    return replace_dp(graph, datapipe, below[0])
+    return traverse_dps(removed(_end_of(graph), datapipe))
 
 
 # ---------------------------------------------------------------------------------------------------- below the public ones
 
 
-def end_of(graph: DataPipeGraph) -> Any:
-    """Return the last pipe of a graph."""
+def _end_of(graph: DataPipeGraph) -> DataPipe:
     ((end, _),) = graph.values()
     return end
+
+
+def replaced(datapipe: DataPipe, old: DataPipe, new: DataPipe) -> Any:
+    """Return the last pipe of a graph in which ``new`` takes the place of ``old``; ``new`` may read from ``old``."""
+    if old is datapipe:
+        return new
+    for pipe in pipes_of(datapipe):
+        relink(pipe, old, new)
+    return datapipe
+
+
+def removed(datapipe: DataPipe, pipe: DataPipe) -> Any:
+    """Return the last pipe of a graph in which the readers of ``pipe`` read from its source.
+
+    Raises:
+        GraphError: the pipe has no source, or several.
+    """
+    below = sources(pipe)
+    if len(below) != 1:
+        raise GraphError(f"{pipe} has {len(below)} sources, and only a pipe with one can be removed.")
+    return replaced(datapipe, pipe, below[0])
 
 
 def pipes_of(datapipe: DataPipe) -> list[Any]:

@@ -19,7 +19,7 @@ from torch.utils.data.datapipes.iter import Batcher, Collator, Mapper
 
 from stocache.reading.graph.caching import Numbered, SharedCacher
 from stocache.reading.graph.feed import Feed
-from stocache.reading.graph.graph import DataPipe, pipes_of, relink, remove_dp, traverse_dps
+from stocache.reading.graph.graph import DataPipe, pipes_of, relink, removed
 from stocache.reading.graph.pipes import FullSync, PinMemory, Prefetcher, ShardingRoundRobinDispatcher
 from stocache.reading.graph.seeds import holds_no_generator
 from stocache.reading.graph.sharding import CountedPipe, Shard
@@ -77,10 +77,7 @@ def rewind(datapipe: DataPipe) -> DataPipe:
         if isinstance(pipe, Shard | CountedPipe | Numbered | Feed):
             pipe.skipped = 0
         elif isinstance(pipe, Skip):
-            if pipe is datapipe:
-                datapipe = pipe.datapipe
-            else:
-                remove_dp(traverse_dps(datapipe), pipe)
+            datapipe = removed(datapipe, pipe)
     return datapipe
 
 

@@ -98,10 +98,30 @@ def set_graph_random_seed(datapipe: DataPipe, seed_generator: SeedGenerator) -> 
     Returns:
         The same graph.
     """
-    seeds = {id(pipe): seed_generator.generate_shared_seed() for pipe in shared_pipes(datapipe)}
-    for pipe in random_pipes(datapipe):
-        pipe.set_seed(seeds[id(pipe)] if id(pipe) in seeds else seed_generator.generate_seed())
+    seeding = Seeding(datapipe)
+    seeding.divide()
+    seeding.draw(seed_generator)
     return datapipe
+
+
+class Seeding:
+    """Draws the seeds of a graph's random pipes, in an order that does not depend on how the graph is divided."""
+
+    def __init__(self, datapipe: DataPipe) -> None:
+        self._shared, self._all = shared_pipes(datapipe), random_pipes(datapipe)
+
+    def divide(self, *parts: DataPipe) -> None:
+        """Set the parts of the graph that other processes run, by their last pipes."""
+        self._parts = [random_pipes(part) for part in parts]
+        elsewhere = {id(pipe) for pipes in self._parts for pipe in pipes}
+        self._here = [pipe for pipe in self._all if id(pipe) not in elsewhere]
+
+    def draw(self, seed_generator: SeedGenerator) -> list[list[int | None]]:
+        """Seed the pipes that run here, and return the seeds of each part: None for a pipe that draws its own."""
+        seeds = {id(pipe): seed_generator.generate_shared_seed() for pipe in self._shared}
+        for pipe in self._here:
+            pipe.set_seed(seeds[id(pipe)] if id(pipe) in seeds else seed_generator.generate_seed())
+        return [[seeds.get(id(pipe)) for pipe in pipes] for pipes in self._parts]
 
 
 def random_pipes(datapipe: DataPipe) -> list[Any]:

@@ -20,16 +20,7 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES, Shardi
 
 from stocache.errors import GraphError
 from stocache.reading.graph.feed import Feed
-from stocache.reading.graph.graph import (
-    DataPipe,
-    end_of,
-    is_replicable,
-    is_sharding,
-    pipes_of,
-    replace_dp,
-    sources,
-    traverse_dps,
-)
+from stocache.reading.graph.graph import DataPipe, is_replicable, is_sharding, pipes_of, replaced, sources
 from stocache.reading.graph.seeds import is_dispatching
 
 
@@ -116,7 +107,7 @@ def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
     """Return the graph with a `Shard` for each ``sharding_filter``, set to a worker's share; dispatched parts stay whole."""
     for pipe in pipes_of(datapipe):
         if type(pipe) is ShardingFilterIterDataPipe and not _is_fed(pipe):
-            datapipe = end_of(replace_dp(traverse_dps(datapipe), pipe, Shard(pipe)))
+            datapipe = replaced(datapipe, pipe, Shard(pipe))
     apply_sharding(datapipe, num_workers, worker_id, SHARDING_PRIORITIES.MULTIPROCESSING)
     return datapipe
 

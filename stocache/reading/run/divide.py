@@ -1,4 +1,4 @@
-"""Find the seeds, lengths and buffers of the parts into which a graph is divided."""
+"""Find the lengths and buffers of the parts into which a graph is divided."""
 
 from typing import Any
 
@@ -6,31 +6,10 @@ from torch.utils.data.datapipes.iter import Batcher
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.reading.graph.feed import Feed
-from stocache.reading.graph.graph import DataPipe, clone, end_of, pipes_of, remove_dp, traverse_dps
+from stocache.reading.graph.graph import DataPipe, clone, pipes_of, removed
 from stocache.reading.graph.pipes import FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
-from stocache.reading.graph.seeds import SeedGenerator, random_pipes, shared_pipes
 from stocache.reading.graph.sharding import share
-
-
-class Seeding:
-    """Draws the seeds of a graph's random pipes, in an order that does not depend on how the graph is divided."""
-
-    def __init__(self, datapipe: DataPipe) -> None:
-        self._shared, self._all = shared_pipes(datapipe), random_pipes(datapipe)
-
-    def divide(self, *parts: DataPipe) -> None:
-        """Set the parts of the graph that other processes run, by their last pipes."""
-        self._parts = [random_pipes(part) for part in parts]
-        elsewhere = {id(pipe) for pipes in self._parts for pipe in pipes}
-        self._here = [pipe for pipe in self._all if id(pipe) not in elsewhere]
-
-    def draw(self, seed_generator: SeedGenerator) -> list[list[int | None]]:
-        """Seed the pipes that run here, and return the seeds of each part: None for a pipe that draws its own."""
-        seeds = {id(pipe): seed_generator.generate_shared_seed() for pipe in self._shared}
-        for pipe in self._here:
-            pipe.set_seed(seeds[id(pipe)] if id(pipe) in seeds else seed_generator.generate_seed())
-        return [[seeds.get(id(pipe)) for pipe in pipes] for pipes in self._parts]
 
 
 class Length:
@@ -80,7 +59,7 @@ def without_prefetching(datapipe: DataPipe) -> DataPipe:
     """Return a worker's graph without pipes that prefetch: their threads must not read the feed."""
     for pipe in pipes_of(datapipe):
         if isinstance(pipe, Prefetcher) or type(pipe).__name__ == "PrefetcherIterDataPipe":
-            datapipe = end_of(remove_dp(traverse_dps(datapipe), pipe))
+            datapipe = removed(datapipe, pipe)
     return datapipe
 
 
