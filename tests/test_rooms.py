@@ -17,7 +17,7 @@ ROWS = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md"
 IMPORTS = {folder: row.replace(",", "").split() for folder, row in ROWS}
 """The table on the page of the package, without errors: from the ground up, so that each folder's row names only rows above."""
 
-MOST_FILES = 12
+MOST_FILES = 13
 
 
 def folder_of(module: str) -> str:

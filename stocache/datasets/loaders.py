@@ -52,6 +52,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
+from stocache.system.background import start_daemon
 from stocache.system.objects import attribute_of, get_many_of
 
 logger = logging.getLogger("stocache")
@@ -264,10 +265,8 @@ class BlockAdmitter:
                 self._loaded_at = time.monotonic()
                 self._due.update(dict.fromkeys(blocks))
                 if self._thread is None:
-                    thread = threading.Thread(target=self._run, name="stocache admits blocks")
                     with contextlib.suppress(RuntimeError):  # no more threads: a later batch tries again
-                        thread.start()
-                        self._thread = thread
+                        self._thread = start_daemon(self._run, (), "stocache admits blocks", self.stop)
 
     def stop(self) -> None:
         """Forget the blocks, and wait for the thread to end, while it reads one block at most."""
@@ -288,9 +287,9 @@ class BlockAdmitter:
             del loader
 
     def _next(self) -> int | None:
-        """Return a block when nobody has loaded for a while; None when there is nothing to do, or the program ends."""
+        """Return a block when nobody has loaded for a while; None when there is nothing to do."""
         with self._idle:
-            while self._due and threading.main_thread().is_alive():
+            while self._due:
                 rest_s = self._loaded_at + _IDLE_S - time.monotonic()
                 if not self._loading and rest_s <= 0:
                     block = next(iter(self._due))

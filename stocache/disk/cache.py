@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from stocache.disk.folder import MOST_TEXT, Folder, manifest_of
 from stocache.disk.formats import Rows, pack_example, unpack_example
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
-from stocache.disk.writer import BehindWriter
-from stocache.errors import DiskError, LimitError, SegmentError
+from stocache.errors import ClosedError, DiskError, LimitError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_decoder import Records
@@ -35,11 +34,15 @@ from stocache.shm.extents import DISK_WARNING
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity
 from stocache.shm.segment import Segment
+from stocache.system.background import Background
 from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
 
 _LOOK_S = 0.1
+_MOST_BYTES = 64 << 20  # that wait to be written
+_ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
+_TOGETHER = 256  # samples, and releases of claims, that are taken together
 
 _Indices = NDArray[np.int64]
 
@@ -186,7 +189,9 @@ class DiskCache(ListCache):
         self._options, self._capacity, self._folder = options, capacity, folder
         self._fills_batches = form.fills_batches
         self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity)
-        self._writer = BehindWriter()
+        self._writer = Background(
+            "stocache writes to disk", _write, together=_TOGETHER, enough=_ENOUGH_BYTES, most=_MOST_BYTES, finishes=True
+        )
         self._behind = threading.local()
         self._has_room_for_all, self._looks_at = True, 0.0
         samples, room = "samples of any size", max(0, capacity - DATA_OFFSET)
@@ -244,7 +249,11 @@ class DiskCache(ListCache):
             samples.update(zip(ours, self.get_or_load_many(ours, load_claimed, strict=False, claimed=taken), strict=True))
         finally:
             self._behind.wanted = outer
-            self._writer.then(partial(self.end_loading, taken))
+            end = partial(self.end_loading, taken)
+            if self._writer.is_busy:  # with samples that must be written before
+                self._writer.put(end)
+            else:
+                end()
         # Within the load of another sample this thread does not wait
         with self.free_to_wait() if outer is None else contextlib.nullcontext():
             for idx in others:
@@ -274,7 +283,8 @@ class DiskCache(ListCache):
             publish([indices[row] for row in rows], [encoded[row] for row in rows], [None] * len(rows), False, False)
         else:
             for idx, buffers in zip(indices, encoded, strict=True):
-                self._writer.put(publish, wanted, idx, b"".join(buffers))
+                data = b"".join(buffers)
+                self._writer.put(_Sample(publish, wanted, idx, data), len(data))
 
     def agrees(self, idx: int, sample: Any) -> bool:
         """Return whether sample ``idx`` is not here, or has the bytes of ``sample``. Raises SampleError if it does not fit."""
@@ -314,6 +324,30 @@ class DiskCache(ListCache):
                     problem = str(error).rstrip(".")
                     logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
         self._assemble(options, options.make_form(), capacity, segment, folder)
+
+
+class _Sample(NamedTuple):
+    """A sample to publish if it is ``wanted`` then."""
+
+    publish: Callable[[list[int], list[Any], list[None]], None]
+    wanted: Callable[[int], bool]
+    idx: int
+    data: bytes
+
+
+def _write(tasks: list[_Sample | Callable[[], None]]) -> None:
+    """Publish samples together, then call the functions among the tasks."""
+    samples = [task for task in tasks if isinstance(task, _Sample)]
+    wanted = [sample for sample in samples if sample.wanted(sample.idx)]
+    try:
+        if wanted:
+            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted], [None] * len(wanted))
+    except Exception as error:  # the next ones may succeed; a sample that is missing is loaded again
+        logger.debug("not written: %s", error)
+    for task in tasks:
+        if not isinstance(task, _Sample):
+            with contextlib.suppress(ClosedError):  # while the disk did not take the samples before
+                task()
 
 
 def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:

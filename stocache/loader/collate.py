@@ -1,12 +1,10 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
-import contextlib
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.observe.recording.spans import COLLATE, span
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool
+from stocache.system.background import Background
 
 _clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]
@@ -184,9 +183,8 @@ class Gatherer:
     def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._row = row  # of the main process
-        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]] | None]] = deque()
-        self._thread = ThreadPoolExecutor(1, "stocache-gather")
-        weakref.finalize(self, self._thread.shutdown, wait=False).atexit = False
+        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]]]] = deque()
+        self._background = Background("stocache-gather")
 
     def __iter__(self) -> "Gatherer":
         return self
@@ -226,10 +224,7 @@ class Gatherer:
             except Exception as error:  # raised when its batch is requested
                 self._waiting.append(error)
             else:
-                future = None
-                with contextlib.suppress(RuntimeError):  # no thread can be started, or the main thread has ended
-                    future = self._thread.submit(_gather_cached, lazy, self._pool)
-                self._waiting.append((lazy, future))
+                self._waiting.append((lazy, self._background.submit(_gather_cached, lazy, self._pool)))
 
 
 def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:

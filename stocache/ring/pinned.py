@@ -6,18 +6,15 @@ NOTE [ Copies in flight ]
     Meanwhile workers use other buffers.
 """
 
-import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from stocache.loader.threads.daemons import start_daemon
+from stocache.system.background import Background
 
 logger = logging.getLogger("stocache")
 
@@ -28,8 +25,7 @@ class Pinned:
     def __init__(self) -> None:
         self.works, self._pid = True, os.getpid()
         self._registered: dict[int, int] = {}  # address: bytes
-        self._released: SimpleQueue[tuple[Callable[[Any], None], Any] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background("stocache-pinned")
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin a buffer whose batch nobody holds yet."""
@@ -48,11 +44,7 @@ class Pinned:
     def after_copies(self, free: Callable[[Any], None], buffer: Any) -> None:
         """Call ``free(buffer)`` when no GPU can still read from it."""
         # see NOTE [ Copies in flight ]
-        if self._thread is None:
-            stop = partial(self._released.put, None)
-            with contextlib.suppress(RuntimeError):  # no more threads: it waits until the next one is released
-                self._thread = start_daemon(_wait, (self._released,), "stocache-pinned", stop)
-        self._released.put((free, buffer))
+        self._background.put(partial(_free_after_copies, free, buffer))
 
     def close(self) -> None:
         """Unregister all buffers; nobody holds a batch. Does nothing in a forked child, where CUDA does not work."""
@@ -61,18 +53,11 @@ class Pinned:
             for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
             self._registered.clear()
-            self._released.put(None)
 
 
-def _wait(released: "SimpleQueue[tuple[Callable[[Any], None], Any] | None]") -> None:
-    while (item := released.get()) is not None:
-        free, buffer = item
-        try:
-            _wait_for_copies()
-            free(buffer)
-        except RuntimeError as error:  # the GPU has failed, and may still be reading
-            logger.debug("cannot wait for the GPU: %s", str(error))
-        del item, free, buffer  # these references would keep the ring alive
+def _free_after_copies(free: Callable[[Any], None], buffer: Any) -> None:
+    _wait_for_copies()  # raises where the GPU has failed, which may still be reading
+    free(buffer)
 
 
 def _wait_for_copies() -> None:

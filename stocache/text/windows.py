@@ -5,7 +5,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from stocache.errors import StreamError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
 from stocache.samples.pytree import leaves, tree_map
+from stocache.system.background import Background
 from stocache.text.buffers import Buffers, Fault, RowBuffer
 from stocache.text.lines import TextChunk
 from stocache.text.parsers import join_trees
@@ -164,7 +165,7 @@ def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deli
 def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
     """Yield all windows from ``start`` on. One thread reads ahead, in order, and others parse.
 
-    When no thread can be started any more, or the main thread has ended, this thread makes the rest.
+    Where no thread can be started any more, this thread does their work.
     """
 
     def deliver(number: int, fetching: "Future[Any]") -> WindowBatches | None:
@@ -172,31 +173,24 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
         return None if fetched is None else windows.deliver(key, number, fetched)
 
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    ahead: deque[tuple[int, Future[WindowBatches | None]]] = deque()
-    following, alone = start, False
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(threads) as parsers:
-        try:
-            while True:
-                while len(ahead) <= threads and not alone:
-                    try:
-                        fetching = reader.submit(windows.fetch, key, following)
-                        ahead.append((following, parsers.submit(deliver, following, fetching)))
-                        following += 1
-                    except RuntimeError:
-                        alone = True
-                if not ahead:
-                    reader.shutdown()
-                    yield from one_by_one(windows, key, following, 1)
-                    return
-                number, future = ahead.popleft()
-                delivery = future.result()
-                if delivery is None:
-                    windows.buffers.flush()
-                    return
-                yield number, delivery
-        finally:
-            for _, future in ahead:
-                future.cancel()
+    reader, *parsers = (Background("stocache-text") for _ in range(1 + threads))
+    ahead: deque[Future[WindowBatches | None]] = deque()
+    try:
+        for number in itertools.count(start):
+            while len(ahead) <= threads:
+                following = number + len(ahead)
+                fetching = reader.submit(windows.fetch, key, following)
+                ahead.append(parsers[following % threads].submit(deliver, following, fetching))
+            delivery = ahead.popleft().result()
+            if delivery is None:
+                windows.buffers.flush()
+                return
+            yield number, delivery
+    finally:
+        for thread in (reader, *parsers):
+            thread.stop()
+        for thread in (reader, *parsers):
+            thread.stop(None)
 
 
 class WorkerShard(IterableDataset[tuple[int, WindowBatches]]):

@@ -19,11 +19,11 @@ import torch
 import xxhash
 
 from stocache import CachedDataset, DiskCache
-from stocache.disk import writer
 from stocache.disk.formats import Rows
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, index_bytes
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
+from stocache.system import background
 from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
 from tests.support.pairs import pairs
@@ -355,7 +355,7 @@ def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch
     dataset = behind("rows", tmp_path / "disk")
     dataset.disk_cache.flush()
     failing(monkeypatch, "pwritev", dataset.disk_cache, hang)
-    monkeypatch.setattr(writer, "_LONGEST_S", 0.1)
+    monkeypatch.setattr(background, "_LONGEST_S", 0.1)
     epoch(dataset, "rows")
     assert hangs.wait(60)
     dataset.close()

@@ -11,7 +11,7 @@ RUN = """
 import atexit, ctypes, gc, json, os, signal, sys, threading, warnings
 import torch, stocache
 from stocache.reading import DataLoader2
-from stocache.loader.threads import daemons
+from stocache.system import background
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 warnings.simplefilter("ignore")
@@ -93,12 +93,12 @@ BUSY = {
 BUSY_ENDINGS = {"held": "iterator = iter(loader); next(iterator), next(iterator)"}
 BUSY_ENDINGS["dropped"] = BUSY_ENDINGS["held"] + "; del iterator, loader; gc.collect()"
 STUCK = """
-daemons._INTERRUPTED_S = 0.1
+background._INTERRUPTED_S = 0.1
 Data.stuck = 7
 list(stocache.DataLoader(Data(), 2, num_workers=2, worker_method='thread'))"""
 
 STUBBORN = """
-daemons._TASK_S = daemons._INTERRUPTED_S = 0.1
+background._TASK_S = background._INTERRUPTED_S = 0.1
 iterator = iter(stocache.DataLoader(Stubborn(), 2, num_workers=2, worker_method='thread'))"""
 
 

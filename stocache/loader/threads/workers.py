@@ -3,7 +3,8 @@
 NOTE [ Threads that end ]
     The threads hold the queue of tasks, and not the object that the user holds. When that object dies, its finalizer stops the
     queue, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
-    the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see daemons.py.
+    the queue is made of deques and a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see
+    NOTE [ Threads at exit ].
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from stocache.errors import WorkerError
-from stocache.loader.threads.daemons import join_all, start_daemon
+from stocache.system.background import join_all, start_daemon
 
 Task = Callable[[int], None]
 """Called with the number of the thread. It must not raise."""

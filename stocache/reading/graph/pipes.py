@@ -8,13 +8,11 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import threading
 import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -25,10 +23,11 @@ from torch.utils.data._utils.pin_memory import pin_memory as _pin  # the functio
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
 from stocache.errors import GraphError, WorkerError
-from stocache.loader.threads.daemons import start_daemon
+from stocache.system.background import Background
 
 DEFAULT_TIMEOUT_S = 30 * 60
 _PINNED_AHEAD = 2
+_END = object()
 
 if importlib.util.find_spec("torchdata") is not None and importlib.util.find_spec("torchdata.datapipes") is not None:
     with contextlib.suppress(Exception), warnings.catch_warnings():  # its own requirements may be missing
@@ -49,77 +48,6 @@ def register(name: str) -> Callable[[_Pipe], _Pipe]:
     return decorate
 
 
-class _Ahead:
-    """A thread that takes up to ``size`` elements from an iterator in advance.
-
-    Both sides wait on a condition, without polling. An error takes the place of an element, and is raised in its turn.
-    """
-
-    def __init__(self, source: Iterator[Any], size: int) -> None:
-        self._source, self._size = source, size
-        self._ready: deque[tuple[Any, BaseException | None]] = deque()
-        self._changed = threading.Condition()
-        self._stopped = self._paused = self._working = False
-        self._pid = os.getpid()
-        self._thread = start_daemon(self._run, (), "stocache-prefetch", partial(self.stop, 0.0))
-
-    def _run(self) -> None:
-        going_on = True
-        while going_on and self._wait():
-            try:
-                made: tuple[Any, BaseException | None] = next(self._source), None
-            except BaseException as error:
-                made, going_on = (None, error), False
-            with self._changed:
-                self._ready.append(made)
-                self._working = False
-                self._changed.notify_all()
-            del made  # an error refers to this frame: a reference from here would be a cycle
-        if isinstance(self._source, Generator):
-            self._source.close()
-
-    def _wait(self) -> bool:
-        """Wait until there is room, and return whether to go on."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or (not self._paused and len(self._ready) < self._size))
-            self._working = not self._stopped
-            return self._working
-
-    def next(self) -> Any:
-        """Return the next element, or raise the error in its place; StopIteration at the end."""
-        if os.getpid() != self._pid:
-            raise WorkerError(
-                "the process was forked while a prefetching pipe was iterated. Begin a new iteration in the child."
-            )
-        with self._changed:
-            self._changed.wait_for(lambda: self._ready or not self._thread.is_alive())
-            element, error = self._ready.popleft()
-            self._changed.notify_all()
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-        return element
-
-    def pause(self, paused: bool) -> None:
-        """Pause the thread after its current element, or resume it."""
-        with self._changed:
-            self._paused = paused
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not (paused and self._working))
-
-    def stop(self, timeout_s: float | None) -> None:
-        """End the thread after its current element; wait for that, but no longer than ``timeout_s``."""
-        if os.getpid() != self._pid:  # a forked child does not have the thread
-            return
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
-
 class InOrder(IterDataPipe[Any]):
     """Iterates a map-style pipe from index 0 to its end."""
 
@@ -137,24 +65,29 @@ class InOrder(IterDataPipe[Any]):
 class _Threaded(IterDataPipe[Any]):
     """A pipe that takes its elements in advance, in a thread."""
 
-    _ahead: _Ahead | None = None
+    _ahead: Background | None = None
     _patience_s: float | None = None  # how long to wait for a thread that is busy when it must stop
 
     @abstractmethod
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Generator[Any, None, None]:
         """Yield the elements; runs in the thread."""
 
     def _taken_ahead(self, size: int) -> Iterator[Any]:
-        ahead = self._ahead = _Ahead(self._elements(), size)
+        """Yield the elements, of which up to ``size`` are taken in advance. An error takes the place of an element."""
+        source, pid = self._elements(), os.getpid()
+        ahead = self._ahead = Background("stocache-prefetch", idle_s=None, last=source.close)
+        ready = deque(ahead.submit(next, source, _END) for _ in range(size))
         try:
-            while True:
-                try:
-                    element = ahead.next()
-                except StopIteration:
-                    return
+            while (element := ready.popleft().result()) is not _END:
+                ready.append(ahead.submit(next, source, _END))
                 yield element
+                if os.getpid() != pid:
+                    raise WorkerError(
+                        "the process was forked while a prefetching pipe was iterated. Begin a new iteration in the child."
+                    )
         finally:
-            ahead.stop(self._patience_s)
+            if self._ahead is ahead:
+                self.shutdown()
 
     def reset(self) -> None:
         """Stop the thread of an earlier iteration."""
@@ -162,19 +95,19 @@ class _Threaded(IterDataPipe[Any]):
 
     def shutdown(self) -> None:
         """Stop the thread."""
-        if self._ahead is not None:
-            self._ahead.stop(self._patience_s)
-            self._ahead = None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.stop(self._patience_s)
 
     def pause(self) -> None:
         """Take no more elements until `resume`; return when the thread has paused."""
         if self._ahead is not None:
-            self._ahead.pause(True)
+            self._ahead.hold(True)
 
     def resume(self) -> None:
         """Go on after `pause`."""
         if self._ahead is not None:
-            self._ahead.pause(False)
+            self._ahead.hold(False)
 
     def __getstate__(self) -> Any:
         return vars(self) | {"_ahead": None}
@@ -200,7 +133,7 @@ class Prefetcher(_Threaded):
             raise ValueError(f"buffer_size={buffer_size} is less than 1.")
         self.source_datapipe, self.buffer_size = source_datapipe, buffer_size
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Generator[Any, None, None]:
         yield from self.source_datapipe
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,7 +167,7 @@ class PinMemory(Prefetcher):
         self.device = torch.cuda.current_device() if device is None else device
         self.pin_memory_fn = pin_memory_fn
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Generator[Any, None, None]:
         for element in self.source_datapipe:
             yield self.pin_memory_fn(element, None if self.pin_memory_fn is _pin else self.device)
 
@@ -311,7 +244,7 @@ class FullSync(_Threaded):
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         yield from self._taken_ahead(1)
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Generator[Any, None, None]:
         # Every rank votes in every round, until a round in which one rank has no element or leaves. So all ranks vote equally
         # often, whichever leaves when, and no rank waits for a vote that does not come.
         iterator = iter(self.datapipe)

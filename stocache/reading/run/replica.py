@@ -20,13 +20,13 @@ import torch
 from torch.utils.data.datapipes.iter import Collator, Filter, Mapper
 
 from stocache.errors import GraphError, WorkerError
-from stocache.loader.threads.daemons import start_daemon
 from stocache.reading.graph.caching import SharedCacher
 from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import Adapt, DataPipe, is_random, pipes_of
 from stocache.reading.graph.replay import drop, fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, holds_no_generator, random_pipes
 from stocache.reading.graph.sharding import CountedPipe, Shard
+from stocache.system.background import start_daemon
 from stocache.system.rng import RngMonitor
 
 _SLICE_S = 0.02  # a worker then sends the elements it has, so that slow elements come one by one
