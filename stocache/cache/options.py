@@ -64,18 +64,18 @@ class CacheOptions:
     share_ranks: bool = True
 
     @classmethod
-    def of(cls, size: "float | str | CacheOptions", **options: Any) -> "CacheOptions":
+    def of(cls, size_limit_gib: "float | str | CacheOptions", **options: Any) -> "CacheOptions":
         """Return the options that are given one by one, or together in place of the size.
 
         Raises:
             LimitError: both are given.
         """
-        if not isinstance(size, CacheOptions):
-            return cls(size, **options)
+        if not isinstance(size_limit_gib, CacheOptions):
+            return cls(size_limit_gib, **options)
         given = [name for name, value in options.items() if value != getattr(cls, name)]
         if given:
             raise LimitError(f"{given[0]} is one of the CacheOptions that were given. Give it there.")
-        return size
+        return size_limit_gib
 
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import logging
 import operator
@@ -30,7 +31,7 @@ from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import FollowedMethod, follow, is_part
 from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
-from stocache.disk.cache import DiskCache
+from stocache.disk.tiers import Tiers
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.loading import in_children_or_here, run_here
 from stocache.observe.recording.epochs import EpochCounter
@@ -164,6 +165,7 @@ class CachedDataset(Dataset[Any]):
         audit: float = 0.01,
         on_change: OnChange = "uncached",
     ) -> None:
+        given = locals()
         self._len = check_dataset(dataset)
         self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
@@ -172,27 +174,14 @@ class CachedDataset(Dataset[Any]):
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
-        options = CacheOptions.of(
-            size_limit_gib,
-            name=name,
-            persist=persist,
-            fingerprint=fingerprint,
-            on_busy=on_busy,
-            admission=admission,
-            codec=codec,
-            allow_pickle=allow_pickle,
-            disk=disk,
-            disk_limit=disk_limit,
-            share_ranks=share_ranks,
-        )
+        options = CacheOptions.of(**_those_of(CacheOptions, given))
         self._fingerprint = options.fingerprint
-        samples = SampleOptions(
-            placement=placement, variable=variable, probe=probe, example=example, split=split, cut=cut, store=store
-        )
+        samples = SampleOptions(**_those_of(SampleOptions, given))
         checked = type(dataset) is StorageDataset  # by checksums
         self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
         wrapped = wrap(dataset, self._len, options, samples)
         self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
+        self._tiers = Tiers(self.cache, self.disk_cache)
         self._split, self._plan = wrapped.split, wrapped.plan
         self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
@@ -231,31 +220,13 @@ class CachedDataset(Dataset[Any]):
         return self._batch_spec is not None and not self.is_transformed
 
     @property
-    def _reads_in_turn(self) -> bool:
-        """Whether samples are too large to be held all at once while they are transformed."""
-        return isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
-
-    @property
     def _copy(self) -> bool:
         return self._copies or self.is_transformed
 
     @property
     def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
-        return self._tiered(undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load)))
-
-    def _tiered(self, load_many: Callable[[list[int]], Iterable[Any]]) -> Callable[[list[int]], Iterable[Any]]:
-        """Return a function that loads samples from the disk, and those that are not there with ``load_many``."""
-        if self.disk_cache is None:
-            return load_many
-        serve = partial(self.disk_cache.serve, load_many, self.cache.keeps)
-        if self.cache.may_admit_later:  # each is timed by itself
-            return lambda indices: (serve([idx])[0] for idx in indices)
-        return serve
-
-    def _load_one(self, idx: int) -> Any:
-        if self.disk_cache is None:
-            return undrawn(self._audit.watched(self._loader.load))(idx)
-        return next(iter(self._load_many([idx])))
+        load_many = undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load))
+        return self._tiers.behind(load_many)
 
     @property
     def _source(self) -> Any:
@@ -304,7 +275,8 @@ class CachedDataset(Dataset[Any]):
             return sample if self.after_cache is None else self.after_cache(sample)
         sample = self.cache.hit(idx, self._copy)
         if sample is MISSING:
-            sample = self.cache.get_or_load(idx, self._load_one, copy=self._copy, strict=False)
+            load = undrawn(self._audit.watched(self._loader.load))
+            sample = self._tiers.get_or_load(idx, load, copy=self._copy, strict=False)
         if self._split is not None and self._split.has_rest:
             sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -334,13 +306,15 @@ class CachedDataset(Dataset[Any]):
             self._follow_transforms()
         served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
         if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self.is_transformed:
-            load_many = self._tiered(self._audit.watched_many(self._loader)) if served else SampleLoader(self._source).load_many
-            kind = LazyBatch if served else DirectBatch
-            return kind(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
+            if not served:
+                return DirectBatch(self.cache, indices, SampleLoader(self._source).load_many, self._batch_spec)
+            load_many = self._tiers.behind(self._audit.watched_many(self._loader))
+            return LazyBatch(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
         samples: Iterable[Any]
         if not served:
-            return self._load_all(indices, before_each)
-        if self.is_transformed and self._reads_in_turn:
+            return self._ask_each(self._source, check_indices(indices, len(self._source), "dataset").tolist(), before_each)
+        large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
+        if self.is_transformed and large:  # too large to be held all at once while they are transformed
             samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
         else:
             samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
@@ -352,11 +326,6 @@ class CachedDataset(Dataset[Any]):
         if self.after_cache is not None:
             samples = map(self.after_cache, samples)
         return samples if isinstance(samples, list) else list(samples)
-
-    def _load_all(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> list[Any]:
-        """Return samples as the dataset makes them, without the cache."""
-        wanted: list[int] = check_indices(indices, len(self._source), "dataset").tolist()
-        return self._ask_each(self._source, wanted, before_each)
 
     def _ask_each(self, dataset: Any, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
         """Return the items of a dataset for some keys, without the cache."""
@@ -458,20 +427,28 @@ class CachedDataset(Dataset[Any]):
             super().__setattr__("after_cache", as_transform(value))
         elif name != "transform" and (name in vars(self) or hasattr(type(self), name) or not self._has(name)):
             super().__setattr__(name, value)
-        elif self._whole is not None:
-            self._leave(f"{name} of a part of {type(self.dataset).__name__} was set")
-            setattr(self.dataset, name, value)
-        elif self._split is not None and name in _SAMPLE_ATTRIBUTES:
-            self._set_transform(name, value)
         else:
-            before = getattr(self.dataset, name)
-            if name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
-                self._audit.change(
-                    f"{name} of {type(self.dataset).__name__} was set: its samples are made with it, and some are cached as "
-                    f"they were. For one part of the samples, give transform={{0: ...}} or {{'image': ...}}"
-                )
-            setattr(self.dataset, name, value)
-            self._audit.doubt()
+            self._set_in_dataset(name, value)
+
+    def _set_in_dataset(self, name: str, value: Any) -> None:
+        """Set an attribute of the dataset. Where cached samples were made with another value, ``on_change`` applies."""
+        before, kind = getattr(self.dataset, name), type(self.dataset).__name__
+        splits = self._whole is None and self._split is not None and name in _SAMPLE_ATTRIBUTES
+        if self._whole is not None:
+            self._leave(f"{name} of a part of {kind} was set")
+        elif not splits and name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
+            self._audit.change(
+                f"{name} of {kind} was set: its samples are made with it, and some are cached as they were. For one part of "
+                f"the samples, give transform={{0: ...}} or {{'image': ...}}"
+            )
+        setattr(self.dataset, name, value)
+        if splits:
+            try:
+                self._follow_transforms()
+            except BaseException:
+                setattr(self.dataset, name, before)
+                raise
+        self._audit.doubt()
 
     def _has(self, name: str) -> bool:
         """Return whether the dataset has an attribute."""
@@ -483,16 +460,6 @@ class CachedDataset(Dataset[Any]):
         audit.change(finding)
         if audit.changed:
             vars(self).update(_rows=None, _whole=None, _split=None, _audit=audit)
-
-    def _set_transform(self, name: str, value: Any) -> None:
-        before = getattr(self.dataset, name)
-        setattr(self.dataset, name, value)
-        try:
-            self._follow_transforms()
-        except BaseException:
-            setattr(self.dataset, name, before)
-            raise
-        self._audit.doubt()
 
     def _follow_transforms(self) -> None:
         """Split again when a transform of the dataset has been set or changed.
@@ -575,8 +542,9 @@ class CachedDataset(Dataset[Any]):
         if not isinstance(num_workers, int) or num_workers < 0:
             raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
+            every = np.arange(self.cache.dataset_len) if self._rows is None else np.unique(self._rows)
             for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
-                indices = self._unfilled()
+                indices = self._tiers.unfilled(every)
                 if bar.n and not self.cache.may_admit_later:
                     break
                 bar.total = bar.n + len(indices)
@@ -588,16 +556,6 @@ class CachedDataset(Dataset[Any]):
                 self._warm(batches[begin:] + batches[:begin], num_workers or 1, bar)
         self._epochs.begin(self.cache)  # filling does not count as an epoch
         return self.stats()
-
-    def _unfilled(self) -> list[int]:
-        """Return the indices of all samples that may be cached and are not."""
-        states = self.cache.aux_array.numpy()
-        indices = np.arange(len(states)) if self._rows is None else np.unique(self._rows)
-        empty = states[indices] == SlotState.EMPTY
-        if self.disk_cache is not None:
-            empty |= self.disk_cache.aux_array.numpy()[indices] == SlotState.EMPTY
-        unfilled: list[int] = indices[empty].tolist()
-        return unfilled
 
     def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:
         counts: Iterable[int]
@@ -614,18 +572,8 @@ class CachedDataset(Dataset[Any]):
         for batch in batches:
             if isinstance(self._loader, BlockLoader):
                 self._loader.copy_samples(batch)
-            empty = [idx for idx in batch if self.cache.aux_array[idx] == SlotState.EMPTY]
-            self.cache.get_or_load_many(empty, self._tiered(self._loader.load_many), copy=False, strict=False)
-            if self.disk_cache is not None:
-                self._fill_disk(self.disk_cache, batch)
+            self._tiers.fill(batch, self._loader.load_many)
             yield len(batch)
-
-    def _fill_disk(self, disk: DiskCache, batch: list[int]) -> None:
-        """Write the samples to the disk that are not there yet: from memory, or else from the dataset."""
-        disk.flush()
-        empty = [idx for idx in batch if disk.aux_array[idx] == SlotState.EMPTY]
-        load = partial(self.cache.get_or_load_many, load=self._loader.load_many, strict=False)
-        disk.get_or_load_many(empty, load, strict=False)
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -634,9 +582,9 @@ class CachedDataset(Dataset[Any]):
         if self.cache.closed and self._last_stats is not None:
             return self._last_stats
         self._epochs.update(self.cache)
-        disk = None if self.disk_cache is None else self.disk_cache.stats()
+        total, disk = self._tiers.stats()
         epochs = self._epochs.stats(self.cache)
-        return DatasetStats(self.cache.stats(), epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
+        return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
     def begin_loop(self, loader: Any, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
@@ -658,9 +606,7 @@ class CachedDataset(Dataset[Any]):
             self._loader.close()
         if not self.cache.closed:
             super().__setattr__("_last_stats", self.stats())
-        if self.disk_cache is not None:
-            self.disk_cache.close()  # first: which samples are written depends on those in memory
-        self.cache.close()
+        self._tiers.close()
         self._audit.close()
 
     def __enter__(self: _Self) -> _Self:
@@ -672,6 +618,11 @@ class CachedDataset(Dataset[Any]):
     def __repr__(self) -> str:
         # Says nothing that reading changes: some compare it with that of the run that they resume
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
+
+
+def _those_of(options: type[CacheOptions | SampleOptions], given: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the given arguments that are fields of a class of options."""
+    return {field.name: given[field.name] for field in dataclasses.fields(options) if field.name in given}
 
 
 def _new(kind: type[_Self]) -> _Self:

@@ -23,7 +23,7 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
 from stocache.disk.cache import DiskCache
-from stocache.disk.tiers import TieredCache
+from stocache.disk.tiers import Tiers
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.system.describe import describe, difference
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk
@@ -91,9 +91,9 @@ class Buffers:
         self._base = rank * self._len
         self._last, self._stale = sys.maxsize, False  # the last buffer that was asked for; see `_is_stale`
         self._sound = not lines.compressed  # whether the last buffer is known to be undamaged
-        self.cache: TieredCache | None = None
+        self.cache: Tiers | None = None
         if options.size_limit_gib != 0 or options.disk is not None:
-            self.cache = TieredCache(options, self._len * world_size, int(expected) + 2 * world_size)
+            self.cache = Tiers.of_any_size(options, self._len * world_size, int(expected) + 2 * world_size)
         table_gib = _TABLE_ROW * self._len * world_size / 2**30
         table_name = None if options.name is None else f"{options.name}.lines"
         table = replace(options, size_limit_gib=table_gib, name=table_name)

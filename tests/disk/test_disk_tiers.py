@@ -1,4 +1,4 @@
-"""A TieredCache searches memory, then the disk, then the source, and keeps in both what it found last."""
+"""Tiers search memory, then the disk, then the source, and keep in both what they found last."""
 
 import contextlib
 import pickle
@@ -8,7 +8,7 @@ import pytest
 from stocache import CacheOptions
 from stocache.cache.stats import MISSING
 from stocache.disk.store import DiskStore
-from stocache.disk.tiers import TieredCache
+from stocache.disk.tiers import Tiers
 from stocache.errors import ClosedError, MismatchError, SampleError
 from tests.support.disks import loaded, record
 from tests.support.equality import same
@@ -24,7 +24,7 @@ def opened(tmp_path):
         def open_cache(memory=0, **options):
             stack.close()
             options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"} | options
-            return stack.enter_context(contextlib.closing(TieredCache(CacheOptions(memory, **options), len(ALL))))
+            return stack.enter_context(contextlib.closing(Tiers.of_any_size(CacheOptions(memory, **options), len(ALL))))
 
         yield open_cache
 

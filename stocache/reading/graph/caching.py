@@ -11,7 +11,7 @@ import copy
 import logging
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
@@ -20,7 +20,7 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
 from stocache.datasets.audit import Audit, OnChange
 from stocache.disk.cache import DiskCache
-from stocache.disk.tiers import TieredCache
+from stocache.disk.tiers import Tiers
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, is_random, pipes_of, relink, removed, replaced, sources
 from stocache.reading.graph.pipes import Prefetcher, register
@@ -113,7 +113,8 @@ class SharedCacher(IterDataPipe[Any]):
             dataset_len = length_of(datapipe)
             if dataset_len is None:
                 raise DatasetError("shared_cache needs the number of keys, and the pipe has no length. Pass dataset_len=.")
-        self._tiers, self._dataset_len = TieredCache(CacheOptions(size_limit_gib, **options), dataset_len), dataset_len
+        self._tiers = Tiers.of_any_size(CacheOptions(size_limit_gib, **options), dataset_len)
+        self._dataset_len = dataset_len
         self._maps = Maps(maps, dataset_len)
         self._audit = Audit(self._maps, dataset_len, audit, on_change, any_sample=False)
         self._warned = False
@@ -121,7 +122,7 @@ class SharedCacher(IterDataPipe[Any]):
     @property
     def cache(self) -> RaggedCache:
         """The cache in memory."""
-        return self._tiers.memory
+        return cast(RaggedCache, self._tiers.memory)
 
     @property
     def disk_cache(self) -> DiskCache | None:
