@@ -33,7 +33,9 @@ from stocache.system.waiting import describe_first, flock_owners, printable, try
 logger = logging.getLogger("stocache")
 
 MANIFEST_FILE, LOCK_FILE, INDEX_FILE, SAMPLES_FILE = "cache.json", "lock", "index", "samples"
-FILES = frozenset({MANIFEST_FILE, LOCK_FILE, INDEX_FILE, SAMPLES_FILE, f"{MANIFEST_FILE}.new", "lost+found"})
+CONTENT = MANIFEST_FILE, f"{MANIFEST_FILE}.new", INDEX_FILE, SAMPLES_FILE
+"""In the order in which they are removed: without a manifest, nobody reads the others."""
+FILES = frozenset({*CONTENT, LOCK_FILE, "lost+found"})
 _MARK, _VERSION = b'"checksum": "', 1
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
@@ -69,34 +71,32 @@ class Folder:
     def __init__(
         self, path: str | os.PathLike[str], identity: Identity, fingerprint: str | None, private: bool, facts: dict[str, Any]
     ) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self._fds: list[int] = []
-        self._close = weakref.finalize(self, _close_all, self._fds)
-        self._close.atexit = False  # samples may still be written then
-        try:
+        with self._closed_on_error(os.path.abspath(os.fspath(path))):
             self._open(dict(identity), fingerprint, private, facts)
-        except BaseException:
-            self.close()
-            raise
 
     @classmethod
     def reopen(cls, path: str, key: str) -> "Folder":
         """Return the folder that another process has open. Raises OSError or DiskError where it has been replaced."""
         folder = cls.__new__(cls)
-        folder.path, folder._fds = path, []
-        folder._close = weakref.finalize(folder, _close_all, folder._fds)
-        folder._close.atexit = False
-        try:
+        with folder._closed_on_error(path):
             folder._open_directory()
             if folder._read_manifest()["key"] != key:  # before anything is made there
                 raise DiskError(f"{printable(path)} is another cache by now.")
             folder._take_lock()
             folder._set(key)
             folder.share()
-        except BaseException:
-            folder.close()
-            raise
         return folder
+
+    @contextlib.contextmanager
+    def _closed_on_error(self, path: str) -> Iterator[None]:
+        self.path, self._fds = path, list[int]()
+        self._close = weakref.finalize(self, _close_all, self._fds)
+        self._close.atexit = False  # samples may still be written then
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _open(self, identity: dict[str, Any], fingerprint: str | None, private: bool, facts: dict[str, Any]) -> None:
         with contextlib.suppress(FileExistsError, NotADirectoryError):
@@ -267,14 +267,7 @@ class Folder:
             if not self.alone:
                 raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
             logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
-        for name in (
-            MANIFEST_FILE,
-            f"{MANIFEST_FILE}.new",
-            INDEX_FILE,
-            SAMPLES_FILE,
-        ):  # the manifest first: without one, nobody reads the others
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=self._at)
+        remove_files(self._at, *CONTENT)
         for name in (INDEX_FILE, SAMPLES_FILE):
             os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
         manifest = {
@@ -307,6 +300,13 @@ class Folder:
     def close(self) -> None:
         """Close all files. Twice is fine."""
         self._close()
+
+
+def remove_files(at: int, *names: str) -> None:
+    """Remove files of the folder with a descriptor, those that are there."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=at)
 
 
 def _close_all(fds: list[int]) -> None:

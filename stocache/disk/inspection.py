@@ -14,7 +14,16 @@ import xxhash
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from stocache.disk.folder import FILES, INDEX_FILE, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, read_manifest
+from stocache.disk.folder import (
+    CONTENT,
+    FILES,
+    INDEX_FILE,
+    LOCK_FILE,
+    MANIFEST_FILE,
+    SAMPLES_FILE,
+    read_manifest,
+    remove_files,
+)
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named
@@ -152,20 +161,11 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
         with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
             key = _read_manifest(at, path)["key"]
         if not force:
-            lock = _open_file(at, path, LOCK_FILE, os.O_RDWR)
-            stack.callback(os.close, lock)
+            lock = _open_file(stack, at, path, LOCK_FILE, os.O_RDWR)
             if not try_flock(lock):
                 user = describe_first(flock_owners(lock))
                 raise DiskError(f"{shown} is in use by {user}. To remove it anyway: stocache rm --force {shown}")
-        for name in (
-            MANIFEST_FILE,
-            f"{MANIFEST_FILE}.new",
-            INDEX_FILE,
-            SAMPLES_FILE,
-            LOCK_FILE,
-        ):  # without a manifest, nobody reads the others
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=at)
+        remove_files(at, *CONTENT, LOCK_FILE)
     with contextlib.suppress(OSError):
         os.rmdir(path)
     if key is not None:
@@ -219,23 +219,20 @@ def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
     path = os.path.abspath(path)
     with _directory(path) as at, contextlib.ExitStack() as stack:
         manifest = _read_manifest(at, path)
-        fds = []
-        for name in (INDEX_FILE, SAMPLES_FILE):
-            fds.append(_open_file(at, path, name, os.O_RDONLY))
-            stack.callback(os.close, fds[-1])
+        fds = [_open_file(stack, at, path, name, os.O_RDONLY) for name in (INDEX_FILE, SAMPLES_FILE)]
         if _read_manifest(at, path)["key"] != manifest["key"]:
             raise DiskError(f"{printable(path)} is being recreated by another process. Try again.")
         yield _Files(path, at, manifest, *fds)
 
 
-def _open_file(at: int, path: str, name: str, mode: int) -> int:
-    """Open a regular file of a folder. Raises DiskError."""
+def _open_file(stack: contextlib.ExitStack, at: int, path: str, name: str, mode: int) -> int:
+    """Open a regular file of a folder, until a stack ends. Raises DiskError."""
     path = printable(path)
     try:
         fd = os.open(name, mode | _READ, dir_fd=at)
+        stack.callback(os.close, fd)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
-        os.close(fd)
         problem = f"is not a regular file. {_remedy(path)}"
     except FileNotFoundError:
         problem = f"is missing. {_remedy(path)}"

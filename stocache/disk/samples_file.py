@@ -18,7 +18,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -45,6 +45,7 @@ _hash = xxhash.xxh3_64_intdigest
 
 _Numbers: TypeAlias = NDArray[np.uint64]
 _Indices: TypeAlias = NDArray[np.int64]
+_Size = TypeVar("_Size", int, _Numbers)
 
 
 def _hash_all(parts: Iterable[Any], seed: int) -> int:
@@ -68,9 +69,9 @@ class SamplesFile:
         self._advised = 0  # pages up to here were written to the disk, and dropped
 
     @staticmethod
-    def room(nbytes: int) -> int:
-        """Return the bytes that a sample of ``nbytes`` bytes takes in the file."""
-        return (nbytes + 7 & ~7) + CHECKSUM_BYTES
+    def room(nbytes: _Size) -> _Size:
+        """Return the bytes that a sample of ``nbytes`` bytes takes in the file; of an array of sizes, each."""
+        return (nbytes + 7) // 8 * 8 + CHECKSUM_BYTES
 
     def read(self, idx: int) -> tuple[NDArray[np.uint8], int] | None:
         """Return new memory that begins with the bytes of a sample, and how many they are; None where they are damaged.
@@ -207,7 +208,7 @@ def seed_of(key: int, idx: int) -> int:
 
 def may_be_true(at: _Numbers, nbytes: _Numbers, size: int) -> "NDArray[np.bool_]":
     """Return which entries of an index can be true, for a file of samples of ``size`` bytes. 0 stands for no sample."""
-    true: NDArray[np.bool_] = (at >= DATA_OFFSET) & (at <= size) & (nbytes <= size) & (at + _rooms(nbytes) <= size)
+    true: NDArray[np.bool_] = (at >= DATA_OFFSET) & (at <= size) & (nbytes <= size) & (at + SamplesFile.room(nbytes) <= size)
     return true
 
 
@@ -255,7 +256,7 @@ def _drop_overlapping(offsets: _Numbers, sizes: _Numbers) -> int:
     used = np.flatnonzero(offsets)
     used = used[np.argsort(offsets[used])]
     begins = offsets[used]
-    ends = begins + _rooms(sizes[used])
+    ends = begins + SamplesFile.room(sizes[used])
     wrong = used[:-1][ends[:-1] > begins[1:]]
     offsets[wrong] = sizes[wrong] = 0
     return -(-max(DATA_OFFSET, int(ends[-1]) if len(ends) else 0) // 8) * 8
@@ -270,8 +271,3 @@ def free_rows(offsets: _Numbers, row_bytes: int, end: int) -> _Numbers:
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     places: _Numbers = (np.repeat(begins, counts) + number * room).astype(np.uint64)
     return places
-
-
-def _rooms(sizes: _Numbers) -> _Numbers:
-    rooms: _Numbers = (sizes + np.uint64(7) & ~np.uint64(7)) + np.uint64(CHECKSUM_BYTES)
-    return rooms
