@@ -43,7 +43,7 @@ def test_public_attributes_are_arguments_also_of_torch_s_loader(options, loader_
     assert loader_class is DataLoader or set(public) <= set(names)
 
 
-@pytest.mark.parametrize(("options", "copied"), [*zip(OPTIONS, [*COPIES, *COPIES], strict=False)], ids=str)
+@pytest.mark.parametrize(("options", "copied"), [*zip(OPTIONS, [*COPIES, *COPIES], strict=False)])
 def test_a_loader_in_use_is_copied_and_both_go_on_by_themselves(options, copied):
     loader, batches = used(options)
     another = copied(loader)
