@@ -62,3 +62,35 @@ def test_the_one_line_changes_nothing(tmp_path):
 ])  # fmt: skip
 def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path):
     compare([(program, options) for options in rows], tmp_path)
+
+
+UNDER_RUN = [
+    *(("frameworks", {"of": of}) for of in ("lightning", "accelerate", "transformers", "ignite")),
+    ("detection", {"flip": True, **FORKED}), ("lazy_files", {"kind": "h5py"}), ("vision", FORKED), ("monai_dicts", FORKED),
+    ("hugging_face", SPAWNED),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "options"), UNDER_RUN, ids=str)
+def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached(program, options, tmp_path):
+    needs = [options["of"].split(".")[0]] if program == "frameworks" else NEEDS[program]
+    for library in needs:
+        pytest.importorskip(library)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONHASHSEED": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    outcomes = {}
+    for way, command in {"plain": [], "run": ["-m", "stocache", "run", "--cache", "50MB", "--json", "report.json"]}.items():
+        folder = tmp_path / way
+        (folder / "data").mkdir(parents=True)
+        arguments = ["-m", "tests.programs.running", program, "plain", "data", json.dumps(options), "out.pickle"]
+        run_python(*command, *arguments, timeout_s=300, cwd=folder, env=environment)
+        outcomes[way] = pickle.loads((folder / "out.pickle").read_bytes())["results"]
+    assert difference(outcomes["plain"], outcomes["run"]) is None
+    loaders = json.loads((tmp_path / "run" / "report.json").read_text())
+    hits, misses = (sum(epoch[name] or 0 for loader in loaders for epoch in loader["epochs"]) for name in ("hits", "misses"))
+    assert hits > misses, loaders

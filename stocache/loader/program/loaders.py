@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T")
 
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
 _OURS = "__iter__", "_get_iterator"
 
@@ -231,12 +233,14 @@ class ProgramLoaders:
         return "\n\n".join(lines_of(self.lines()))
 
     def lines(self) -> list[LoaderLines]:
-        """Return what the report says of each loader."""
-        return [
-            LoaderLines(seen.place, seen.dataset.name, seen.dataset.length, epochs, self._state_of(seen.dataset), seen.note)
-            for seen, epochs in self.epochs()
-            if epochs or seen.note
-        ]
+        """Return what the report says of each loader; one that the program makes again and again counts as one."""
+        found: dict[tuple[str, str, int | None], LoaderLines] = {}
+        for seen, epochs in self.epochs():
+            if epochs or seen.note:
+                key = seen.place, seen.dataset.name, seen.dataset.length
+                before = found[key].epochs if key in found else ()
+                found[key] = LoaderLines(*key, (*before, *epochs), self._state_of(seen.dataset), seen.note)
+        return list(found.values())
 
     def _state_of(self, known: _Dataset) -> str:
         if self.options.cache is None:
@@ -264,8 +268,13 @@ def _why_not(dataset: Any) -> str:
 
 
 def _place() -> str:
-    """Return the place of the program that makes a loader."""
+    """Return the place of the program that makes a loader; that of a framework, where no file of the program calls it."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("stocache", "torch"):
+    places = []
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("stocache", "torch"):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    own = [place for place in places if "-packages" not in place[0] and not place[0].startswith((_STDLIB, "<"))]
+    path, line = next(iter(own or places), ("", 0))
+    return f"{os.path.basename(path)}:{line}" if path else ""

@@ -1,0 +1,108 @@
+"""Frameworks that make the loader themselves, or take it over: Lightning, accelerate, transformers, ignite."""
+
+import torch
+import torch.utils.data
+from torch import nn
+from torch.nn import functional
+
+
+class Points(torch.utils.data.Dataset):
+    """Points and labels, as a dict or a pair."""
+
+    def __init__(self, length, as_dict=False):
+        self.length, self.as_dict = length, as_dict
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        point = torch.sin(torch.arange(8) * (idx + 1.0))
+        return {"x": point, "labels": idx % 3} if self.as_dict else (point, idx % 3)
+
+
+def loader_of(dataset, shuffle=True, workers=2):
+    return torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=shuffle, num_workers=workers)
+
+
+def lightning(wrap, folder):
+    from lightning import pytorch
+
+    class Module(pytorch.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.losses = nn.Linear(8, 3), []
+
+        def training_step(self, batch, number):
+            loss = functional.cross_entropy(self.layer(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch, number):
+            self.losses.append(functional.cross_entropy(self.layer(batch[0]), batch[1]).item())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    module = Module()
+    trainer = pytorch.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader_of(wrap(Points(64))), loader_of(wrap(Points(16)), shuffle=False))
+    return module.losses, module.layer.weight.detach()
+
+
+def accelerate(wrap, folder):
+    from accelerate import Accelerator
+
+    accelerator, layer = Accelerator(cpu=True), nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    layer, optimizer, loader = accelerator.prepare(layer, optimizer, loader_of(wrap(Points(64))))
+    for _epoch in range(3):
+        for points, labels in loader:
+            optimizer.zero_grad()
+            accelerator.backward(functional.cross_entropy(layer(points), labels))
+            optimizer.step()
+    return layer.weight.detach()
+
+
+def transformers(wrap, folder):
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x, labels):
+            scores = self.layer(x)
+            return {"loss": functional.cross_entropy(scores, labels), "logits": scores}
+
+    arguments = TrainingArguments(
+        str(folder / "trainer"), num_train_epochs=3, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+        save_strategy="no", dataloader_num_workers=2, logging_strategy="no", eval_strategy="epoch", disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    model = Model()
+    trainer = Trainer(
+        model, arguments, train_dataset=wrap(Points(64, as_dict=True)), eval_dataset=wrap(Points(16, as_dict=True))
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return losses, model.layer.weight.detach()
+
+
+def ignite(wrap, folder):
+    from ignite.engine import create_supervised_trainer
+
+    layer = nn.Linear(8, 3)
+    trainer = create_supervised_trainer(layer, torch.optim.SGD(layer.parameters(), 0.1), functional.cross_entropy)
+    trainer.run(loader_of(wrap(Points(64))), max_epochs=3)
+    return layer.weight.detach()
+
+
+FRAMEWORKS = {function.__name__: function for function in (lightning, accelerate, transformers, ignite)}
+
+
+def main(wrap, folder, of):
+    torch.manual_seed(0)
+    return FRAMEWORKS[of](wrap, folder)
