@@ -1,13 +1,13 @@
 # The names of the package, by what they are for. They are imported on first use, because torch takes seconds to import.
 
 from . import errors as errors
-
-# Caching
-from .cache.base import SlotState as SlotState
+from . import loader as loader
 from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
 from .cache.shared import SharedCache as SharedCache
+
+# Caching
 
 # Names of others
 from .compat import SharedCacheDDP as SharedCacheDDP

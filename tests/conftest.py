@@ -27,7 +27,8 @@ from hypothesis.strategies import none
 from tqdm import tqdm
 
 from stocache import CachedDataset
-from stocache.cache.base import SampleCache, SlotState
+from stocache.cache.base import SampleCache
+from stocache.cache.states import SlotState
 from stocache.reading.graph.caching import SharedCacher
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache, SampleCache
@@ -22,11 +23,13 @@ from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
 
+_T = TypeVar("_T", default=Any)  # the samples
 
-class ListCache(SampleCache):
+
+class ListCache(SampleCache[_T]):
     """A cache whose batches are lists of samples."""
 
-    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[Any], Tensor]:
+    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[_T | None], Tensor]:
         """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
 
         Returns:
@@ -44,7 +47,7 @@ class ListCache(SampleCache):
         return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
 
     def set_slots(
-        self, indices: Sequence[int] | Tensor, values: Sequence[Any], allow_oob_idx: bool = True, allow_overwrite: bool = False
+        self, indices: Sequence[int] | Tensor, values: Sequence[_T], allow_oob_idx: bool = True, allow_overwrite: bool = False
     ) -> None:
         """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
 
@@ -60,7 +63,7 @@ class ListCache(SampleCache):
         self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
 
-class RaggedCache(MemoryCache, ListCache):
+class RaggedCache(MemoryCache[_T], ListCache[_T]):
     """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))

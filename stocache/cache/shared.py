@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache, SampleCache
@@ -27,6 +28,8 @@ from stocache.system.limits import format_size
 
 logger = logging.getLogger("stocache")
 
+_T = TypeVar("_T", default=Any)  # the samples
+
 
 class NextTier(Protocol):
     """A cache behind one in memory, such as a `DiskCache`."""
@@ -38,7 +41,7 @@ class NextTier(Protocol):
         """Read those samples that are there into rows of a contiguous batch. Return the rows that were filled."""
 
 
-class SharedCache(MemoryCache):
+class SharedCache(MemoryCache[_T]):
     """A cache in shared memory for samples of one shape: one copy for all processes of a training job.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:

@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, MapDataPipe
 from tqdm import tqdm
+from typing_extensions import TypeVar
 
-from stocache.cache.base import SlotState
-from stocache.cache.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit, OnChange
+from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import FollowedMethod, follow, is_part
@@ -44,6 +45,8 @@ from stocache.transforms.part_transform import PartTransform, as_transform
 
 logger = logging.getLogger("stocache")
 
+_T = TypeVar("_T", default=Any)  # the samples
+_T_co = TypeVar("_T_co", covariant=True)
 _Self = TypeVar("_Self", bound="CachedDataset")
 
 _LARGE = 1 << 16  # bytes of a sample
@@ -52,7 +55,17 @@ _SAMPLE_ATTRIBUTES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
 
-class CachedDataset(Dataset[Any]):
+class MapStyle(Protocol[_T_co]):
+    """What a dataset needs: a length, and samples by their index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, idx: int, /) -> _T_co:
+        """Return a sample."""
+
+
+class CachedDataset(Dataset[_T]):
     """Any map-style dataset, cached in shared memory: one copy for all workers, ranks and (with a name) jobs of the machine.
 
         dataset = CachedDataset(ImageFolder("photos", transform=train_transform), size_limit_gib=32)
@@ -140,7 +153,7 @@ class CachedDataset(Dataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: "Dataset[_T] | MapStyle[_T]",
         size_limit_gib: float | str | CacheOptions = "auto",
         *,
         transform: Callable[[Any], Any] | Mapping[Any, Any] | None = None,
@@ -167,7 +180,7 @@ class CachedDataset(Dataset[Any]):
     ) -> None:
         given = locals()
         self._len = check_dataset(dataset)
-        self.dataset = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
+        self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
         self._copies = copy
         self._rows: Any = None  # of a view: its samples
@@ -250,6 +263,12 @@ class CachedDataset(Dataset[Any]):
                 f"it is complete, or wrap it again."
             )
         return self._len
+
+    @overload
+    def __getitem__(self, idx: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, idx: Any) -> Any: ...
 
     def __getitem__(self, idx: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.

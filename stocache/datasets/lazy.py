@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
-from stocache.cache.batches import BatchSpec, JoinedBatch
 from stocache.cache.shared import SharedCache
+from stocache.datasets.batches import BatchSpec, JoinedBatch
 from stocache.datasets.cached import is_cache
 from stocache.system.walking import branch_of, inner_datasets, through_subsets
 

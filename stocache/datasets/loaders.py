@@ -44,10 +44,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stocache.cache.base import SampleCache, SlotState
+from stocache.cache.base import SampleCache
 from stocache.cache.placement import BlockBounds, Placement, residency
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError

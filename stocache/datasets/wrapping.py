@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
 
-from stocache.cache.base import SlotState
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
+from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples

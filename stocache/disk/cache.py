@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
@@ -38,6 +39,8 @@ from stocache.system.background import Background
 from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
+
+_T = TypeVar("_T", default=Any)  # the samples
 
 _LOOK_S = 0.1
 _MOST_BYTES = 64 << 20  # that wait to be written
@@ -87,7 +90,7 @@ class DiskOptions:
         return facts | {"example": example} if example is None or len(example) <= MOST_TEXT else facts
 
 
-class DiskCache(ListCache):
+class DiskCache(ListCache[_T]):
     """A cache in a folder on a local disk: for samples that come from a network, or take long to make.
 
         cache = DiskCache("/nvme/photos", "500GB", dataset_len=len(dataset), fingerprint="v1")

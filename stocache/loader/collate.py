@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.cache.batches import Empty, LazyBatch
+from stocache.datasets.batches import Empty, LazyBatch
 from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here

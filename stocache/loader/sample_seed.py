@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.cache.batches import Load
+from stocache.datasets.batches import Load
 from stocache.datasets.cached import is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, current_answer, note_answer, set_epoch

@@ -34,7 +34,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pinning
 
-from stocache.cache.batches import LazyBatch
+from stocache.datasets.batches import LazyBatch
 from stocache.datasets.cached import CachedDataset, is_cache
 from stocache.datasets.lazy import LazyConcat
 from stocache.errors import WorkerError

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DistributedSampler, Subset
 
-from stocache.cache.base import SlotState
 from stocache.cache.placement import Placement, ordering_of
 from stocache.cache.shared import SharedCache
+from stocache.cache.states import SlotState
 from stocache.errors import LimitError, StateError
 from stocache.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
 from stocache.samplers.block import ResumableSampler, sampler_form

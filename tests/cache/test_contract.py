@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stocache import ClosedError, SampleError, SampleIndexError, SlotError
-from stocache.cache.base import SlotState
+from stocache.cache.states import SlotState
 from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
-from stocache.cache.base import SlotState
+from stocache.cache.states import SlotState
 from stocache.cli import listing
 from stocache.cli.app import app
 from stocache.errors import CodecError, LimitError, MismatchError, SampleError, SampleIndexError, SegmentError, SlotError

@@ -29,7 +29,7 @@ from torch.utils.data import (
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.cache.batches import LazyBatch
+from stocache.datasets.batches import LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.observe.recording import record
 from stocache.ring.ring import NO_MEMORY

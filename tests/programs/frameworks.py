@@ -80,7 +80,8 @@ def transformers(wrap, folder):
 
     arguments = TrainingArguments(
         str(folder / "trainer"), num_train_epochs=3, per_device_train_batch_size=8, report_to=[], use_cpu=True,
-        save_strategy="no", dataloader_num_workers=2, logging_strategy="no", eval_strategy="epoch", disable_tqdm=True, remove_unused_columns=False,
+        save_strategy="no", dataloader_num_workers=2, logging_strategy="no", eval_strategy="epoch", disable_tqdm=True,
+        remove_unused_columns=False,
     )  # fmt: skip
     model = Model()
     trainer = Trainer(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
-from stocache.cache.batches import BatchSpec, LazyBatch
+from stocache.datasets.batches import BatchSpec, LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.samples.spec import Structure
 from tests.support.equality import everywhere, identical, same

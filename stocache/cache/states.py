@@ -1,0 +1,267 @@
+"""Know which samples of a cache are set: one state byte per sample, set once and read without a lock."""
+
+import logging
+import os
+import time
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET
+from stocache.errors import ClosedError, SampleIndexError
+from stocache.samples.indices import check_index
+from stocache.shm.agreement import Agreement
+from stocache.shm.claims import Claims
+from stocache.shm.locks import WEAKLY_ORDERED, fence
+from stocache.shm.segment import FREE_THREADED, Segment
+
+logger = logging.getLogger("stocache")
+
+_Self = TypeVar("_Self", bound="SampleStates")
+_Indices = NDArray[np.int64]
+
+
+class SlotState(IntEnum):
+    """The state of a sample, as ``cache.aux_array`` holds it."""
+
+    EMPTY = 0
+    SET = 1
+    OOB = 2
+    """Out of bounds of the cache: in the dataset, but without a slot."""
+
+
+class SampleStore(Protocol):
+    """How the samples of a cache are stored and read. The cache takes the locks, and knows which samples are set.
+
+    Attributes:
+        gathers_from: the size from which batches are read by `load_many`; smaller ones are faster sample by sample.
+        unreadable: why `load` returned MISSING in this process, if it did: the module of a sample's class is not imported here.
+        may_miss: whether `load` may return MISSING for a sample that was set, because it is damaged. The sample is EMPTY then.
+    """
+
+    gathers_from: int
+    may_miss: bool
+
+    @property
+    def unreadable(self) -> str:
+        """See the attributes."""
+
+    def encode(self, sample: Any, where: str, /) -> Any:
+        """Return a sample encoded for `write`. Raises SampleError, whose message begins with ``where``."""
+
+    def encode_many(self, samples: list[Any]) -> list[Any] | None:
+        """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
+
+    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+        """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
+
+        Return for each the counter to raise, if any; FILLS means that the sample was written.
+        ``costs_s``: the seconds that each took to load; None if that is not known.
+        """
+
+    def slot(self, idx: int, /) -> int:
+        """Return the slot of a sample that is set."""
+
+    def load(self, slot: int, copy: bool, /) -> Any:
+        """Return the sample in a slot; a private copy if asked for. MISSING if this process cannot read it."""
+
+    def load_many(self, indices: _Indices) -> list[Any]:
+        """Return private copies of samples. All of them are set."""
+
+    def refused(self, idx: int) -> bool:
+        """Return whether the machine has refused the memory for a sample that is not set."""
+
+    def has_room_for(self, states: NDArray[np.uint8]) -> bool:
+        """Return whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
+
+    def has_room(self, encoded: Collection[Any]) -> bool:
+        """Return whether all of these encoded samples, none of which is outside the cache, can be written."""
+
+    def clear(self) -> None:
+        """Drop all samples. No process writes, and no sample is set."""
+
+    def amounts(self, filled: int) -> dict[str, int]:
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples."""
+
+
+class SampleStates:
+    """The state of each sample of a cache, and the samples that are set. `SampleCache` is the whole cache."""
+
+    _RELEASED: ClassVar[tuple[str, ...]] = (
+        "_segment",
+        "_states",
+        "_aux",
+        "_store",
+        "_load",
+        "_claims",
+        "_agreement",
+    )
+    """Attributes that hold memory. close() deletes them."""
+
+    thread_safe = True  # worker threads share it
+
+    _warned_of_unreadable: bool = False
+
+    _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
+
+    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
+
+    may_admit_later: bool = False
+    """Whether a sample that was not kept when it was set may be kept when it is set again."""
+
+    def _share(
+        self,
+        segment: Segment,
+        dataset_len: int,
+        store: SampleStore,
+        samples: str,
+        room: str,
+        own: Any = None,
+        control_bytes: int = 0,
+    ) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled.
+
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``own``: a cache of
+        this rank alone, if it shares this one with other ranks that may have other samples. ``control_bytes``: without those
+        of the agreement with them and of the claims.
+        """
+        self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
+        self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
+        self._claims = Claims(segment, dataset_len)
+        self._states = segment.control[:dataset_len]
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
+        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
+        if segment.backing == "none":  # then nothing is shared, and nothing can be cached
+            self._aux.numpy().fill(OOB)
+        self._agreement = None if own is None else Agreement(segment, control_bytes, dataset_len, own)
+        self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
+
+    def hit(self, idx: int, copy: bool) -> Any:
+        """Return sample ``idx`` if it is set; else MISSING, also if ``idx`` is not an index. Other methods try this first."""
+        try:
+            if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
+                return MISSING
+        except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
+            return MISSING
+        if WEAKLY_ORDERED:
+            fence()
+        if self._agreement is not None and not self._agreement.allows(idx):
+            return self._agreement.own.hit(idx, copy)
+        value = self._load(self._slot(idx), copy)
+        if value is not MISSING:  # else it is of a class that is not imported here
+            if FREE_THREADED:
+                self._segment.count(HITS)
+            else:
+                self._segment.counters[HITS] += 1  # faster, and the GIL keeps other threads from it
+        return value
+
+    def set_among(self, indices: _Indices) -> "NDArray[np.bool_]":
+        """Return which of the samples ``indices`` are set: these may be read from now on."""
+        mask: NDArray[np.bool_] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
+        if WEAKLY_ORDERED:
+            fence()
+        return mask if self._agreement is None else mask & self._agreement.allowed(indices)
+
+    def _is_doubted(self, idx: int) -> bool:
+        """Return whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
+        return self._agreement is not None and self._states[idx] == SET and not self._agreement.allows(idx)
+
+    def holds_all(self) -> bool:
+        """Return whether all samples that are not outside the cache will have room in it; an estimate if sizes vary."""
+        return self._store.has_room_for(self._aux.numpy())
+
+    def fillable(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is not cached, and can be. A process without its own counter row caches nothing."""
+        return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
+
+    def holds(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is cached."""
+        return self._states[idx] == SET
+
+    def keeps(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is cached, or will be. With admission by cost, only cached samples are sure to stay."""
+        return self.holds(idx) or (not self.may_admit_later and self.fillable(idx))
+
+    def peek(self, idx: int) -> Any:
+        """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
+        return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
+
+    def _miss(self, idx: int, since: float) -> None:
+        """Count a miss, and remember it if the sample can be set."""
+        self._segment.count(MISSES)
+        if self._states[idx] != OOB:
+            with self._segment.guard:
+                self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
+
+    def _miss_many(self, indices: _Indices) -> None:
+        now = time.perf_counter()
+        for idx in indices.tolist():
+            self._miss(idx, now)
+
+    def _warn_of_unreadable(self) -> None:
+        """Warn once why samples are missed here although they are cached."""
+        if not self._warned_of_unreadable:
+            self._warned_of_unreadable = True
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._store.unreadable)
+
+    @property
+    def dataset_len(self) -> int:
+        """The number of samples of the dataset."""
+        return self._dataset_len
+
+    @property
+    def shared_name(self) -> str | None:
+        """The name under which other processes find the cache; None for a cache without a name."""
+        return None if self._segment.path is None else os.path.basename(self._segment.path)
+
+    @property
+    def aux_array(self) -> Tensor:
+        """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
+        return self._aux
+
+    @property
+    def _own(self) -> Any:
+        """The cache of this rank alone; None where there is no agreement with other ranks. See NOTE [ Ranks that agree ]."""
+        return None if self._agreement is None else self._agreement.own
+
+    def close(self) -> None:
+        """Release the memory in this process. The machine has it back when all processes have done so. Twice is fine.
+
+        Views of the memory (``copy=False``) stay valid, and keep it.
+        """
+        for name in self._RELEASED:
+            self.__dict__.pop(name, None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called in this process."""
+        return "_segment" not in self.__dict__
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # else every misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Called only for missing attributes; a check in each method would cost time
+            if name in self._RELEASED:
+                raise ClosedError("the cache is closed. Make a new one, or close it later.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _index(self, idx: Any, call: str) -> int:
+        self._segment  # noqa: B018  raises when closed
+        return check_index(idx, self._dataset_len, call)
+
+    def _outside(self, idx: int, call: str) -> NoReturn:
+        raise SampleIndexError(
+            f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
+            f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
+        )
