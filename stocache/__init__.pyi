@@ -6,9 +6,9 @@ from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
 from .cache.shared import SharedCache as SharedCache
+from .cache.states import SlotState as SlotState
 
 # Caching
-
 # Names of others
 from .compat import SharedCacheDDP as SharedCacheDDP
 from .compat import get_shm_size as get_shm_size
@@ -100,7 +100,6 @@ from .storage.storage import (
 from .storage.storage import (
     OnDiskBlockDataStorage as OnDiskBlockDataStorage,
 )
-from .system.limits import recommended_limit as recommended_limit
 from .text.formats import (
     CsvFormat as CsvFormat,
 )

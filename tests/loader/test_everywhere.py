@@ -166,7 +166,7 @@ def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_ti
 
 def test_one_limit_is_for_all_datasets_together():
     with stocache.use_everywhere("1000B") as everywhere:
-        loaders = [data.DataLoader(Squares(30), shuffle=True) for _ in range(3)]
+        loaders = [data.DataLoader(Squares(length), shuffle=True) for length in (30, 31, 32)]
         for loader in loaders:
             list(loader)
         assert (
