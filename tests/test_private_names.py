@@ -4,7 +4,7 @@ import ctypes
 import multiprocessing
 import sys
 import types
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 
 import pytest
 import torch
@@ -52,6 +52,10 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
         lambda: "_pin_memory_device" in vars(iter(torch.utils.data.DataLoader([1]))),
     ),
     "BaseProcess._target": ("shm/job.py", lambda: multiprocessing.Process(target=print)._target is print),
+    "get_preparation_data of multiprocessing.spawn": (
+        "loader/program/run.py",
+        lambda: "init_main_from_path" in spawn.get_preparation_data.__code__.co_consts,
+    ),
     "ForkServer._preload_modules": ("loader/worker_group.py", lambda: type(forkserver._forkserver._preload_modules) is list),
 }
 
