@@ -261,3 +261,21 @@ def test_the_order_of_the_parts_of_a_batch_is_that_of_numpy_too(everywhere):
     assert all(
         torch.equal(a["x"], b["x"]) and a["name"] == b["name"] for a, b in zip(ours, TorchLoader(dataset, 3), strict=True)
     )
+
+
+def test_torchdatas_loader_is_stood_in_for_if_asked(monkeypatch):
+    for name in ("torchdata", "torchdata.stateful_dataloader", "torchdata.stateful_dataloader.stateful_dataloader"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module = sys.modules["torchdata.stateful_dataloader"]
+    module.StatefulDataLoader = sys.modules[f"{module.__name__}.stateful_dataloader"].StatefulDataLoader = theirs = type(
+        "Theirs", (), {}
+    )
+    with stocache.use_everywhere(stateful=True):
+        loader = module.StatefulDataLoader(Squares(8), batch_size=2)
+        iterator = iter(loader)
+        next(iterator)
+        state, rest = loader.state_dict(), list(iterator)
+        again = module.StatefulDataLoader(Squares(8), batch_size=2)
+        again.load_state_dict(state)
+        assert [ids.tolist() for _, ids in again] == [ids.tolist() for _, ids in rest] == [[2, 3], [4, 5], [6, 7]]
+    assert module.StatefulDataLoader is theirs

@@ -166,8 +166,9 @@ def _warn_of_holders(name: str, places: tuple[str, ...]) -> None:
     holders = sorted(_holders(loader, places[0].partition(".")[0])) if loader is not None else []
     if holders:
         logger.warning(
-            "use_everywhere: %s imported torch's %s before, and keep it. Call use_everywhere first, or import them again.",
-            ", ".join(holders[:5]) + (f" and {len(holders) - 5} more" if len(holders) > 5 else ""), name,
+            "use_everywhere: torch's %s stays in %s, imported before. Call use_everywhere first, or import them again.",
+            name,
+            ", ".join(holders[:5]) + (f" and {len(holders) - 5} more" if len(holders) > 5 else ""),
         )  # fmt: skip
 
 
