@@ -76,5 +76,7 @@ if __name__ == "__main__":
     log, number = sys.argv[1], int(sys.argv[2])
     if sys.argv[3:] == ["lightning"]:
         as_lightning(log, number)
+    elif number:
+        torch.multiprocessing.spawn(read, (number, log), nprocs=number)
     else:
         read(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), log)
