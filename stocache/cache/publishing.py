@@ -115,12 +115,15 @@ class PublishingCache(SampleStates, Generic[_T]):
         fillable, count = (EMPTY, SET) if overwrite else (EMPTY,), len(indices)
         try:
             self._claims.to_write(indices, taken)
-            kept = [row for row, idx in enumerate(indices) if idx in taken and states[idx] in fillable]
-            if len(kept) < count:
-                indices = [indices[row] for row in kept]
-                encoded, costs_s = [encoded[row] for row in kept], [costs_s[row] for row in kept]
+            free = [idx for idx in indices if idx in taken and states[idx] in fillable]
+            if len(free) < count:
+                left = set(free)
+                kept = [row for row, idx in enumerate(indices) if idx in left]
+                indices, encoded, costs_s = free, [encoded[row] for row in kept], [costs_s[row] for row in kept]
             counters = self._write(indices, encoded, costs_s)
-            filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
+            filled = indices
+            if counters.count(FILLS) < len(indices):
+                filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
             if self._agreement is not None:
                 self._agreement.note(filled)
             with segment.guard:
@@ -129,8 +132,9 @@ class PublishingCache(SampleStates, Generic[_T]):
                     states[idx] = SET
                 fence()
                 segment.counters[FILLS] += len(filled)
-                segment.counters[REFUSED] += counters.count(REFUSED)
-                segment.counters[RACES] += (count - len(kept)) * count_races
+                if len(filled) < count:
+                    segment.counters[REFUSED] += counters.count(REFUSED)
+                    segment.counters[RACES] += (count - len(free)) * count_races
         finally:
             self._claims.end_writing(taken)
 
