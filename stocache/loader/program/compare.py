@@ -1,10 +1,7 @@
 """``stocache run --check``: run a program twice, with torch's loader and with stocache's, and compare the batches."""
 
 import os
-import subprocess
 import sys
-import tempfile
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +17,9 @@ def say(text: str) -> None:
 
 def compare(steps: int, arguments: list[str]) -> int:
     """Run the program of ``stocache run`` twice, up to ``steps`` batches, and print whether they are equal. Return a status."""
+    import subprocess
+    import tempfile
+
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for mode in ("without", "with"):
@@ -50,6 +50,8 @@ def record(everywhere: Everywhere, given: str) -> None:
     everywhere.use.without, left, pid = mode == "without", [int(steps)], os.getpid()
 
     def compared(number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        import zlib
+
         from stocache.system.describe import describe
 
         if not left[0]:

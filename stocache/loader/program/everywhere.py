@@ -8,7 +8,6 @@ NOTE [ In place of torch's loader ]
 """
 
 import contextlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
@@ -123,9 +122,7 @@ def use_everywhere(
     for package in ("torch", "torchdata.stateful_dataloader") if stateful else ("torch",):
         if package in sys.modules:
             _warn_of_holders(_NAMES[package], _PLACES[package])
-            _swap(package)
-        else:
-            sys.meta_path.insert(0, _AfterImport(package, _swap))
+        after_import(package, _swap)
     return _everywhere
 
 
@@ -178,7 +175,15 @@ def _holders(loader: type, own: str) -> Iterator[str]:
             yield from {name for value in list(vars(module).values()) if value is loader}
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+def after_import(name: str, then: Callable[[str], None]) -> None:
+    """Call a function with the name of a module when that has been imported: now, or later."""
+    if name in sys.modules:
+        then(name)
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, then))
+
+
+class _AfterImport:
     """Calls a function with the name of a module when that has been imported."""
 
     def __init__(self, name: str, then: Callable[[str], None]) -> None:

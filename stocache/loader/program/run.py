@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from stocache.errors import StocacheError
 from stocache.loader.program import compare
 from stocache.loader.program.compare import CHECK, say
-from stocache.loader.program.everywhere import OFF, Everywhere, use_everywhere
+from stocache.loader.program.everywhere import OFF, Everywhere, after_import, use_everywhere
 from stocache.system.ranks import ranks_here
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     sys.argv = [_argument_0(given, program), *given.arguments]
     if os.environ.get(OFF) != "off":
         _observe(everywhere, given)
-        _follow_spawned(program, options)
+        after_import("multiprocessing.spawn", lambda _: _follow_spawned(options))
     _execute(code, program)
 
 
@@ -200,7 +200,7 @@ def _execute(code: types.CodeType, program: types.ModuleType) -> None:
         raise
 
 
-def _follow_spawned(program: types.ModuleType, options: dict[str, Any]) -> None:
+def _follow_spawned(options: dict[str, Any]) -> None:
     """Let spawned processes find our loader, too: they run spawned.py, which runs the program's main module."""
     from multiprocessing import spawn
 

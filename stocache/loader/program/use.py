@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stocache.system.limits import parse_size
-
 _METHODS = "multiprocessing", "thread", "auto"
 
 
@@ -23,6 +21,8 @@ class ProgramOptions:
 
     def __post_init__(self) -> None:
         if self.cache not in (None, "auto"):
+            from stocache.system.limits import parse_size  # here: a program starts faster without psutil
+
             parse_size(self.cache, "cache")
         if self.num_workers not in (None, "auto"):
             raise ValueError(f"num_workers={self.num_workers!r:.100} is neither None nor 'auto'.")
