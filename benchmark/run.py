@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import stocache
 from benchmark.support.measuring import alternate
@@ -52,7 +52,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmark run")
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds, torchs = parser.parse_args().rounds, torch.utils.data.DataLoader
     print("| program | python | stocache run | added |\n| --- | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
         for name, code in SCRIPTS.items():
@@ -68,7 +68,7 @@ def main() -> None:
             options = {"batch_size": 64, "num_workers": workers, "persistent_workers": workers > 0}
             with stocache.use_everywhere():
                 ours = torch.utils.data.DataLoader(Rows(shape), **options)
-                loaders = {"torch": DataLoader(Rows(shape), **options), "run": ours}
+                loaders = {"torch": torchs(Rows(shape), **options), "run": ours}
                 seconds = alternate({name: partial(_loop, loader) for name, loader in loaders.items()}, rounds)
             del ours, loaders
             name = f"uint8 {list(shape)}, {workers} workers"
