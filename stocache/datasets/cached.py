@@ -26,7 +26,7 @@ from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.datasets.indexing import Collate, find_collate, indices_in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import follow, is_part
-from stocache.datasets.stand_in import StandIn
+from stocache.datasets.proxy import DatasetProxy
 from stocache.datasets.stored import StorageDataset
 from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.tiers import Tiers
@@ -58,7 +58,7 @@ class MapStyle(Protocol[_T_co]):
         """Return a sample."""
 
 
-class CachedDataset(StandIn[_T]):
+class CachedDataset(DatasetProxy[_T]):
     """Any map-style dataset, cached in shared memory: one copy for all workers, ranks and (with a name) jobs of the machine.
 
         dataset = CachedDataset(ImageFolder("photos", transform=train_transform), size_limit_gib=32)

@@ -20,13 +20,13 @@ from stocache.transforms import huggingface
 from stocache.transforms.part_transform import as_transform
 
 _T = TypeVar("_T", default=Any)
-_Self = TypeVar("_Self", bound="StandIn[Any]")
+_Self = TypeVar("_Self", bound="DatasetProxy[Any]")
 
 _SAMPLE_ATTRIBUTES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
 
-class StandIn(Dataset[_T]):
+class DatasetProxy(Dataset[_T]):
     """The part of `CachedDataset` that stands in for the dataset: its attributes, its class, views and copies of it."""
 
     dataset: Any
