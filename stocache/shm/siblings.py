@@ -106,7 +106,8 @@ def count_ranks(key: FileKey) -> int:
 
 def promised_bytes() -> int:
     """Return the memory that the caches of this user on this machine may still take. With `registry.attaching` held."""
-    promised = sum(segment.extents.promised_bytes for segment in all_attached())
+    # Those of others, such as a ring, have no descriptor, and far more data than they ever reserve
+    promised = sum(segment.extents.promised_bytes for segment in all_attached() if segment.layout.descriptor)
     with siblings() as found:
         for sibling in found:
             (limit,) = LIMIT.unpack(os.pread(sibling.fd, LIMIT.size, LIMIT_AT))

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 from stocache import CachedDataset, LocalityDistributedSampler, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import allocate
 from stocache.errors import BusyError
+from stocache.ring.ring import Ring
 from stocache.shm import job, layout, registry, siblings
 from stocache.system import limits
 from tests.support import lookalikes as vision
@@ -485,3 +486,10 @@ def test_without_a_directory_for_the_lock_or_a_list_of_locks_each_rank_has_its_p
     found, logged = run(without, what)
     assert found == [(20, 0)] * RANKS
     assert all("The cache is not shared: this process has its own part of the limit" in text for text in logged)
+
+
+def test_the_ring_of_a_loader_takes_nothing_from_auto():
+    before = registry.run_attaching(siblings.promised_bytes)
+    ring = Ring(2, 8)
+    assert ring.begin()
+    assert registry.run_attaching(siblings.promised_bytes) == before

@@ -70,10 +70,11 @@ class LoaderLines:
         last, seconds = self.epochs[-1], max(1e-9, self.seconds)
         share = self.waited_s / seconds
         cost = f"; one that is not in memory takes {format_seconds(last.load.mean_s)}" if last.load.count else ""
+        rate = samples / seconds
         return [
             f"  {plural(len(self.epochs), 'epoch')}, {plural(batches, 'batch')}: {format_seconds(seconds - self.waited_s)} "
             f"for steps ({1 - share:.0%}), {format_seconds(self.waited_s)} waiting for data ({share:.0%})",
-            f"  {samples / seconds:.3g} samples a second{cost}",
+            f"  {rate:{',.0f' if rate >= 100 else '.3g'}} samples a second{cost}",
         ]
 
 
