@@ -36,10 +36,11 @@ from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.thread_iterator import ThreadIterator
+from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
-from stocache.observe.choice import METHODS, GilTrial, choose_method, with_chosen_workers
+from stocache.observe.choice import GilTrial, choose_method, with_chosen_workers
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here

@@ -50,8 +50,6 @@ _MOST_WORKERS = 128
 _AUTO_S = 10.0  # for num_workers="auto"
 _FALLBACK = 8
 
-METHODS = "multiprocessing", "thread", "auto"
-
 _CACHED = 0.9  # the share of samples in the cache, from which batches are mostly gathered, which leaves the GIL free
 _SPEED_UP = 1.2  # of two threads over one, from which threads are chosen
 _MOST_HELD = 0.5  # the share of looks that find the GIL held, from which processes are chosen

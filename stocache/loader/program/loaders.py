@@ -68,12 +68,15 @@ class ProgramLoader(DataLoader[_T]):
         if used is not None:
             object.__setattr__(self, "_served", _loaders_of(used).served(self))
         batches = self._as_torch() if self.iterates_as_torch else super().__iter__()
-        return batches if used is None or used.compared is None else used.compared(_loaders_of(used).number_of(self), batches)
+        if used is None or used.compared is None:
+            return batches
+        return used.compared(_loaders_of(used).number_of(self), batches)
 
     def _begin_epoch(self) -> RunningEpoch:
         epoch, used = super()._begin_epoch(), current()
         if used is not None and used.traces:
-            epoch.note_batch = partial(_loaders_of(used).trace, _loaders_of(used).number_of(self), epoch.note_batch)  # type: ignore[method-assign]
+            loaders = _loaders_of(used)
+            epoch.note_batch = partial(loaders.trace, loaders.number_of(self), epoch.note_batch)  # type: ignore[method-assign]
         return epoch
 
     def _as_torch(self) -> Any:

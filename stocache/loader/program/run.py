@@ -21,6 +21,7 @@ from stocache.errors import StocacheError
 from stocache.loader.program import compare
 from stocache.loader.program.compare import CHECK, say
 from stocache.loader.program.everywhere import OFF, Everywhere, after_import, use_everywhere
+from stocache.loader.threads import METHODS
 from stocache.system.ranks import ranks_here
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> None:
         compare.record(everywhere, os.environ.pop(CHECK))
         given.quiet = True
     code, program = _load_module(given) if given.module else _load_script(given.program)
-    sys.argv = [_argument_0(given, program), *given.arguments]
+    sys.argv = [str(program.__file__) if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
         _observe(everywhere, given)
         after_import("multiprocessing.spawn", lambda _: _follow_spawned(options))
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument
     add("--cache", metavar="auto|SIZE", help="cache the datasets of all loaders, under one limit, as 32GiB")
     add("--workers", choices=["auto"], dest="num_workers", help="choose the number of workers of each loader")
-    add("--worker-method", choices=["multiprocessing", "thread", "auto"], help="what the workers are")
+    add("--worker-method", choices=METHODS, help="what the workers are")
     add("--disk", metavar="DIR", help="a folder for the samples that do not fit into memory")
     add("--disk-limit", metavar="SIZE", help="the bytes that this folder may have")
     add("--stateful", action="store_true", help="stand in for torchdata's StatefulDataLoader, too")
@@ -90,30 +91,25 @@ def parser() -> argparse.ArgumentParser:
 
 def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     """Return the code of a script, or of the ``__main__`` in a folder or zip file, and the main module for it."""
-    program = types.ModuleType("__main__")
+    path = os.path.abspath(path)
     if os.path.isdir(path) or _is_archive(path):
-        path = os.path.abspath(path)
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
             _fail(f"can't find '__main__' module in {path!r}", 1)
         _set_path(path)
-        return _code_of(spec, program), program
+        return _load(spec)
     try:
-        with io.open_code(os.path.abspath(path)) as file:
-            code = pkgutil.read_code(file)
-            source = b"" if code is not None else _whole(path)
+        with io.open_code(path) as file:
+            code = pkgutil.read_code(file)  # of a compiled file; else None
+            file.seek(0)
+            source = file.read() if code is None else b""
     except OSError as error:
-        _fail(f"can't open file {os.path.abspath(path)!r}: [Errno {error.errno}] {error.strerror}", 2)
+        _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
     _set_path(os.path.dirname(os.path.realpath(path)))
-    file_name = os.path.abspath(path)
-    vars(program).update(__file__=file_name, __cached__=None, __builtins__=sys.modules["builtins"])
-    program.__loader__ = importlib.machinery.SourceFileLoader("__main__", file_name)
-    return (_compiled(source, file_name) if code is None else code), program
-
-
-def _whole(path: str) -> bytes:
-    with io.open_code(os.path.abspath(path)) as file:
-        return file.read()
+    program = types.ModuleType("__main__")
+    vars(program).update(__file__=path, __cached__=None, __builtins__=sys.modules["builtins"])
+    program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    return (_compiled(source, path) if code is None else code), program
 
 
 def _is_archive(path: str) -> bool:
@@ -142,8 +138,7 @@ def _load_module(given: argparse.Namespace) -> tuple[types.CodeType, types.Modul
             _fail(f"No module named {name}; {package!r} is a package and cannot be directly executed", 1)
     if spec is None:
         _fail(f"No module named {name}", 1)
-    program = types.ModuleType("__main__")
-    return _code_of(spec, program), program
+    return _load(spec)
 
 
 def _find(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -153,11 +148,13 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
         _fail(f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})", 1)
 
 
-def _code_of(spec: importlib.machinery.ModuleSpec, program: types.ModuleType) -> types.CodeType:
+def _load(spec: importlib.machinery.ModuleSpec) -> tuple[types.CodeType, types.ModuleType]:
+    """Return the code that a spec finds, and the main module for it."""
     loader: Any = spec.loader
     code = None if loader is None else loader.get_code(spec.name)
     if code is None:
         _fail(f"No code object available for {spec.name}", 1)
+    program = types.ModuleType("__main__")
     vars(program).update(
         __file__=spec.origin,
         __cached__=spec.cached,
@@ -166,11 +163,7 @@ def _code_of(spec: importlib.machinery.ModuleSpec, program: types.ModuleType) ->
         __package__=spec.parent,
         __builtins__=sys.modules["builtins"],
     )
-    return code  # type: ignore[no-any-return]
-
-
-def _argument_0(given: argparse.Namespace, program: types.ModuleType) -> str:
-    return str(program.__file__ if given.module else given.program)
+    return code, program
 
 
 def _set_path(first: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_METHODS = "multiprocessing", "thread", "auto"
+from stocache.loader.threads import METHODS
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class ProgramOptions:
             parse_size(self.cache, "cache")
         if self.num_workers not in (None, "auto"):
             raise ValueError(f"num_workers={self.num_workers!r:.100} is neither None nor 'auto'.")
-        if self.worker_method not in (None, *_METHODS):
-            raise ValueError(f"worker_method={self.worker_method!r:.100} is unknown. It is one of {_METHODS}.")
+        if self.worker_method not in (None, *METHODS):
+            raise ValueError(f"worker_method={self.worker_method!r:.100} is unknown. It is one of {METHODS}.")
         if (self.disk is None) != (self.disk_limit is None):
             raise ValueError("disk and disk_limit go together: a folder, and the bytes that it may have. Give both.")
         if self.disk is not None and self.cache is None:
