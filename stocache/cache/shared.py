@@ -203,6 +203,19 @@ class SharedCache(MemoryCache[_T]):
         self._segment.count(HITS, hits)
         return mask, hits
 
+    def count_hits(self, hits: int) -> None:
+        """Count hits: samples that are set, which the caller gathers."""
+        self._segment.count(HITS, hits)
+
+    @property
+    def slot_arrays(self) -> SlotArrays:
+        """The slots.
+
+        Raises:
+            ClosedError: the cache is closed.
+        """
+        return self._columns
+
     def outside(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` have no slot."""
         outside: NDArray[np.bool_] = self._aux.numpy()[indices] == OOB

@@ -9,6 +9,7 @@ import logging
 import operator
 from abc import ABC
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -58,6 +59,11 @@ class Column(ABC):
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == memory.data_ptr() % word.itemsize)
         self._words = self._rows.view(word) if self.nbytes else self._rows
         self._array = self._words.numpy()
+
+    @property
+    def words(self) -> Tensor:
+        """The live slots as rows of the widest words that divide them."""
+        return self._words
 
     @property
     def is_ordered(self) -> bool:
@@ -268,6 +274,8 @@ class SlotArrays:
     """The `SampleStore` of a SharedCache: the columns of all slots, one after the other in the data of a segment.
 
     Attributes:
+        segment, columns: the memory, and the columns in it.
+        places: of each column: its offset in the data, and the bytes of a value.
         slot: returns the slot of a resident sample.
         load: returns the sample in a slot: ``load(slot, copy)``; a private copy, or views of the live memory.
         encode: returns the bytes of a sample: one buffer for each column.
@@ -280,23 +288,22 @@ class SlotArrays:
     encode: Callable[[Any, str], list[Any]]
 
     def __init__(self, structure: Structure, segment: Segment, residency: Residency | BlockResidency) -> None:
-        self._structure, self._segment, self._residency = structure, segment, residency
+        self._structure, self.segment, self._residency = structure, segment, residency
         self._states = segment.control[: residency.dataset_len]
         leaves, slots = structure.leaves, residency.slot_count
-        # the offset of each column, and the bytes of a value in it
-        self._places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
+        self.places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
-        self._columns: list[Column] = [
+        self.columns: list[Column] = [
             _COLUMNS[type(leaf)](leaf, segment.tensor(offset, slots * nbytes), slots, pool)
-            for leaf, (offset, nbytes) in zip(leaves, self._places, strict=True)
+            for leaf, (offset, nbytes) in zip(leaves, self.places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]
-        self._large = [column.nbytes >= _LARGE for column in self._columns]
+        self._large = [column.nbytes >= _LARGE for column in self.columns]
         self._private: PrivateViews | None = None
         self.gathers_from = 1 if any(self._large) else 16  # measured
         self.slot = operator.index if residency.identity else residency.slot
         self._join = join = structure.joiner()
-        loads = [column.load for column in self._columns]
+        loads = [column.load for column in self.columns]
         self.load = (lambda slot, copy: join([load(slot, copy) for load in loads])) if structure.containers else loads[0]
         self.encode = structure.encode
 
@@ -320,7 +327,7 @@ class SlotArrays:
         batches = []
         begin, count = (rows[0], len(samples)) if rows else (0, len(samples))
         in_row = rows is None or rows == list(range(begin, begin + count))
-        for column, values, item in zip(self._columns, parted, items or repeat(None), strict=False):
+        for column, values, item in zip(self.columns, parted, items or repeat(None), strict=False):
             if not column.takes(values):
                 return None
             place = item[begin : begin + count] if item is not None and in_row else column.batch(count)
@@ -333,32 +340,37 @@ class SlotArrays:
 
     def buffers(self, items: list[Any], count: int) -> list[list[Any]]:
         """Return the bytes of the samples of a batch, as `encode` does for each; views of it where it is contiguous."""
-        if any(column.is_ordered for column in self._columns) or not all(map(_is_contiguous, items)):
+        if any(column.is_ordered for column in self.columns) or not all(map(_is_contiguous, items)):
             return [self.encode(sample, "batch") for sample in self.samples(items, count)]
         return list(map(list, zip(*(list(as_bytes(item)) for item in items), strict=True))) if items else [[]] * count
+
+    def slots_of(self, indices: _Indices) -> _Indices:
+        """Return the slots of resident samples."""
+        slots: _Indices = self._residency.slots(indices)
+        return slots
 
     def write_many(self, indices: list[int], encoded: Sequence[list[Any]], costs_s: Sequence[float | None]) -> list[int | None]:
         """Write the encoded bytes of samples into their slots. Return FILLS for each, or REFUSED if its memory is refused."""
         if len(indices) == 1:  # at a third of the cost
             return [self._write_one(indices[0], encoded[0])]
-        slots: _Indices = self._residency.slots(np.array(indices, np.int64))
+        slots = self.slots_of(np.array(indices, np.int64))
         counters: list[int | None] = [FILLS] * len(slots)
         np.asarray(self._states)[indices] = EMPTY  # nobody reads them while they are written
         safe = self._reserve(slots)
         if not safe.all():
             counters = [FILLS if fits else REFUSED for fits in safe.tolist()]
             slots, encoded = slots[safe], [encoded[row] for row in np.flatnonzero(safe).tolist()]
-        for (offset, nbytes), column, values in zip(self._places, self._columns, zip(*encoded, strict=True), strict=False):
+        for (offset, nbytes), column, values in zip(self.places, self.columns, zip(*encoded, strict=True), strict=False):
             if nbytes <= _SCATTERED:
                 column.scatter(slots, b"".join(values))
             else:
-                self._segment.write_rows(zip((offset + slots * nbytes).tolist(), values, strict=True), nbytes)
+                self.segment.write_rows(zip((offset + slots * nbytes).tolist(), values, strict=True), nbytes)
         return counters
 
     def _write_one(self, idx: int, encoded: list[Any]) -> int:
         slot = self.slot(idx)
         self._states[idx] = EMPTY
-        with self._segment.guard:
+        with self.segment.guard:
             if not self.reserve(slot, slot + 1):
                 return REFUSED
         self.write_slot(slot, encoded)
@@ -366,35 +378,37 @@ class SlotArrays:
 
     def _reserve(self, slots: _Indices) -> "NDArray[np.bool_]":
         """Reserve the memory of slots. Return for each whether it is safe to touch."""
-        states, size = np.frombuffer(self._segment.extents.states, np.uint8), self._segment.layout.extent_bytes
-        touched = [np.empty((len(slots), 0), np.int64)]
-        for offset, nbytes in self._places:
-            if nbytes:
-                begin = (offset + slots * nbytes)[:, None]
-                most = np.arange((nbytes - 2) // size + 2)  # a value of 2 bytes may touch 2 extents
-                touched.append(np.minimum(begin // size + most, (begin + nbytes - 1) // size))
-        extents = np.concatenate(touched, 1)
+        states = np.frombuffer(self.segment.extents.states, np.uint8)
+        extents = np.concatenate([np.empty((len(slots), 0), np.int64), *map(partial(self.extents_of, slots), self.places)], 1)
         missing = states[extents] != RESERVED_EXTENT
         if missing.any():
-            with self._segment.guard:
-                self._segment.extents.reserve_extents(np.unique(extents[missing]).tolist())
+            with self.segment.guard:
+                self.segment.extents.reserve_extents(np.unique(extents[missing]).tolist())
             missing = states[extents] != RESERVED_EXTENT
         safe: NDArray[np.bool_] = ~missing.any(1)
         return safe
 
+    def extents_of(self, slots: _Indices, place: tuple[int, int]) -> _Indices:
+        """Return for each slot the extents of the segment that its value lies in. ``place``: of the column."""
+        size, (offset, nbytes) = self.segment.layout.extent_bytes, place
+        begin = (offset + slots * nbytes)[:, None]
+        most = np.arange((nbytes - 2) // size + 2 if nbytes else 0)  # a value of 2 bytes may touch 2 extents
+        extents: _Indices = np.minimum(begin // size + most, (begin + nbytes - 1) // size)
+        return extents
+
     def write_slot(self, slot: int, encoded: list[Any]) -> None:
         """Write the encoded bytes of a sample into a reserved slot."""
-        for (offset, nbytes), buffer in zip(self._places, encoded, strict=True):
-            self._segment.write(offset + slot * nbytes, buffer, nbytes)
+        for (offset, nbytes), buffer in zip(self.places, encoded, strict=True):
+            self.segment.write(offset + slot * nbytes, buffer, nbytes)
 
     def reserve(self, start: int, stop: int) -> bool:
         """Make the memory of slots ``[start, stop)`` safe to touch; see `Segment.reserve`."""
-        return all(self._segment.extents.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self._places)
+        return all(self.segment.extents.reserve(at + start * nbytes, at + stop * nbytes) for at, nbytes in self.places)
 
     def refused(self, idx: int) -> bool:
         """Return whether the machine has refused the memory for a sample; see `Segment.refused`."""
         slot = self.slot(idx)
-        return any(self._segment.extents.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self._places)
+        return any(self.segment.extents.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self.places)
 
     def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether samples have room: those that are not outside the cache have a slot."""
@@ -406,7 +420,7 @@ class SlotArrays:
 
     def clear(self) -> None:
         """Zero all slots."""
-        self._segment.extents.clear()
+        self.segment.extents.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:
         """Return the attributes of `CacheStats` that depend on the slots."""
@@ -416,15 +430,15 @@ class SlotArrays:
     @property
     def array(self) -> Any:
         """The live arrays of all columns, in the containers of the sample."""
-        return self._join([column.array for column in self._columns])
+        return self._join([column.array for column in self.columns])
 
     def rows(self, slot: int) -> Any:
         """Return the live rows of a slot, in the containers of the sample."""
-        return self._join([column.array[slot] for column in self._columns])
+        return self._join([column.array[slot] for column in self.columns])
 
     def new_batch(self, count: int) -> list[Any]:
         """Return uninitialised memory for ``count`` samples: a list with a batch of each column."""
-        return [column.batch(count) for column in self._columns]
+        return [column.batch(count) for column in self.columns]
 
     def split_batch(self, batch: Any, count: int, where: str, contiguous: bool = False) -> list[Any]:
         """Return the list of columns of a batch in containers, after checking that it holds ``count`` samples.
@@ -433,7 +447,7 @@ class SlotArrays:
             SampleError: it does not, or it must be ``contiguous`` and is not.
         """
         items = self._structure.columns(batch, where)
-        for column, item in zip(self._columns, items, strict=True):
+        for column, item in zip(self.columns, items, strict=True):
             column.check_batch(item, count, where)
             if contiguous and not _is_contiguous(item):
                 raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
@@ -441,8 +455,8 @@ class SlotArrays:
 
     def gather(self, indices: _Indices, items: list[Any], parallel: bool = True) -> None:
         """Copy samples into a contiguous batch of as many. All of them are set. ``parallel``: see `Column.gather`."""
-        slots = self._residency.slots(indices)
-        for column, item in zip(self._columns, items, strict=True):
+        slots = self.slots_of(indices)
+        for column, item in zip(self.columns, items, strict=True):
             column.gather(slots, item, parallel)
 
     def load_many(self, indices: _Indices) -> list[Any]:
@@ -450,15 +464,15 @@ class SlotArrays:
 
         They are views of a batch whose memory is used again later, or of leased memory.
         """
-        slots = self._residency.slots(indices)
+        slots = self.slots_of(indices)
         if not any(self._large) or (private := self._private_views()) is None:
-            return self._made([column.values(column.gathered(slots)) for column in self._columns], len(slots))
+            return self._made([column.values(column.gathered(slots)) for column in self.columns], len(slots))
         numbers = slots.tolist()
         memory, usable = private.lease(numbers)
         values = []
-        for column, large, (offset, nbytes) in zip(self._columns, self._large, self._places, strict=True):
+        for column, large, (offset, nbytes) in zip(self.columns, self._large, self.places, strict=True):
             if large:
-                begin = self._segment.layout.data_at + offset
+                begin = self.segment.layout.data_at + offset
                 leased = [column.decode(memory, begin + slot * nbytes, False) for slot in numbers]
                 if not all(usable):
                     pairs = zip(leased, usable, numbers, strict=True)
@@ -470,11 +484,11 @@ class SlotArrays:
 
     def _private_views(self) -> PrivateViews | None:
         if self._private is None:
-            at = self._segment.layout.data_at
-            places = zip(self._large, self._places, strict=True)
+            at = self.segment.layout.data_at
+            places = zip(self._large, self.places, strict=True)
             leased = [(at + offset, nbytes) for large, (offset, nbytes) in places if large]
             try:
-                self._private = PrivateViews(self._segment.fd, self._segment.layout.size, leased, self._residency.slot_count)
+                self._private = PrivateViews(self.segment.fd, self.segment.layout.size, leased, self._residency.slot_count)
             except OSError as error:  # no address space
                 logger.debug("no private mapping: %s", error)
                 self._large = [False] * len(self._large)
@@ -482,18 +496,18 @@ class SlotArrays:
 
     def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
         """Write the encoded bytes of a sample into a row of a contiguous batch."""
-        for column, item, buffer in zip(self._columns, items, buffers, strict=True):
+        for column, item, buffer in zip(self.columns, items, buffers, strict=True):
             if column.nbytes:
                 as_bytes(item)[row] = np.frombuffer(buffer, np.uint8)
 
     def erase(self, mask: Tensor, items: list[Any]) -> None:
         """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""
-        for column, item in zip(self._columns, items, strict=True):
+        for column, item in zip(self.columns, items, strict=True):
             column.erase(mask, item)
 
     def samples(self, items: list[Any], count: int) -> list[Any]:
         """Return the ``count`` samples of a batch; their tensors and arrays are views of it."""
-        return self._made([column.values(item) for column, item in zip(self._columns, items, strict=True)], count)
+        return self._made([column.values(item) for column, item in zip(self.columns, items, strict=True)], count)
 
     def _made(self, values: list[list[Any]], count: int) -> list[Any]:
         rows: Iterable[Any] = zip(*values, strict=True) if values else repeat((), count)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,9 +41,11 @@ class BatchSpec:
 
     Attributes:
         structure: the structure of a batch of two samples.
+        on_device: whether a GPU gathers the samples that are cached: `LazyBatch.gather` returns a `PartialBatch`.
     """
 
     structure: Structure
+    on_device: bool = False
 
     @functools.cached_property
     def join(self) -> Callable[[Any], Any]:
@@ -51,7 +53,7 @@ class BatchSpec:
         return self.structure.joiner()
 
     @functools.cached_property
-    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shape of a sample, and the dtype, for each tensor of a batch."""
         leaves: Any = self.structure.leaves
         return [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
@@ -93,7 +95,7 @@ class BatchSpec:
     def empty(self, count: int, empty: Empty) -> list[Tensor] | None:
         """Return uninitialised tensors for ``count`` samples, made by ``empty``; None if it returns None."""
         tensors = []
-        for shape, dtype in self._shapes:
+        for shape, dtype in self.shapes:
             tensor = empty((count, *shape), dtype)
             if tensor is None:
                 return None
@@ -102,6 +104,20 @@ class BatchSpec:
 
 
 _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec | None]]" = weakref.WeakKeyDictionary()
+
+
+class PartialBatch(NamedTuple):
+    """A batch of which only those samples were loaded that are not in the cache.
+
+    Attributes:
+        indices: of all B samples, int64 of shape (B,).
+        positions: in the batch, of the k samples that were loaded: int64 of shape (k,), ascending; None for k = 0.
+        tensors: for each leaf of the samples the values of these, of shape (k, ...); empty for k = 0.
+    """
+
+    indices: NDArray[np.int64]
+    positions: NDArray[np.int64] | None = None
+    tensors: Sequence[Tensor] = ()
 
 
 def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
@@ -144,6 +160,11 @@ class LazyBatch:
         self._cache.claim_to_load(list(rows), self._claimed)
         others = {idx for idx in rows if idx not in self._claimed and (self._cache.fillable(idx) or self._cache.has([idx]))}
         return [row for idx, row in rows.items() if idx not in others]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a GPU gathers what is cached."""
+        return self._spec.on_device
 
     @property
     def found_all(self) -> bool:
@@ -193,10 +214,20 @@ class LazyBatch:
     @property
     def cached(self) -> bool:
         """Whether all samples are in the cache."""
-        return self._cache.has(self._indices)
+        if not self._spec.on_device:
+            return self._cache.has(self._indices)
+        if self._hits is None:
+            index = check_indices(self._indices, self._cache.dataset_len, "batch")
+            self._hits = index if self._cache.set_among(index).all() else None
+        return self._hits is not None
 
     def gather(self, empty: Empty) -> Any:
-        """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list."""
+        """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list.
+
+        Where a GPU gathers, return a `PartialBatch`.
+        """
+        if self._spec.on_device:
+            return self._load_missing(empty)
         tensors = self._spec.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
         if tensors is None:
             return None
@@ -207,6 +238,28 @@ class LazyBatch:
             self._indices, tensors, self._load_rest, self._claimed, self._next_tier, self._loaded
         )
         return None if self._samples is not None else self._join(tensors)
+
+    def _load_missing(self, empty: Empty) -> PartialBatch | None:
+        """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
+        if self._samples is not None:
+            return None
+        if self._hits is not None:
+            self._cache.count_hits(len(self._hits))
+            return PartialBatch(self._hits)
+        index = check_indices(self._indices, self._cache.dataset_len, "batch")
+        mask = self._cache.set_among(index)
+        positions = np.flatnonzero(~mask)
+        self._cache.count_hits(len(index) - len(positions))
+        if not len(positions):
+            return PartialBatch(index)
+        tensors, missing = self._spec.empty(len(positions), empty), index[positions].tolist()
+        if tensors is None:
+            return None
+        samples = self._cache.fill_batch(missing, tensors, self._load_rest, self._claimed, self._next_tier, self._loaded)
+        if samples is not None:  # they do not fit: it has to be read as a list
+            self._loaded.update(zip(missing, samples, strict=True))
+            return None
+        return PartialBatch(index, positions, tensors)
 
     @property
     def nbytes(self) -> int:
@@ -221,6 +274,8 @@ class LazyBatch:
         """
         hits, ends = [batch._hits for batch in batches], np.cumsum([len(batch) for batch in batches]).tolist()
         first = batches[0]
+        if first._spec.on_device:
+            return [batch.gather(empty) for batch in batches] if all(own is not None for own in hits) else None
         tensors = first._spec.empty(ends[-1], empty)
         if tensors is None or any(own is None for own in hits):
             return None

@@ -226,6 +226,11 @@ class CachedDataset(DatasetProxy[_T]):
         return self._batch_spec is not None and not self.is_transformed
 
     @property
+    def gathers_on_device(self) -> bool:
+        """Whether ``__getitems__`` returns batches for a GPU; see `BatchSpec`."""
+        return self._batch_spec is not None and self._batch_spec.on_device
+
+    @property
     def _copy(self) -> bool:
         return self._copies or self.is_transformed
 

@@ -1,6 +1,7 @@
 """Make datasets that return batches which have read nothing yet: `with_lazy_batches`."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,14 +38,17 @@ class LazyConcat(ConcatDataset[Any]):
         return JoinedBatch(parts, len(indices), self._batch_spec)
 
 
-def with_lazy_batches(dataset: Any) -> Any:
+def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
+
+    ``on_device``: a GPU gathers the samples that are cached, where the dataset is not a ConcatDataset; see `BatchSpec`.
 
     None where batches cannot be gathered: the samples are not those of cached datasets of one structure, passed on by torch's
     Subset and ConcatDataset; or they are transformed, or vary in size.
     """
     if type(dataset) in (Subset, ConcatDataset):
-        lazy = list(map(with_lazy_batches, inner_datasets(dataset)))
+        on_device = on_device and type(dataset) is Subset
+        lazy = [with_lazy_batches(inner, on_device) for inner in inner_datasets(dataset)]
         specs: list[Any] = [None if inner is None else through_subsets(inner)[0]._batch_spec for inner in lazy]
         if any(spec is None or spec != specs[0] for spec in specs):
             return None
@@ -56,4 +60,4 @@ def with_lazy_batches(dataset: Any) -> Any:
     if not is_cache(dataset) or dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset.is_left:
         return None
     spec = BatchSpec.of(dataset.cache)
-    return None if spec is None else dataset._replace(_batch_spec=spec)
+    return None if spec is None else dataset._replace(_batch_spec=dataclasses.replace(spec, on_device=on_device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.datasets.batches import Empty, LazyBatch
+from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
 from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
@@ -70,7 +70,7 @@ class RingCollate:
         if isinstance(samples, LazyBatch):
             batch = None if buffer is None else samples.gather(buffer.empty)
             if buffer is not None and batch is not None:
-                return batch, partial(buffer.publish, kind=len(samples))
+                return batch, partial(buffer.publish, kind=None if type(batch) is PartialBatch else len(samples))
             samples = samples.read()
         if buffer is None:
             reason = NO_BUFFER if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
@@ -176,14 +176,19 @@ class MainCollate:
 class Gatherer:
     """An iterator that gathers lazy batches into memory of a pool; a thread gathers ``depth`` of them in advance.
 
+    ``on_device``: a GPU gathers what is cached, so that batches need no thread: they are only asked for in advance.
+
     Gathering releases the GIL for the training step. The thread gathers only batches whose samples are all cached. Other
     samples are loaded by the thread that asks for the batch, in the same order as without a cache.
     """
 
-    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
+    def __init__(
+        self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow, on_device: bool = False
+    ) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._row = row  # of the main process
-        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]]]] = deque()
+        self._on_device = on_device
+        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]] | None]] = deque()
         self._background = Background("stocache-gather")
 
     def __iter__(self) -> "Gatherer":
@@ -224,7 +229,13 @@ class Gatherer:
             except Exception as error:  # raised when its batch is requested
                 self._waiting.append(error)
             else:
-                self._waiting.append((lazy, self._background.submit(_gather_cached, lazy, self._pool)))
+                ahead = None if self._on_device else self._background.submit(_gather_cached, lazy, self._pool)
+                self._waiting.append((lazy, ahead))
+
+    def is_ready(self) -> bool:
+        """Return whether all samples of the next batch are cached."""
+        self._look_ahead()
+        return bool(self._waiting) and not isinstance(self._waiting[0], Exception) and self._waiting[0][0].cached
 
 
 def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:

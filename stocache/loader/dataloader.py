@@ -31,6 +31,9 @@ from stocache.datasets.cached import CachedDataset
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError, WorkerError
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
+from stocache.loader.device.batches import DeviceBatches, DeviceStage
+from stocache.loader.device.cuda import Cuda, as_device
+from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
@@ -51,9 +54,10 @@ from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
 from stocache.system.children import fork_lock
 from stocache.system.figures import flat_numbers
+from stocache.system.limits import parse_size
 from stocache.system.objects import TorchLoader
 from stocache.system.ranks import ranks_here
-from stocache.system.walking import walk
+from stocache.system.walking import through_subsets, walk
 
 logger = logging.getLogger("stocache")
 
@@ -89,6 +93,7 @@ class LoaderStats:
         collate: how long collating or gathering each batch took, without loading.
         hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
         ring_occupancy: the share of the ring's buffers that hold a batch now; None if the workers are not processes.
+        device: where the samples came from that a GPU has gathered; None without ``device``.
         epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
         verdict: why the trainer waited in the last epoch that has ended; None if it hardly waited.
     """
@@ -104,6 +109,7 @@ class LoaderStats:
     collate: Distribution = EMPTY_DISTRIBUTION
     hand_over: Distribution = EMPTY_DISTRIBUTION
     ring_occupancy: float | None = None
+    device: DeviceStats | None = None
     epochs: tuple[LoaderEpochStats, ...] = ()
     verdict: Verdict | None = None
 
@@ -151,12 +157,19 @@ class DataLoader(ResumableLoader[_T]):
             pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" measures that, and logs what it chooses. Each thread has its own copy of the dataset object, and
             shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.)
+        device: a GPU, such as "cuda", on which batches are delivered. They are copied, two ahead, on a stream of its own, from
+            pinned memory, whatever ``pin_memory`` is. Samples of a `CachedDataset` that are in memory are read by the GPU
+            itself. "cuda" is the current device when the first iterator is made. Parts that are no tensors stay on the host.
+            None and "cpu" are as without it.
+        device_limit_gib: GiB of the device's memory for cached samples, which are then gathered at the rate of that memory. The
+            first samples that come stay. If the training step finds no memory later, they give way.
         sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
     Raises:
-        ValueError, TypeError: as torch's DataLoader; also for ``worker_method`` and ``snapshot_every_n_steps``.
-        LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed.
+        ValueError, TypeError: as torch's DataLoader; also for ``worker_method``, ``snapshot_every_n_steps`` and ``device``.
+        LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed;
+            ``device_limit_gib`` is not a size.
         DatasetError: ``sample_seed`` was given for an iterable dataset; while iterating: worker threads cannot use the dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
     """
@@ -171,6 +184,8 @@ class DataLoader(ResumableLoader[_T]):
         snapshot_every_n_steps: int | None = 1,
         sample_seed: int | SampleSeed | None = None,
         worker_method: str = "multiprocessing",
+        device: Any = None,
+        device_limit_gib: float | str = 0,
         **kwargs: Any,
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
@@ -192,12 +207,14 @@ class DataLoader(ResumableLoader[_T]):
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method, self._trial = worker_method, GilTrial(self._start_method == "fork")
+        self.device, self.device_limit_gib = as_device(device), device_limit_gib
+        self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
         self._warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
         self._reset_position()
         vars(self).update(_fresh())
         options = {"sample_seed": self.sample_seed is not None, "worker_method": worker_method != "multiprocessing"}
-        lost = [name for name, given in options.items() if given]
+        lost = [name for name, given in (options | {"device": self.device is not None}).items() if given]
         if lost:
             self._unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
 
@@ -207,6 +224,7 @@ class DataLoader(ResumableLoader[_T]):
     _pool: Pool  # for batches without workers
     _record: TimingRecord | None
     _log: EpochLog
+    _stage: DeviceStage | None
     _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
 
     # ------------------------------------------------------------------------------------------------ iterating
@@ -250,6 +268,8 @@ class DataLoader(ResumableLoader[_T]):
             length = known_length(self._index_source)
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
+        if self._stage is not None:
+            batches = DeviceBatches(batches, self._stage)
         return _Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
@@ -263,8 +283,11 @@ class DataLoader(ResumableLoader[_T]):
         # see NOTE [ How torch's DataLoader is used ]
         seed, alone = self.sample_seed, not self.num_workers
         stacking = self.batch_sampler is not None and stacks(self.collate_fn) and (seed is None or is_pure(self.collate_fn))
-        gathers = stacking and not (alone and self._pins) and not (seed is not None and seed.hooks)
-        lazy = with_lazy_batches(self.source) if gathers else None
+        gathers = stacking and not (seed is not None and seed.hooks)
+        lazy = with_lazy_batches(self.source, on_device=self.device is not None) if gathers else None
+        self._open_device(lazy)
+        if self._pool.pinned != self._pins:
+            self._pool = Pool(self._pins)
         method = self.worker_method
         if method == "auto" and not alone:
             method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
@@ -276,6 +299,8 @@ class DataLoader(ResumableLoader[_T]):
         elif seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, self.batch_sampler is not None)
         replaced: dict[str, Any] = {"batch_sampler" if self.batch_sampler is not None else "sampler": order}
+        if self.device is not None:
+            replaced |= {"pin_memory": False}  # the ring and the pool are pinned
         if alone:
             replaced |= {"dataset": self._restored_here(dataset)}
             if lazy is None:
@@ -283,8 +308,9 @@ class DataLoader(ResumableLoader[_T]):
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
-            depth = 0 if self._keeps_states else self._gathered_ahead  # a state is that of the delivered batches
-            return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
+            on_device = self.device is not None
+            depth = 0 if self._keeps_states else max(self._gathered_ahead, on_device)  # a state is that of delivered batches
+            return Gatherer(lazy_batches, self._pool, depth, self.record.main, on_device), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
         iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
@@ -310,6 +336,16 @@ class DataLoader(ResumableLoader[_T]):
         group.workers = tuple(iterator._workers)  # multiprocessing forgets those that have ended
         group.watch()
         return iterator, group
+
+    def _open_device(self, lazy: Any) -> None:
+        """Have batches delivered on the device; cached samples are gathered there if the dataset has lazy batches for it."""
+        if self.device is None:
+            return
+        if self._stage is None:
+            self._stage = DeviceStage(Cuda(self.device))
+        cached = None if lazy is None else through_subsets(lazy)[0]
+        if isinstance(cached, CachedDataset) and cached.gathers_on_device and self._stage.gatherer is None:
+            self._stage.gatherer = DeviceGatherer(cached.cache, self._stage.cuda, self._device_limit)
 
     @property
     def _final_requests(self) -> int:
@@ -354,14 +390,14 @@ class DataLoader(ResumableLoader[_T]):
 
     @property
     def _pins(self) -> bool:
-        return self.pin_memory and torch.cuda.is_available()
+        return self.device is not None or (self.pin_memory and torch.cuda.is_available())
 
     @property
     def ring(self) -> Ring:
         """The ring of the workers, made at first use. Each worker has two lanes, because two iterators may overlap."""
         if self._ring is None or not self._ring.mine:
             depth = _SPARE + (self.prefetch_factor or 0)
-            self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins)
+            self._ring = Ring(2 * self.num_workers, depth, pinned=self._pins, keeps=self.device is None)
         return self._ring
 
     @property
@@ -408,6 +444,7 @@ class DataLoader(ResumableLoader[_T]):
             ring_bytes=0 if ring is None else ring.nbytes,
             hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
             ring_occupancy=None if ring is None else ring.occupancy,
+            device=None if self._stage is None else self._stage.stats(),
             epochs=epochs,
             verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
             **times,
@@ -422,7 +459,7 @@ class DataLoader(ResumableLoader[_T]):
 
 def _fresh() -> dict[str, Any]:
     """Return the attributes that belong to one loader object alone, as they are at first."""
-    own: dict[str, Any] = {"_ring": None, "_record": None, "_unused": None, "_uses_threads": False}
+    own: dict[str, Any] = {"_ring": None, "_stage": None, "_record": None, "_unused": None, "_uses_threads": False}
     return own | {"_pool": Pool(), "_log": EpochLog()}
 
 

@@ -512,7 +512,13 @@ class ThreadIterator(QuickIterator):
         if self._maker.submit(batch, threads.put):
             self._loading += 1
             return
-        if self._runs_ahead and batch.lazy is not None:
+        assert batch.lazy is not None
+        if batch.lazy.on_device:  # only its indices are passed on
+            batch.group = group = Group()
+            group.batches.append(batch)
+            self._maker.gather(group, None)
+            return
+        if self._runs_ahead:
             self._group_size = max(1, min(_MOST_IN_GROUP, _GROUP_BYTES // max(1, batch.lazy.nbytes)))
         batch.group = self._group
         self._group.batches.append(batch)
@@ -581,6 +587,10 @@ class ThreadIterator(QuickIterator):
             if batch.done:
                 return number
         return None
+
+    def is_ready(self) -> bool:
+        """Return whether a batch is done."""
+        return any(batch.done for batch in islice(self._batches.values(), 1 if self._in_order else None))
 
     def _check(self) -> None:
         if os.getpid() != self._pid:

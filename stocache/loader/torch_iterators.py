@@ -44,6 +44,10 @@ class QuickIterator(BaseIterator):  # type: ignore[misc]
         self._num_yielded += 1
         return data
 
+    def is_ready(self) -> bool:
+        """Return whether the next batch can be had without waiting, and without code of the dataset."""
+        return False
+
 
 class MainIterator(QuickIterator, torch_dataloader._SingleProcessDataLoaderIter):
     """An iterator that loads batches itself."""
@@ -59,6 +63,11 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
         key = next(_numbers)
         _kept[key] = [self._worker_result_queue, *self._index_queues]
         weakref.finalize(self, _kept.pop, key, None).atexit = False
+
+    def is_ready(self) -> bool:
+        """Return whether the next batch, or another one, has arrived."""
+        task = self._task_info.get(self._rcvd_idx, ())
+        return len(task) == 2 or (len(task) == 1 and not self._data_queue.empty())
 
     def _process_data(self, data: Any, *worker: int) -> Any:
         self.last_worker = worker[0] if worker else None  # torch passes it from 2.6 on

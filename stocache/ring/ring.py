@@ -82,6 +82,7 @@ class Ring:
 
     Args:
         pinned: whether to register the buffers with CUDA.
+        keeps: whether a pinned buffer is kept until the GPUs were waited for. Else the receiver holds it until its copy ends.
 
     Attributes:
         received: batches that came through the ring.
@@ -90,7 +91,7 @@ class Ring:
 
     record: TimingRecord | None = None
 
-    def __init__(self, lanes: int, depth: int, pinned: bool = False) -> None:
+    def __init__(self, lanes: int, depth: int, pinned: bool = False, keeps: bool = True) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
         segment = Segment.create(words * 8, lanes * depth * STRIDE, _EXTENT)
         self._assemble(f"{os.getpid()}-{next(_numbers)}", lanes, depth, segment)
@@ -102,7 +103,7 @@ class Ring:
         self._reaping = threading.Lock()
         self._forks = ForkTracker(self._leases.active)
         self._mapped = [0] * (lanes * depth)
-        self._pinned = Pinned() if pinned else None
+        self._pinned, self._keeps = Pinned() if pinned else None, keeps
         if self._pinned is not None:
             weakref.finalize(self, self._pinned.close).atexit = False
 
@@ -256,7 +257,7 @@ class Ring:
             return  # another thread is freeing them
         try:
             for slot in self._leases.released():
-                if self._pinned is not None and self._pinned.works:
+                if self._pinned is not None and self._pinned.works and self._keeps:
                     self._pinned.after_copies(self._copied.append, slot)
                 else:
                     self._copied.append(slot)
@@ -272,7 +273,7 @@ class Ring:
             self._reaping.release()
 
 
-class _Memory(NDArray[np.uint8]):
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
     """The memory of one batch. It owns its buffer: arrays over a mere view would keep its base alive, not the view."""
 
     ring: Ring

@@ -83,7 +83,7 @@ class Extents:
         states = self.states
 
         def work() -> bool:
-            runs = _runs([extent for extent in wanted if states[extent] == UNRESERVED_EXTENT])
+            runs = runs_of([extent for extent in wanted if states[extent] == UNRESERVED_EXTENT])
             return all(self._reserve_run(first, stop, warn) for first, stop in runs) and all(
                 states[extent] == RESERVED_EXTENT for extent in wanted
             )
@@ -178,7 +178,7 @@ class Extents:
         return self._layout.promised_bytes(self.reserved_bytes, self.limit)
 
 
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
+def runs_of(numbers: list[int]) -> Iterator[tuple[int, int]]:
     """Yield the first number of each run of consecutive ones, and the number after its last."""
     first = 0
     for row, number in enumerate(numbers, 1):

@@ -72,18 +72,25 @@ class LeaseTracker(Generic[_T]):
 
 
 class Pool:
-    """A pool of this process. A forked child has a copy of it. Threads may share it."""
+    """A pool of this process. A forked child has a copy of it. Threads may share it.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: whether its memory is pinned. It is then that of torch, which waits for copies to GPUs.
+    """
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
         self._spare: dict[int, deque[mmap.mmap]] = {}  # by size
         self._leases: LeaseTracker[mmap.mmap] = LeaseTracker()
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Pool, ()  # another process makes its own
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return Pool, (self.pinned,)  # another process makes its own
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. Its memory is not used again as long as a view of it lives."""
         nbytes = math.prod(shape) * dtype.itemsize
+        if self.pinned:
+            return pinned_memory(nbytes).view(dtype).view(shape)
         kind = NUMPY_DTYPES.get(dtype)
         if nbytes < _SMALL:
             return torch.empty(shape, dtype=dtype, device="cpu") if kind is None else torch.from_numpy(np.empty(shape, kind))
@@ -99,6 +106,11 @@ class Pool:
         if kind is None:
             return torch.frombuffer(owner.data[:nbytes], dtype=dtype).view(shape)
         return torch.from_numpy(owner[:nbytes].view(kind).reshape(shape))
+
+
+def pinned_memory(nbytes: int) -> Tensor:
+    """Return uninitialised pinned memory of torch, which does not use it again before copies from it to GPUs have ended."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _new(nbytes: int) -> mmap.mmap:

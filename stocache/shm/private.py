@@ -45,7 +45,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class _Lease(NDArray[np.uint8]):
+class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     """The mapping, as one batch sees it. It is not a view of an array: numpy would leave it out of the chain of bases."""
 
 

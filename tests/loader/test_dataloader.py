@@ -200,8 +200,9 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     with pytest.raises(ValueError, match="non-negative"):  # torch has no use for it without workers
         stocache.DataLoader(Images(), prefetch_factor=-1)
     ours, theirs = (list(inspect.signature(kind).parameters.values()) for kind in (stocache.DataLoader, type(loader).__base__))
-    assert ours[:-3] == theirs
-    assert [own.name for own in ours[-3:]] == ["snapshot_every_n_steps", "sample_seed", "worker_method"]
+    assert ours[:-5] == theirs
+    names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "device_limit_gib"]
+    assert [own.name for own in ours[-5:]] == names
 
 
 class Locked(Images):

@@ -12,47 +12,15 @@ import stocache
 from stocache.ring.pinned import Pinned
 from stocache.ring.ring import Ring
 from stocache.system import limits
+from tests.support.devices import PlayedRuntime
 from tests.support.equality import same
 from tests.support.processes import in_child, wait_until
 from tests.support.rings import free, numbers
 
 
-class Runtime:
-    """What is called of CUDA, recorded."""
-
-    def __init__(self):
-        self.registered, self.calls, self.error, self.failing = {}, [], 0, False
-        self.copies_done = threading.Event()
-        self.copies_done.set()
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        self.calls.append("register")
-        if not self.error:
-            assert address not in self.registered
-            self.registered[address] = nbytes
-        return self.error
-
-    def cudaHostUnregister(self, address):
-        self.calls.append("unregister")
-        del self.registered[address]
-        return 0
-
-    def synchronize(self, device):
-        assert self.copies_done.wait(60)
-        if self.failing:
-            self.calls.append("failed")
-            raise RuntimeError("CUDA error")
-        self.calls.append(f"synchronize {device}")
-
-
 @pytest.fixture
 def runtime(monkeypatch):
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * (device == 1))
-    yield runtime
+    yield PlayedRuntime().play(monkeypatch)
     wait_until(no_thread)
 
 

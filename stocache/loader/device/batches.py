@@ -1,0 +1,219 @@
+"""Deliver the batches of an iterator on a GPU: `DeviceBatches`.
+
+NOTE [ Two batches ahead ]
+    When the loop asks for a batch, the copies of the next ones are begun too, up to `_AHEAD`, if that needs no waiting and no
+    code of the dataset (``is_ready`` of the iterator). So they overlap with the training step, and the order of random draws
+    stays.
+    An error of a batch is raised in its turn.
+
+    The batch in host memory is kept until its copy has ended, which an event says: a buffer of the ring must not be used again
+    before.
+
+NOTE [ Events in forked children ]
+    CUDA does not work in a forked child. There the end of an event, or of a tensor that was passed to ``record_stream``, aborts
+    the process (C++ destructors that raise). A worker process is such a child, and its garbage collector may find what was
+    garbage of its parent. So once batches are on a GPU, forked children leave the objects of their parents alone:
+    ``gc.freeze()`` excludes all that exist from collection, in the child only, at no cost.
+"""
+
+import copy
+import dataclasses
+import functools
+import gc
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stocache.datasets.batches import PartialBatch
+from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
+from stocache.samples.pytree import leaves
+
+_AHEAD = 2
+
+
+@dataclass
+class _Waiting:
+    """A batch that the loop has not asked for yet.
+
+    Attributes:
+        host: the batch of the iterator.
+        worker: the number of the worker that made it.
+        error: raised in place of the batch.
+        data, tensors, event: the batch on the device, its tensors there, and the end of their copies; None before.
+    """
+
+    host: Any = None
+    worker: int | None = None
+    error: Exception | None = None
+    data: Any = None
+    tensors: list[Tensor] = field(default_factory=list)
+    event: Any = None
+
+
+class _Mover:
+    """Moves the tensors of one batch, and objects that have ``to``, to a device. Containers are those of torch's pin_memory."""
+
+    def __init__(self, device: torch.device, gatherer: DeviceGatherer | None, tensors: list[Tensor]) -> None:
+        self._device, self._gatherer, self._tensors = device, gatherer, tensors
+        self._done: dict[int, Any] = {}  # a batch may have the same tensor twice
+
+    def moved(self, value: Any) -> Any:
+        """Return a value with its tensors on the device. Note them in the list of tensors."""
+        if isinstance(value, Tensor) or callable(getattr(type(value), "to", None)):
+            if id(value) not in self._done:
+                self._done[id(value)] = there = value.to(self._device, non_blocking=True)
+                parts = [there] if isinstance(there, Tensor) else leaves(there)
+                self._tensors += [part for part in parts if isinstance(part, Tensor) and part.device.type == self._device.type]
+            return self._done[id(value)]
+        if type(value) is PartialBatch:
+            assert self._gatherer is not None
+            batch, tensors = self._gatherer.gather(value)
+            self._tensors += tensors
+            return batch
+        if isinstance(value, str | bytes | bytearray):
+            return value
+        if isinstance(value, Mapping):
+            return self._changed(value, {key: self.moved(part) for key, part in value.items()})
+        if isinstance(value, tuple):
+            moved = map(self.moved, value)
+            return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+        if isinstance(value, MutableSequence):
+            return self._changed(value, dict(enumerate(map(self.moved, value))))
+        if dataclasses.is_dataclass(value):
+            changed = copy.copy(value)
+            for item in dataclasses.fields(value):
+                object.__setattr__(changed, item.name, self.moved(getattr(value, item.name)))
+            return changed
+        return value
+
+    @staticmethod
+    def _changed(value: Any, parts: dict[Any, Any]) -> Any:
+        """Return a copy of a container with other parts."""
+        if not isinstance(value, MutableMapping | MutableSequence):
+            return parts
+        changed = copy.copy(value)
+        for key, part in parts.items():
+            changed[key] = part
+        return changed
+
+
+class DeviceStage:
+    """Copies the batches of a loader to a device; see NOTE [ Two batches ahead ].
+
+    Attributes:
+        gatherer: makes the batches of a cache's samples; None where the CPU makes them.
+    """
+
+    def __init__(self, cuda: Any) -> None:
+        self.gatherer: DeviceGatherer | None = None
+        self.cuda = cuda
+        _leave_objects_of_parents()
+        self._copied: deque[tuple[Any, Any]] = deque()  # the events and the batches in host memory
+        weakref.finalize(self, _finish, cuda, self._copied, os.getpid()).atexit = False
+
+    def place(self, waiting: _Waiting) -> None:
+        """Begin to copy a batch.
+
+        Raises:
+            OutOfMemoryError: of torch: the device has no memory for it.
+        """
+        while self._copied and self._copied[0][0].query():
+            self._copied.popleft()
+        try:
+            self._place(waiting)
+        except torch.cuda.OutOfMemoryError:
+            if self.gatherer is None or not self.gatherer.release():
+                raise
+            self._place(waiting)
+
+    def _place(self, waiting: _Waiting) -> None:
+        waiting.tensors = []
+        with self.cuda:
+            mover = _Mover(self.cuda.device, self.gatherer, waiting.tensors)
+            waiting.data, waiting.event = mover.moved(waiting.host), self.cuda.mark()
+        self._copied.append((waiting.event, waiting.host))
+
+    def stats(self) -> DeviceStats:
+        """Return where the gathered samples came from."""
+        return DeviceStats() if self.gatherer is None else self.gatherer.stats()
+
+
+def _finish(cuda: Any, copied: deque[tuple[Any, Any]], pid: int) -> None:
+    if pid != os.getpid():
+        _of_parents.append(copied)
+    elif copied:
+        cuda.wait()
+        copied.clear()
+
+
+_of_parents: list[Any] = []  # objects that must not end in this forked child
+
+
+@functools.cache
+def _leave_objects_of_parents() -> None:
+    # see NOTE [ Events in forked children ]
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
+class DeviceBatches:
+    """An iterator over the batches of another one, on a device.
+
+    Attributes:
+        last_worker: the number of the worker that made the last batch; None if that is not known.
+    """
+
+    last_worker: int | None = None
+
+    def __init__(self, batches: Any, stage: DeviceStage) -> None:
+        self._batches, self._stage = batches, stage
+        self._waiting: deque[_Waiting] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # __init__ has not run
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __next__(self) -> Any:
+        # see NOTE [ Two batches ahead ]
+        if not self._waiting:
+            self._ask()
+        waiting = self._waiting.popleft()
+        if waiting.error is not None:
+            raise waiting.error
+        if waiting.event is None:
+            self._stage.place(waiting)
+        self._look_ahead()
+        self._stage.cuda.hand_over(waiting.event, waiting.tensors)
+        self.last_worker = waiting.worker
+        return waiting.data
+
+    def _look_ahead(self) -> None:
+        while len(self._waiting) < _AHEAD and self._batches.is_ready():
+            self._ask()
+            waiting = self._waiting[-1]
+            if waiting.error is not None:
+                return
+            try:
+                self._stage.place(waiting)
+            except torch.cuda.OutOfMemoryError:  # it is tried again when the loop asks for the batch
+                return
+
+    def _ask(self) -> None:
+        try:
+            batch = next(self._batches)
+        except Exception as error:
+            self._waiting.append(_Waiting(error=error))
+        else:
+            self._waiting.append(_Waiting(batch, getattr(self._batches, "last_worker", None)))

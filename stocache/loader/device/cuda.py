@@ -1,0 +1,151 @@
+"""A GPU and the stream on which batches are copied to it.
+
+NOTE [ Copies on a stream of their own ]
+    Batches are copied, and gathered, on one stream, while the training step runs on another. An event on it marks the end of
+    each batch. The stream of the step waits for this event, the CPU does not. ``record_stream`` keeps the memory of a batch
+    from being used again before the step has ended, if the user frees the batch before.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stocache.shm.pool import pinned_memory
+
+_CAN_USE_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of cuDeviceGetAttribute
+_cuda: Any = torch.cuda  # parts of it have no types
+_TYPES = {torch.int64: "<i8", torch.int32: "<i4", torch.int16: "<i2", torch.uint8: "|u1"}
+
+
+def as_device(device: Any) -> torch.device | None:
+    """Return the GPU that ``device`` names; None for None and the CPU.
+
+    Raises:
+        ValueError: it is not a device of CUDA, or this machine does not have it.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"device={device!r:.100} is not a device of torch. Use 'cuda', 'cuda:1', or None.") from error
+    if found.type == "cpu":
+        return None
+    if found.type != "cuda":
+        raise ValueError(f"device='{found}': batches are delivered on 'cuda', or on the CPU. Leave the option out.")
+    if not torch.cuda.is_available():
+        has = "sees no GPU" if torch.version.cuda else "was built without CUDA"
+        raise ValueError(f"device='{found}': torch {torch.__version__} {has}. Leave the option out, or use 'cpu'.")
+    if found.index is not None and found.index >= torch.cuda.device_count():
+        raise ValueError(f"device='{found}' does not exist: torch sees {torch.cuda.device_count()} GPU(s).")
+    return found
+
+
+class Cuda:
+    """A GPU of this process, with a stream for copies; see NOTE [ Copies on a stream of their own ]."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._stream = _cuda.Stream(self.device)
+
+    def __enter__(self) -> None:
+        self._scope = _cuda.stream(self._stream)
+        self._scope.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._scope.__exit__(*exception)
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event that comes when all copies that were begun so far have ended."""
+        event: torch.cuda.Event = _cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def hand_over(self, event: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
+        """Have the current stream wait for an event, and keep the memory of tensors until it has used them."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def wait(self) -> None:
+        """Wait until all copies have ended."""
+        self._stream.synchronize()
+
+    def as_current(self) -> Any:
+        """Return a context in which this is the current device, as threads need it."""
+        return torch.cuda.device(self.device)
+
+    def spare_bytes(self) -> tuple[int, int]:
+        """Return the bytes of device memory that this process may still take, and those of the device."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device), total
+
+    @property
+    def reads_host_memory(self) -> bool:
+        """Whether a kernel may read registered host memory at its address in this process."""
+        value = ctypes.c_int(0)
+        with contextlib.suppress(OSError, AttributeError):  # not a driver of NVIDIA
+            driver = ctypes.CDLL("libcuda.so.1")
+            if driver.cuDeviceGetAttribute(ctypes.byref(value), _CAN_USE_HOST_POINTERS, self.device.index):
+                return False
+        return bool(value.value)
+
+    def view(self, rows: Tensor) -> Tensor | None:
+        """Return the tensor of the device over registered host memory; None if the first row is not registered."""
+        try:
+            view = torch.as_tensor(_Interface(rows), dtype=rows.dtype, device=self.device)
+        except RuntimeError:
+            return None
+        return view if view.data_ptr() == rows.data_ptr() else None  # else it is a copy
+
+
+class _Interface:
+    """The CUDA array interface of a host tensor, which it keeps."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        data = rows.data_ptr(), False
+        self.__cuda_array_interface__ = {"shape": tuple(rows.shape), "typestr": _TYPES[rows.dtype], "data": data, "version": 3}
+
+
+class Staging:
+    """Arrays that go to a device in one copy: each copy costs the CPU some microseconds, whatever its size."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[Any]] = []
+        self._places, self._nbytes = list[int](), 0
+
+    def add(self, array: NDArray[Any]) -> int:
+        """Add a contiguous array, and return its number."""
+        self._arrays.append(array)
+        self._places.append(self._nbytes)
+        self._nbytes = -(-(self._nbytes + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        return len(self._arrays) - 1
+
+    def send(self, device: torch.device) -> None:
+        """Copy all arrays to a device."""
+        host = pinned_memory(self._nbytes)
+        memory = host.numpy()
+        for at, array in zip(self._places, self._arrays, strict=True):
+            memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._copy: Tensor = host.to(device, non_blocking=True)
+
+    def at(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return an array on the device."""
+        place = self._places[number]
+        return self._copy[place : place + self._arrays[number].nbytes].view(dtype).view(shape)
+
+    def indices(self, number: int) -> Tensor:
+        """Return an array of int64 on the device."""
+        place = self._places[number]
+        return self._copy[place : place + self._arrays[number].nbytes].view(torch.int64)
+
+
+_ALIGNMENT = 16  # of an array in a copy

@@ -1,0 +1,62 @@
+"""Copy rows on a GPU: `copy_rows`.
+
+NOTE [ Few programs ]
+    A GPU reads the memory of the host at the rate of the bus, however many of its processors ask. torch's index_select has all
+    of them wait for it, and a training step beside it runs at a third of its speed. A kernel of `_PROGRAMS` programs takes a
+    few: on an H100, 10 gathers of 154 MB made 30 products of 8192 x 8192 matrices 29 ms slower with index_select, and 3 ms with
+    16 programs, at 44 to 50 GB/s for rows from 48 KB on (benchmark/notes/gpu.md). Copies by the copy engine, one for each row,
+    reach that from 600 KB on only (cudaMemcpyBatchAsync: 3 GB/s for 12 KB, 25 for 48 KB, 40 for 150 KB).
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("stocache")
+
+_PROGRAMS = 16
+_WORDS = 2048  # of a row that a program copies at a time
+
+
+def copy_rows(rows: Tensor, numbers: Tensor, out: Tensor, positions: Tensor | None = None) -> None:
+    """Copy rows of host memory that a GPU can read: ``out[positions[i]] = rows[numbers[i]]``.
+
+    Args:
+        rows, out: contiguous, of two dimensions, and of the same dtype and row length.
+        numbers, positions: int64, of one dimension. ``positions`` None: all rows of ``out``, in order.
+    """
+    kernel = _kernel() if rows.is_cuda else None
+    if kernel is not None:
+        words = rows.shape[1]
+        chunks = -(-words // _WORDS)
+        kernel[(_PROGRAMS,)](
+            rows, numbers, out, numbers if positions is None else positions, words, len(numbers), chunks,
+            SCATTERS=positions is not None, WORDS=_WORDS, num_warps=8,
+        )  # fmt: skip
+    else:
+        select_rows(rows, numbers, out, positions)
+
+
+def select_rows(rows: Tensor, numbers: Tensor, out: Tensor, positions: Tensor | None = None) -> None:
+    """Copy rows as `copy_rows` does, with functions of torch: for rows on the device itself."""
+    if positions is None:
+        torch.index_select(rows, 0, numbers, out=out)
+    else:
+        out.index_copy_(0, positions, rows.index_select(0, numbers))
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Return the kernel; None where Triton cannot compile it: it needs a C compiler."""
+    try:
+        from stocache.loader.device.copy_kernel import copy_kernel
+
+        row = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
+        copy_kernel[(1,)](row, row, row, row, 1, 1, 1, SCATTERS=False, WORDS=_WORDS, num_warps=8)
+    except Exception as error:
+        logger.info("no Triton kernel (%.200s): batches are gathered by index_select, beside which a step is slower", error)
+        return None
+    return copy_kernel

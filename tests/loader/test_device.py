@@ -1,0 +1,445 @@
+"""Batches on a device: a device that is played by the memory of the host. What needs a GPU is in test_gpu.py."""
+
+import gc
+import logging
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+import stocache
+from stocache import CachedDataset, DataLoader
+from stocache.errors import ClosedError, LimitError
+from stocache.loader.collate import as_is
+from stocache.loader.device.cuda import as_device
+from stocache.loader.device.gathering import DeviceStats
+from stocache.system.limits import MIB
+from tests.support.devices import play_device
+from tests.support.equality import identical, same
+from tests.support.processes import wait_until
+
+LENGTH, BATCH = 200, 16
+
+
+class Images(torch.utils.data.Dataset):
+    """Samples with a large and a small column, and one that no word of 8 bytes divides."""
+
+    def __init__(self, length=LENGTH):
+        self.length, self.loads = length, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        self.loads += 1
+        rng = np.random.default_rng(idx)
+        image = torch.from_numpy(rng.integers(0, 255, (3, 30, 30), np.uint8))
+        return {"image": image, "label": idx, "mask": torch.from_numpy(rng.integers(0, 255, 1501, np.uint8))}
+
+
+@pytest.fixture
+def play(monkeypatch):
+    yield lambda **attributes: play_device(monkeypatch, **attributes)
+    gc.collect()
+
+
+def slots_of(share, source):
+    """The limit of a cache for a share of the samples."""
+    return f"{int(share * len(source) * (2700 + 8 + 1501 + 64))}B"
+
+
+def cached(share, source=None):
+    source = Images() if source is None else source
+    return CachedDataset(source, slots_of(share, source), share_ranks=False)
+
+
+def batches_of(loader, epochs=2):
+    """The batches of some epochs, after the memory that is reserved by then has been registered."""
+    epochs_of = []
+    for _ in range(epochs):
+        torch.manual_seed(len(epochs_of))
+        epochs_of.append(list(loader))
+        if loader._stage is not None and loader._stage.gatherer is not None:
+            loader._stage.gatherer.wait()
+    return epochs_of
+
+
+WORKERS = {"alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("share", [0.05, 0.5, 1])
+@pytest.mark.parametrize("limit", [0, "200KB"])
+def test_batches_are_those_of_the_cpu(play, workers, share, limit):
+    play()
+    options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
+    with cached(share) as dataset:
+        expected = batches_of(DataLoader(dataset, **options), 3)
+    with cached(share) as dataset:
+        loader = DataLoader(dataset, device="cuda", device_limit_gib=limit, **options)
+        assert identical(batches_of(loader, 3), expected)
+        stats = loader.stats().device
+        if "num_workers" not in options or share == 1:  # else the batches that are held leave no buffer of the ring free
+            assert stats.from_tier + stats.from_cache + stats.from_host == 3 * LENGTH
+        assert stats.from_cache
+        assert stats.registered_bytes
+        assert bool(stats.from_tier) == bool(limit)
+        del loader
+        gc.collect()
+
+
+def test_the_first_epoch_loads_and_the_next_are_read_by_the_device(play):
+    play()
+    with cached(1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        batches_of(loader, 1)
+        probed = 8
+        assert loader.stats().device.from_host >= LENGTH - probed
+        before = loader.stats().device.from_cache
+        batches_of(loader, 2)
+        assert loader.stats().device.from_cache - before == 2 * LENGTH
+        counts = dataset.stats().total.hits, dataset.stats().total.misses
+        del loader
+    with cached(1) as dataset:
+        batches_of(DataLoader(dataset, BATCH), 3)
+        assert counts == (dataset.stats().total.hits, dataset.stats().total.misses)
+
+
+def test_what_is_not_registered_yet_is_gathered_by_the_cpu(play):
+    play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        first = next(iter(loader))
+        assert same(first["image"], torch.stack([Images()[idx]["image"] for idx in range(BATCH)]))
+        assert loader.stats().device.from_host >= BATCH
+        loader._stage.gatherer.wait()
+        assert loader.stats().device.registered_bytes
+        before = loader.stats().device.from_host
+        list(loader)
+        assert loader.stats().device.from_host == before
+        del loader, first
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_memory_that_cannot_be_registered_is_gathered_by_the_cpu_with_one_warning(play, most, caplog, monkeypatch):
+    _, runtime = play()
+    runtime.most = most
+    monkeypatch.setattr("stocache.loader.device.mapping._AT_ONCE", 2 * MIB)
+    source = Images(1500)  # 6 MiB
+    with cached(1, source) as dataset, caplog.at_level(logging.WARNING, "stocache"):
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        assert identical(batches_of(loader, 2), 2 * [list(torch.utils.data.DataLoader(source, BATCH))])
+        stats = loader.stats().device
+        assert stats.from_host >= LENGTH
+        assert stats.registered_bytes == most * 2 * MIB
+        warnings = [record.message for record in caplog.records if "registers no more" in record.message]
+        assert len(warnings) == 1
+        assert "ulimit -l" in warnings[0]
+        del loader
+
+
+def test_a_device_that_cannot_read_host_memory_gets_copies(play):
+    _, runtime = play(reads_host_memory=False)
+    with cached(1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        assert identical(batches_of(loader, 2), 2 * [list(torch.utils.data.DataLoader(Images(), BATCH))])
+        assert loader.stats().device == DeviceStats(from_host=2 * LENGTH)
+        assert "register" not in runtime.calls
+        del loader
+
+
+def test_what_was_registered_is_released_with_the_cache_and_not_with_the_loader(play):
+    _, runtime = play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        for _ in range(2):
+            loader = DataLoader(dataset, BATCH, device="cuda")
+            batches_of(loader)
+            del loader
+            gc.collect()
+            assert runtime.calls == ["register"]
+    gc.collect()
+    assert wait_until(lambda: not runtime.registered)
+
+
+def test_a_cache_that_is_closed_under_way_is_an_error(play):
+    play()
+    dataset = cached(1)
+    loader = DataLoader(dataset, BATCH, device="cuda")
+    batches_of(loader)
+    iterator = iter(loader)
+    next(iterator)
+    dataset.close()
+    with pytest.raises(ClosedError, match="closed"):
+        list(iterator)
+    assert loader.stats().device.registered_bytes == 0
+
+
+# ---------------------------------------------------------------------------------------------------- the tier
+
+
+def test_the_tier_keeps_the_first_samples_that_come_and_no_others(play):
+    play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda", device_limit_gib="100KB")
+        loader.generator = torch.Generator().manual_seed(3)
+        loader.sampler.generator = loader.generator
+        room = 100_000 // (2700 + 1501)
+        next(iter(loader))
+        loader._stage.gatherer.wait()
+        before = loader.stats().device.from_tier
+        list(loader)
+        kept = loader._stage.gatherer._tier._numbers.copy()
+        assert (kept >= 0).sum() == room == len(set(kept[kept >= 0]))
+        first = loader.stats().device.from_tier - before
+        for epoch in range(2, 5):
+            list(loader)
+            assert (loader._stage.gatherer._tier._numbers == kept).all()
+            assert loader.stats().device.from_tier - before - first == (epoch - 1) * room
+        assert 0 < loader.stats().device.tier_bytes <= 100_000
+        del loader
+
+
+def test_the_tier_leaves_room_for_the_model_and_says_so(play, caplog):
+    play(spare=(60_000, 80_000))
+    with cached(1) as dataset, caplog.at_level(logging.WARNING, "stocache"):
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="100KB")
+        assert identical(batches_of(loader, 3), 3 * [list(torch.utils.data.DataLoader(Images(), BATCH))])
+        assert loader.stats().device.tier_bytes == 50_000 // 4201 * 4201
+        assert "device_limit_gib" in caplog.text
+        del loader
+
+
+def test_the_tier_gives_way_where_the_device_is_full(play, caplog):
+    kind, _ = play()
+    with cached(1) as dataset, caplog.at_level(logging.WARNING, "stocache"):
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="100KB")
+        batches_of(loader, 2)
+        assert loader.stats().device.tier_bytes
+        kind.full = 1
+        assert identical(batches_of(loader, 1), [list(torch.utils.data.DataLoader(Images(), BATCH))])
+        assert loader.stats().device.tier_bytes == 0
+        assert "Lower device_limit_gib" in caplog.text
+        del loader
+
+
+def test_a_device_without_memory_for_a_batch_is_the_error_of_torch_in_its_turn(play):
+    kind, _ = play()
+    with cached(1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        batches_of(loader)
+        iterator = iter(loader)
+        next(iterator)
+        kind.full = 1  # the batch that is begun ahead
+        next(iterator)
+        kind.full = 10
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            list(iterator)
+        kind.full = 0
+        del loader, iterator
+
+
+# ---------------------------------------------------------------------------------------------------- the order
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_states_are_those_of_the_delivered_batches(play, workers):
+    play()
+    options = {"batch_size": BATCH, "shuffle": True, "device": "cuda"} | WORKERS[workers]
+    with cached(0.5) as dataset:
+        loader = DataLoader(dataset, **options)
+        batches_of(loader, 2)
+        torch.manual_seed(9)
+        epoch, state = [], None
+        for number, batch in enumerate(loader):
+            epoch.append(batch)
+            if number == 4:
+                state = loader.state_dict()
+        resumed = DataLoader(dataset, **options)
+        resumed.load_state_dict(state)
+        assert identical(list(resumed), epoch[5:])
+        del loader, resumed
+
+
+class Draws(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, idx):
+        return torch.rand(400)
+
+
+def test_without_workers_the_dataset_draws_in_the_order_of_the_loop(play):
+    play()
+    drawn = []
+    for kind, options in ((torch.utils.data.DataLoader, {}), (DataLoader, {"device": "cuda"})):
+        torch.manual_seed(0)
+        drawn.append([(batch, torch.rand(1)) for batch in kind(Draws(), 4, **options)])
+    assert identical(*drawn)
+
+
+class Broken(Images):
+    def __getitem__(self, idx):
+        if idx == 5 * BATCH:
+            raise KeyError("sample 80")
+        return super().__getitem__(idx)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_error_comes_in_its_turn_and_the_loop_may_go_on(play, workers):
+    play()
+    loader = DataLoader(Broken(), BATCH, device="cuda", **WORKERS[workers])
+    iterator, batches = iter(loader), []
+    for _ in range(5):
+        batches.append(next(iterator))
+    with pytest.raises(KeyError, match="sample 80"):
+        next(iterator)
+    batches += list(iterator)
+    assert torch.cat([batch["label"] for batch in batches]).tolist() == [idx for idx in range(LENGTH) if not 80 <= idx < 96]
+    del loader, iterator
+
+
+def test_a_batch_is_kept_until_its_copy_has_ended(play):
+    play()
+    loader = DataLoader(TensorDataset(torch.arange(80_000).view(80, 1000)), 4, num_workers=1, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    cuda = loader._stage.cuda
+    cuda.asynchronous = True
+    held = [next(iterator) for _ in range(5)]
+    begun = [event for event in cuda.events if not event.done]
+    kept = list(loader._stage._copied)
+    assert len(kept) >= len(begun) > 0
+    for event in begun[:-1]:
+        event.done = True
+    next(iterator)
+    assert len(loader._stage._copied) < len(kept)
+    del held, kept, iterator, loader
+    gc.collect()
+    assert cuda.waited == 1
+
+
+# ---------------------------------------------------------------------------------------------------- any structure
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_any_structure_arrives_and_what_is_no_tensor_stays_on_the_host(play):
+    play()
+    tensor = torch.arange(6)
+    batch = {
+        "pair": Pair(tensor, [tensor, "text", None]),
+        "array": np.arange(3),
+        "packed": pack_sequence([torch.arange(3), torch.arange(2)]),
+        "tuple": (1, 2.5, b"bytes", tensor),
+    }
+    loader = DataLoader([batch], None, collate_fn=as_is, device="cuda")
+    (arrived,) = loader
+    assert type(arrived["pair"]) is Pair
+    assert arrived["pair"].left is arrived["pair"].right[0] is arrived["tuple"][3]
+    assert arrived["pair"].right[1:] == ["text", None]
+    assert arrived["array"] is batch["array"]
+    assert same(arrived["packed"].data, batch["packed"].data)
+    assert arrived["packed"].batch_sizes.device.type == "cpu"
+    assert arrived["tuple"][:3] == (1, 2.5, b"bytes")
+    assert loader._stage.cuda.handed == [3]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda dataset: Subset(dataset, range(0, LENGTH, 3)),
+        lambda dataset: ConcatDataset([dataset, Subset(dataset, [1, 2, 3])]),
+        lambda dataset: TensorDataset(torch.arange(5000).view(50, 100)),
+    ],
+    ids=["subset", "concat", "uncached"],
+)
+def test_wrapped_and_uncached_datasets_arrive(play, workers, wrap):
+    play()
+    with cached(0.5) as dataset:
+        loader = DataLoader(wrap(dataset), BATCH, device="cuda", **WORKERS[workers])
+        assert identical(batches_of(loader), 2 * [list(torch.utils.data.DataLoader(wrap(Images()), BATCH))])
+        del loader
+
+
+class Odd(Images):
+    """One sample has another shape than the others, so that its batch cannot be gathered."""
+
+    def __getitem__(self, idx):
+        sample = super().__getitem__(idx)
+        return sample | {"image": sample["image"][:, :1, :1]} if idx == 37 else sample
+
+
+def ragged(samples):
+    return [sample["image"].sum() for sample in samples]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_samples_that_do_not_fit_and_functions_of_the_user(play, workers):
+    play()
+    with CachedDataset(Odd(), 1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda", collate_fn=ragged, **WORKERS[workers])
+        assert identical(batches_of(loader), 2 * [list(torch.utils.data.DataLoader(Odd(), BATCH, collate_fn=ragged))])
+        del loader
+
+
+def test_sample_seed_and_persistent_workers(play):
+    play()
+    batches = []
+    for options in ({}, {"device": "cuda"}):
+        with cached(0.5) as dataset:
+            loader = DataLoader(dataset, BATCH, shuffle=True, sample_seed=5, num_workers=2, persistent_workers=True, **options)
+            batches.append(batches_of(loader, 3))
+            del loader
+    assert identical(*batches)
+
+
+# ---------------------------------------------------------------------------------------------------- wrong input
+
+
+@pytest.mark.parametrize("device", ["nonsense", 3.5, "mps", "meta"])
+def test_a_device_that_is_none_of_cuda_is_refused(device):
+    with pytest.raises(ValueError, match=r"Leave the option out|Use 'cuda'"):
+        DataLoader([1], device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_cuda_a_device_is_refused_with_what_is_missing():
+    with pytest.raises(ValueError, match=r"built without CUDA|sees no GPU"):
+        DataLoader([1], device="cuda")
+
+
+def test_a_device_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert as_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"cuda:2.*2 GPU"):
+        as_device("cuda:2")
+
+
+def test_the_cpu_is_no_device_of_its_own():
+    for device in (None, "cpu", torch.device("cpu")):
+        loader = DataLoader([1, 2], device=device)
+        assert loader.device is None
+        assert [batch.tolist() for batch in loader] == [[1], [2]]
+
+
+@pytest.mark.parametrize("limit", [-1, "much", float("nan")])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(LimitError, match="device_limit_gib"):
+        DataLoader([1], device_limit_gib=limit)
+
+
+def test_nothing_of_a_gpu_is_imported_without_one():
+    import sys
+
+    assert "triton" not in sys.modules
+    assert "stocache.loader.device.copy_kernel" not in sys.modules
+    assert stocache.DataLoader

@@ -1,0 +1,216 @@
+"""Batches on a real GPU. With a device that is played by the CPU: test_device.py."""
+
+import gc
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from stocache import CachedDataset, DataLoader
+from stocache.errors import ClosedError
+from stocache.loader.device import kernels
+from stocache.loader.device.mapping import _mapped
+from tests.support.equality import identical
+from tests.support.processes import wait_until
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.leaves_descriptors,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+LENGTH, BATCH = 600, 32
+WORKERS = {"alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}
+
+
+class Images(torch.utils.data.Dataset):
+    """Samples with two large columns, one of odd size, and a small one."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, idx):
+        rng = np.random.default_rng(idx)
+        image = torch.from_numpy(rng.integers(0, 255, (3, 64, 64), np.uint8))
+        return {"image": image, "label": idx, "mask": torch.from_numpy(rng.integers(0, 255, 1501, np.uint8))}
+
+
+@pytest.fixture(autouse=True)
+def released():
+    yield
+    assert wait_until(lambda: gc.collect() is not None and not list(_mapped.values()))  # a thread may still make a batch
+
+
+def cached(share):
+    return CachedDataset(Images(), f"{int(share * LENGTH * 13797)}B", share_ranks=False)
+
+
+def batches_of(loader, epochs=3):
+    found = []
+    for epoch in range(epochs):
+        torch.manual_seed(epoch)
+        found.append([{name: part.cpu() for name, part in batch.items()} for batch in loader])
+        if loader._stage is not None and loader._stage.gatherer is not None:
+            loader._stage.gatherer.wait()
+    return found
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("share", [0.5, 1])
+@pytest.mark.parametrize("limit", [0, "2MB"])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_batches_are_those_of_the_cpu(workers, share, limit, has_kernel, monkeypatch):
+    if not has_kernel:
+        monkeypatch.setattr(kernels, "_kernel", lambda: None)
+    else:
+        assert kernels._kernel() is not None
+    options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
+    with cached(share) as dataset:
+        expected = batches_of(DataLoader(dataset, **options))
+    with cached(share) as dataset:
+        loader = DataLoader(dataset, device="cuda", device_limit_gib=limit, **options)
+        assert identical(batches_of(loader), expected)
+        stats = loader.stats().device
+        assert stats.from_cache > 0
+        assert bool(stats.from_tier) == bool(limit)
+        assert stats.from_tier + stats.from_cache + stats.from_host == 3 * LENGTH
+        for part in next(iter(loader)).values():
+            assert part.device == torch.device("cuda", torch.cuda.current_device())
+            assert part.is_contiguous()
+        del loader, part
+
+
+def test_a_batch_that_is_held_does_not_change():
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        for options in WORKERS.values():
+            loader, held = DataLoader(dataset, BATCH, shuffle=True, device="cuda", **options), []
+            for _ in range(4):
+                for batch in loader:
+                    held.append((batch, batch["image"].double().sum((1, 2, 3)), batch["label"].cpu().tolist()))
+            for batch, sums, labels in held:
+                assert torch.equal(batch["image"].double().sum((1, 2, 3)), sums)
+                assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in labels]))
+            del loader, held, batch
+
+
+def test_memory_that_the_user_frees_is_not_used_again_before_the_step_has_ended():
+    rows = torch.arange(64 * 1_000_000, dtype=torch.int32).view(64, -1)
+    loader, totals = DataLoader(TensorDataset(rows), 4, device="cuda"), []
+    work = torch.randn(4096, 4096, device="cuda")
+    for _ in range(3):
+        for (batch,) in loader:
+            for _ in range(10):
+                torch.mm(work, work)  # the step is far behind the CPU
+            totals.append(batch.double().sum(1))
+            del batch
+    expected = rows.double().sum(1).view(-1, 4)
+    for number, total in enumerate(totals):
+        assert torch.equal(total.cpu(), expected[number % 16])
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_start_beside_a_cuda_that_is_in_use(method):
+    torch.zeros(1, device="cuda")
+    with cached(0.5) as dataset:  # its probe is a child
+        dataset.warm(num_workers=2, progress=False)
+        for options in ({"pin_memory": True}, {"device": "cuda"}):
+            loader = DataLoader(dataset, BATCH, num_workers=2, multiprocessing_context=method, **options)
+            labels = [batch["label"].cpu() for batch in loader]
+            assert torch.cat(labels).tolist() == list(range(LENGTH))
+            assert loader.stats().ring == len(labels)
+            del loader
+
+
+def test_threads_pin_without_a_copy():
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        for options in ({}, {"num_workers": 2, "worker_method": "thread"}):
+            loader = DataLoader(dataset, BATCH, pin_memory=True, **options)
+            for batch in loader:
+                assert all(part.is_pinned() for part in batch.values())
+                there = batch["image"].to("cuda", non_blocking=True)
+                assert torch.equal(there.cpu(), batch["image"])
+            del loader, batch
+
+
+def test_the_tier_gives_way_to_a_model_that_needs_its_memory(caplog):
+    caplog.set_level(logging.WARNING, "stocache")
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="6MB")
+        expected = batches_of(loader)
+        assert loader.stats().device.tier_bytes > 5_000_000
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+        assert loader.stats().device.tier_bytes == 0
+        assert "Lower device_limit_gib" in caplog.text
+        assert identical(batches_of(loader), expected)
+        del loader
+
+
+def test_a_batch_without_device_memory_is_the_error_of_torch_and_the_loop_goes_on():
+    torch.cuda.empty_cache()
+    loader = DataLoader(TensorDataset(torch.zeros(4, 64 << 20, dtype=torch.uint8)), 1, device="cuda")
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
+    try:
+        iterator = iter(loader)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            next(iterator)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert next(iterator)[0].is_cuda
+    assert free
+
+
+def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing():
+    dataset = cached(1)
+    dataset.warm(progress=False)
+    loader = DataLoader(dataset, BATCH, device="cuda")
+    batches_of(loader, 1)
+    iterator = iter(loader)
+    batch = next(iterator)
+    dataset.close()
+    with pytest.raises(ClosedError):
+        list(iterator)
+    assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in range(BATCH)]))
+    del loader, iterator, batch
+
+
+def test_a_device_that_does_not_exist():
+    with pytest.raises(ValueError, match="does not exist"):
+        DataLoader([1], device="cuda:99")
+
+
+def test_lightning_trains_on_batches_that_arrive_on_the_gpu(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3 * 64 * 64, 2)
+            self.labels = []
+
+        def training_step(self, batch, _):
+            assert batch["image"].is_cuda
+            self.labels += batch["label"].tolist()
+            return self.layer(batch["image"].flatten(1).float()).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 1e-6)
+
+    with cached(0.5) as dataset:
+        for options in ({"pin_memory": True}, {"device": "cuda"}, {"device": "cuda", "worker_method": "thread"}):
+            module = Module()
+            trainer = lightning.Trainer(
+                max_epochs=2, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            )  # fmt: skip
+            trainer.fit(module, DataLoader(dataset, BATCH, num_workers=2, **options))
+            assert module.labels == 2 * list(range(LENGTH))
+            del trainer, module
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

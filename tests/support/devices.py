@@ -1,0 +1,111 @@
+"""A GPU that is played: what is called of CUDA, recorded, over the memory of the host."""
+
+import contextlib
+import threading
+from functools import partial
+
+import torch
+
+
+class PlayedRuntime:
+    """What is called of torch.cuda.cudart() and to wait for a GPU."""
+
+    def __init__(self):
+        self.registered, self.calls, self.error, self.failing, self.most = {}, [], 0, False, None
+        self.copies_done = threading.Event()
+        self.copies_done.set()
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls.append("register")
+        if self.most is not None and len(self.registered) >= self.most:
+            return 2
+        if not self.error:
+            assert address not in self.registered
+            self.registered[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        self.calls.append("unregister")
+        del self.registered[address]
+        return 0
+
+    def synchronize(self, device):
+        assert self.copies_done.wait(60)
+        if self.failing:
+            self.calls.append("failed")
+            raise RuntimeError("CUDA error")
+        self.calls.append(f"synchronize {device}")
+
+    def play(self, monkeypatch):
+        """Take the place of CUDA's runtime."""
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * (device == 1))
+        return self
+
+
+class PlayedEvent:
+    """The end of copies. It has come once the device that recorded it was `finish`ed."""
+
+    def __init__(self, done):
+        self.done = done
+
+    def query(self):
+        return self.done
+
+
+class PlayedDevice:
+    """Takes the place of `Cuda`.
+
+    Attributes:
+        reads_host_memory: whether it may read the cache itself.
+        spare: bytes of its memory that are free, and all.
+        handed: the numbers of tensors of each batch that was handed over.
+        full: raises in place of that many batches that are begun.
+    """
+
+    reads_host_memory, spare, full = True, (1 << 40, 1 << 40), 0
+
+    def __init__(self, device):
+        self.device, self.handed, self.begun, self.waited, self.events = torch.device("cpu"), [], 0, 0, []
+        self.asynchronous = False
+
+    def __enter__(self):
+        self.begun += 1
+        if self.full:
+            type(self).full -= 1
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    def __exit__(self, *exception):
+        pass
+
+    def mark(self):
+        self.events.append(PlayedEvent(not self.asynchronous))
+        return self.events[-1]
+
+    def hand_over(self, event, tensors):
+        self.handed.append(len(tensors))
+
+    def wait(self):
+        self.waited += 1
+
+    def as_current(self):
+        return contextlib.nullcontext()
+
+    def spare_bytes(self):
+        return self.spare
+
+    def view(self, rows):
+        return rows
+
+
+def play_device(monkeypatch, **attributes):
+    """Have loaders deliver their batches on a played device. Return its class and the runtime."""
+    kind = type("PlayedHere", (PlayedDevice,), attributes)
+    monkeypatch.setattr("stocache.loader.dataloader.Cuda", kind)
+    monkeypatch.setattr("stocache.loader.dataloader.as_device", lambda device: None if device is None else torch.device(device))
+    pinned = partial(torch.empty, dtype=torch.uint8)
+    for module in ("shm.pool", "loader.device.cuda", "loader.device.gathering"):
+        monkeypatch.setattr(f"stocache.{module}.pinned_memory", pinned)
+    return kind, PlayedRuntime().play(monkeypatch)
