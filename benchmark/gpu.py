@@ -1,6 +1,6 @@
 """Batches on a GPU: from the cache by the GPU itself, from its own memory, from the ring, and from torch's DataLoader.
 
-python -m benchmark gpu copies | rates | cpu | train PHOTOS | equal | soak
+OMP_WAIT_POLICY=passive python -m benchmark gpu copies | rates [--row "12 KB"] | cpu | train PHOTOS | equal | soak
 """
 
 import argparse
@@ -36,14 +36,16 @@ GIB = 1 << 30
 
 
 class Rows(Dataset[Any]):
-    """Images of random bytes in memory, with a label each; row i is a function of i."""
+    """Images in memory, with their numbers as labels."""
 
-    def __init__(self, count: int, side: int) -> None:
-        self.images = torch.empty((count, 3, side, side), dtype=torch.uint8)
-        words = self.images.view(count, -1).view(torch.int64)
-        torch.arange(words.numel(), out=words.view(-1))
-        words *= 0x9E3779B97F4A7C1
-        self.images.share_memory_()
+    def __init__(self, images: Tensor) -> None:
+        self.images = images.share_memory_()
+
+    @classmethod
+    def random(cls, count: int, side: int) -> "Rows":
+        """Return images of which no two are equal."""
+        words = torch.arange(count * 3 * side * side // 8) * 0x9E3779B97F4A7C1
+        return cls(words.view(torch.uint8).view(count, 3, side, side))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -97,14 +99,15 @@ def rate(batches: Iterator[Any], seconds: float = 0.8, warm: int = 4) -> float:
     return count / (time.perf_counter() - began)
 
 
-def rates() -> None:
+def rates(sizes: list[str]) -> None:
     """Print GB/s and samples/s for rows and batches of several sizes."""
     print("| row | batch | GPU from the cache | … with 2 threads | … 2 processes | from `device_limit_gib` | ring, 8 workers "
           "| torch, pinned, 2 | 8 | 16 workers | bare copy |\n|" + " --- |" * 11)  # fmt: skip
     limit = bare_copy()
-    for name, side in SIZES.items():
+    for name in sizes or SIZES:
+        side = SIZES[name]
         row = 3 * side * side
-        source = Rows(3 * GIB // row, side)
+        source = Rows.random(3 * GIB // row, side)
         with cached(source, 3.3) as dataset:
             for size in BATCHES:
                 options: dict[str, Any] = {"batch_size": size, "shuffle": True, "drop_last": True, "persistent_workers": True}
@@ -193,6 +196,7 @@ def copies() -> None:
     assert not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 4 * GIB, 0))  # type: ignore[no-untyped-call]
     print(f"registering: {(time.perf_counter() - began) / 4 * 1e3:.0f} ms for each GiB")
     cuda = Cuda(torch.device("cuda"))
+    torch.cuda.set_stream(torch.cuda.Stream())  # batched copies do not work on the default stream
     left = torch.randn((8192, 8192), device="cuda", dtype=torch.bfloat16)
     print("| row | batch | kernel | index_select | batched copies | 30 products beside 10: kernel | index_select | alone |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -240,7 +244,7 @@ def products_beside(left: Tensor, way: Callable[[], object] | None) -> float:
 def cpu() -> None:
     """Print the CPU time of this process for each batch, by way, and of its main thread."""
     print("| workers | batch of 256 x 150 KB, all cached: CPU time of the process | of its main thread |\n| --- | --- | --- |")
-    source = Rows(8192, 224)
+    source = Rows.random(8192, 224)
     ways: dict[str, dict[str, Any]] = {
         "none": {}, "2 threads": {"num_workers": 2, "worker_method": "thread"}, "2 processes": {"num_workers": 2},
     }  # fmt: skip
@@ -253,7 +257,9 @@ def cpu() -> None:
             for _ in range(20):
                 for _ in loader:
                     count += 1
-            torch.cuda.synchronize()
+                    end = torch.cuda.Event(blocking=True)  # else this thread would spin where it waits
+                    end.record()
+                    end.synchronize()
             spent, main = time.process_time() - spent, time.thread_time() - main
             print(f"| {name} | {spent / count * 1e6:.0f} µs | {main / count * 1e6:.0f} µs |", flush=True)
             del loader
@@ -265,12 +271,11 @@ def train(photos: Path, count: int = 20_000, epochs: int = 2) -> None:
 
     images = torch.from_numpy(np.load(photos))  # (n, 3, 256, 256)
     random.seed(0)
-    source = Rows(0, 224)
-    source.images = torch.empty((count, 3, 224, 224), dtype=torch.uint8)
+    crops = torch.empty((count, 3, 224, 224), dtype=torch.uint8)
     for idx in range(count):
         top, left = random.randrange(32), random.randrange(32)
-        source.images[idx] = images[idx % len(images), :, top : top + 224, left : left + 224]
-    source.images.share_memory_()
+        crops[idx] = images[idx % len(images), :, top : top + 224, left : left + 224]
+    source = Rows(crops)
     model = torchvision.models.resnet18().cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
@@ -335,7 +340,7 @@ def train(photos: Path, count: int = 20_000, epochs: int = 2) -> None:
 
 def equal(batches: int = 10_000) -> None:
     """Compare the batches of the device with those of the CPU, with half of the samples missing."""
-    source = Rows(4096, 64)
+    source = Rows.random(4096, 64)
     with cached(source, 0.5 * 4096 * 12296 / GIB) as dataset:
         compared, wrong = 0, 0
         options: dict[str, Any] = {"batch_size": 64, "shuffle": True}
@@ -358,7 +363,7 @@ def equal(batches: int = 10_000) -> None:
 
 def soak(batches: int = 100_000) -> None:
     """Check on the GPU the values of batches that are copied from the pinned ring by the loop itself, and by ``device``."""
-    source = Rows(16384, 16)
+    source = Rows.random(16384, 16)
     weights = torch.arange(1, 3 * 16 * 16 + 1, device="cuda", dtype=torch.float32)
     sums = torch.cat([(part.cuda().view(len(part), -1).float() * weights).sum(1) for part in source.images.split(4096)])
     with cached(source, 1) as dataset:
@@ -389,6 +394,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark gpu")
     parser.add_argument("experiment", choices=["copies", "rates", "cpu", "train", "equal", "soak"])
     parser.add_argument("photos", type=Path, nargs="?", help="of train: a .npy file of uint8 (n, 3, 256, 256)")
+    parser.add_argument("--row", action="append", choices=SIZES, help="of rates: this size only")
     arguments = parser.parse_args()
     logging.getLogger("stocache").setLevel(logging.ERROR)
     driver = subprocess.run(
@@ -398,7 +404,8 @@ def main() -> None:
     if arguments.experiment == "train":
         train(arguments.photos)
     else:
-        {"copies": copies, "rates": rates, "cpu": cpu, "equal": equal, "soak": soak}[arguments.experiment]()
+        experiments = {"copies": copies, "rates": partial(rates, arguments.row), "cpu": cpu, "equal": equal, "soak": soak}
+        experiments[arguments.experiment]()
 
 
 if __name__ == "__main__":

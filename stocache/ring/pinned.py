@@ -6,6 +6,7 @@ NOTE [ Copies in flight ]
     Meanwhile workers use other buffers.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Pinned:
             runtime.cudaHostUnregister(address)
         error = int(runtime.cudaHostRegister(address, nbytes, 0))
         if error:
+            _clear_error()
             logger.debug("cudaHostRegister of %d bytes: error %d; torch pins a copy of each batch", nbytes, error)
             self.works = False
         else:
@@ -53,6 +55,12 @@ class Pinned:
             for address in self._registered:
                 torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
             self._registered.clear()
+
+
+def _clear_error() -> None:
+    """Clear the last error of CUDA in this thread: torch's next launch would raise it, though it is not of that launch."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, dtype=torch.uint8, device="cuda")
 
 
 def _free_after_copies(free: Callable[[Any], None], buffer: Any) -> None:

@@ -109,8 +109,14 @@ class Pool:
 
 
 def pinned_memory(nbytes: int) -> Tensor:
-    """Return uninitialised pinned memory of torch, which does not use it again before copies from it to GPUs have ended."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    """Return uninitialised pinned memory of torch, which does not use it again before copies from it to GPUs have ended.
+
+    Where the machine gives none, return other memory, from which copies are slower.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _new(nbytes: int) -> mmap.mmap:

@@ -348,7 +348,7 @@ def test_any_structure_arrives_and_what_is_no_tensor_stays_on_the_host(play):
     assert same(arrived["packed"].data, batch["packed"].data)
     assert arrived["packed"].batch_sizes.device.type == "cpu"
     assert arrived["tuple"][:3] == (1, 2.5, b"bytes")
-    assert loader._stage.cuda.handed == [3]
+    assert loader._stage.cuda.handed == [1]
 
 
 @pytest.mark.parametrize("workers", WORKERS)

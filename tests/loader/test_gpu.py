@@ -13,6 +13,7 @@ from stocache import CachedDataset, DataLoader
 from stocache.errors import ClosedError
 from stocache.loader.device import kernels
 from stocache.loader.device.mapping import _mapped
+from stocache.ring.pinned import Pinned
 from tests.support.equality import identical
 from tests.support.processes import wait_until
 
@@ -179,6 +180,36 @@ def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing():
         list(iterator)
     assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in range(BATCH)]))
     del loader, iterator, batch
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        return Opaque(self.tensor.to(device))
+
+
+def test_sparse_tensors_and_objects_arrive_and_are_not_overwritten():
+    rows = [torch.arange(200_000.0).view(500, 400) + number for number in range(24)]
+    samples = [(row.to_sparse(), row.to_sparse_csr(), Opaque(row), row) for row in rows]
+    work, sums = torch.randn(4096, 4096, device="cuda"), []
+    for sparse, csr, opaque, row in DataLoader(samples, None, device="cuda"):
+        for _ in range(10):
+            torch.mm(work, work)
+        sums.append([part.double().sum() for part in (sparse.to_dense(), csr.to_dense(), opaque.tensor, row)])
+        assert all(part.is_cuda for part in (sparse, csr, opaque.tensor, row))
+        del sparse, csr, opaque, row
+    for row, own in zip(rows, sums, strict=True):
+        assert all(total.item() == row.double().sum().item() for total in own)
+
+
+def test_a_registration_that_fails_harms_no_later_call():
+    pinned = Pinned()
+    pinned.register(4096, 4096)  # no memory of this process
+    assert not pinned.works
+    assert torch.ones(8, device="cuda").sum().item() == 8
+    pinned.close()
 
 
 def test_a_device_that_does_not_exist():

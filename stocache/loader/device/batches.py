@@ -32,7 +32,6 @@ from torch import Tensor
 
 from stocache.datasets.batches import PartialBatch
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
-from stocache.samples.pytree import leaves
 
 _AHEAD = 2
 
@@ -59,23 +58,22 @@ class _Waiting:
 class _Mover:
     """Moves the tensors of one batch, and objects that have ``to``, to a device. Containers are those of torch's pin_memory."""
 
-    def __init__(self, device: torch.device, gatherer: DeviceGatherer | None, tensors: list[Tensor]) -> None:
-        self._device, self._gatherer, self._tensors = device, gatherer, tensors
+    def __init__(self, cuda: Any, gatherer: DeviceGatherer | None) -> None:
+        self._cuda, self._gatherer = cuda, gatherer
+        self.tensors: list[Tensor] = []  # on the device, whose memory has to be kept
         self._done: dict[int, Any] = {}  # a batch may have the same tensor twice
 
     def moved(self, value: Any) -> Any:
-        """Return a value with its tensors on the device. Note them in the list of tensors."""
-        if isinstance(value, Tensor) or callable(getattr(type(value), "to", None)):
-            if id(value) not in self._done:
-                self._done[id(value)] = there = value.to(self._device, non_blocking=True)
-                parts = [there] if isinstance(there, Tensor) else leaves(there)
-                self._tensors += [part for part in parts if isinstance(part, Tensor) and part.device.type == self._device.type]
-            return self._done[id(value)]
+        """Return a value with its tensors on the device."""
         if type(value) is PartialBatch:
             assert self._gatherer is not None
             batch, tensors = self._gatherer.gather(value)
-            self._tensors += tensors
+            self.tensors += tensors
             return batch
+        if isinstance(value, Tensor) or callable(getattr(type(value), "to", None)):
+            if id(value) not in self._done:
+                self._done[id(value)] = self._to_device(value)
+            return self._done[id(value)]
         if isinstance(value, str | bytes | bytearray):
             return value
         if isinstance(value, Mapping):
@@ -91,6 +89,17 @@ class _Mover:
                 object.__setattr__(changed, item.name, self.moved(getattr(value, item.name)))
             return changed
         return value
+
+    def _to_device(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
+            moved: Tensor = value.to(self._cuda.device, non_blocking=True)
+            self.tensors.append(moved)
+            return moved
+        with self._cuda.on_current():  # its parts are not known here
+            try:
+                return value.to(self._cuda.device, non_blocking=True)
+            except TypeError:
+                return value.to(self._cuda.device)
 
     @staticmethod
     def _changed(value: Any, parts: dict[Any, Any]) -> Any:
@@ -133,10 +142,10 @@ class DeviceStage:
             self._place(waiting)
 
     def _place(self, waiting: _Waiting) -> None:
-        waiting.tensors = []
         with self.cuda:
-            mover = _Mover(self.cuda.device, self.gatherer, waiting.tensors)
-            waiting.data, waiting.event = mover.moved(waiting.host), self.cuda.mark()
+            mover = _Mover(self.cuda, self.gatherer)
+            waiting.data, waiting.tensors = mover.moved(waiting.host), mover.tensors
+            waiting.event = self.cuda.mark()
         self._copied.append((waiting.event, waiting.host))
 
     def stats(self) -> DeviceStats:

@@ -55,11 +55,17 @@ class Cuda:
         self._stream = _cuda.Stream(self.device)
 
     def __enter__(self) -> None:
+        self._current = torch.cuda.current_stream(self.device)
         self._scope = _cuda.stream(self._stream)
         self._scope.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._scope.__exit__(*exception)
+
+    def on_current(self) -> Any:
+        """Return a context for copies on the stream that was current before this one, for which no memory has to be kept."""
+        self._stream.wait_stream(self._current)  # what is marked next comes after them
+        return _cuda.stream(self._current)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event that comes when all copies that were begun so far have ended."""
@@ -140,7 +146,8 @@ class Staging:
     def at(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an array on the device."""
         place = self._places[number]
-        return self._copy[place : place + self._arrays[number].nbytes].view(dtype).view(shape)
+        values = self._copy[place : place + self._arrays[number].nbytes].view(dtype)
+        return values if len(shape) == 1 else values.view(shape)
 
     def indices(self, number: int) -> Tensor:
         """Return an array of int64 on the device."""

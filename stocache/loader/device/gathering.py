@@ -192,7 +192,7 @@ class DeviceGatherer:
     def _views(self, mapped: MappedSegment) -> list[Any]:
         """Return the slots of each large column as the device reads them; None for those that it cannot read yet."""
         arrays = self._cache.slot_arrays
-        return [mapped.view(arrays.places[number][0], arrays.columns[number].words) for number in self._large]
+        return [mapped.view(self._cuda, arrays.places[number][0], arrays.columns[number].words) for number in self._large]
 
     def _gathered(self, slots: _Rows, number: int) -> Tensor:
         """Return the values of some slots for a large column, gathered by the CPU into pinned memory."""

@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stocache.ring.pinned import Pinned
@@ -35,7 +36,7 @@ class MappedSegment:
         self._host, self._states = segment.tensor(0, segment.data_bytes), segment.extents.states[: len(self.registered)]
         self._layout, self._cuda = segment.layout, cuda
         self._pinned, self._closed, self._asked = Pinned(), not cuda.reads_host_memory, False
-        self._views: dict[int, Tensor] = {}
+        self._views: dict[tuple[torch.device, int], Tensor] = {}
         self._background = Background("stocache-register")
 
     @staticmethod
@@ -58,13 +59,14 @@ class MappedSegment:
         self.ask()
         self._background.flush()
 
-    def view(self, offset: int, rows: Tensor) -> Tensor | None:
-        """Return rows at an offset of the data, as the device reads them; None as long as it cannot read the first one."""
-        view = self._views.get(offset)
+    def view(self, cuda: Any, offset: int, rows: Tensor) -> Tensor | None:
+        """Return rows at an offset of the data, as a device reads them; None as long as it cannot read the first one."""
+        key = cuda.device, offset
+        view = self._views.get(key)
         if view is None and self.registered[offset // self._layout.extent_bytes]:
-            view = self._cuda.view(rows)
+            view = cuda.view(rows)
             if view is not None:
-                self._views[offset] = view
+                self._views[key] = view
         return view
 
     @property
