@@ -21,6 +21,10 @@ def _hooks(register):
     return module
 
 
+def _has_names(iterator, *names):
+    return {*names} <= {*vars(iterator)} and iterator._task_info[iterator._rcvd_idx] == (0,)
+
+
 NAMES = {  # what uses it, and whether it is still what that takes it for
     "_worker_info of torch.utils.data._utils.worker": ("observe/trials.py", lambda: vars(worker)["_worker_info"] is None),
     "the module of default_collate": (
@@ -50,6 +54,10 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
     "_pin_memory_device of torch's iterators": (
         "loader/thread_iterator.py",
         lambda: "_pin_memory_device" in vars(iter(torch.utils.data.DataLoader([1]))),
+    ),
+    "_task_info, _rcvd_idx and _data_queue of torch's iterators": (
+        "loader/torch_iterators.py",
+        lambda: _has_names(iter(torch.utils.data.DataLoader([1], num_workers=1)), "_task_info", "_rcvd_idx", "_data_queue"),
     ),
     "BaseProcess._target": ("shm/job.py", lambda: multiprocessing.Process(target=print)._target is print),
     "get_preparation_data of multiprocessing.spawn": (

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,9 +31,6 @@ from stocache.datasets.cached import CachedDataset
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError, WorkerError
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
-from stocache.loader.device.batches import DeviceBatches, DeviceStage
-from stocache.loader.device.cuda import Cuda, as_device
-from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
@@ -58,6 +55,10 @@ from stocache.system.limits import parse_size
 from stocache.system.objects import TorchLoader
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
+
+if TYPE_CHECKING:  # nothing of a GPU is imported without ``device``
+    from stocache.loader.device.batches import DeviceStage
+    from stocache.loader.device.gathering import DeviceStats
 
 logger = logging.getLogger("stocache")
 
@@ -109,7 +110,7 @@ class LoaderStats:
     collate: Distribution = EMPTY_DISTRIBUTION
     hand_over: Distribution = EMPTY_DISTRIBUTION
     ring_occupancy: float | None = None
-    device: DeviceStats | None = None
+    device: "DeviceStats | None" = None
     epochs: tuple[LoaderEpochStats, ...] = ()
     verdict: Verdict | None = None
 
@@ -207,7 +208,7 @@ class DataLoader(ResumableLoader[_T]):
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method, self._trial = worker_method, GilTrial(self._start_method == "fork")
-        self.device, self.device_limit_gib = as_device(device), device_limit_gib
+        self.device, self.device_limit_gib = None if device is None else _as_device(device), device_limit_gib
         self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
         self._warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
@@ -224,7 +225,7 @@ class DataLoader(ResumableLoader[_T]):
     _pool: Pool  # for batches without workers
     _record: TimingRecord | None
     _log: EpochLog
-    _stage: DeviceStage | None
+    _stage: "DeviceStage | None"
     _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
 
     # ------------------------------------------------------------------------------------------------ iterating
@@ -269,7 +270,7 @@ class DataLoader(ResumableLoader[_T]):
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
         if self._stage is not None:
-            batches = DeviceBatches(batches, self._stage)
+            batches = self._stage.delivered(batches)
         return _Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
@@ -341,11 +342,13 @@ class DataLoader(ResumableLoader[_T]):
         """Have batches delivered on the device; cached samples are gathered there if the dataset has lazy batches for it."""
         if self.device is None:
             return
+        from stocache.loader.device.batches import DeviceStage
+
         if self._stage is None:
-            self._stage = DeviceStage(Cuda(self.device))
+            self._stage = DeviceStage(self.device)
         cached = None if lazy is None else through_subsets(lazy)[0]
-        if isinstance(cached, CachedDataset) and cached.gathers_on_device and self._stage.gatherer is None:
-            self._stage.gatherer = DeviceGatherer(cached.cache, self._stage.cuda, self._device_limit)
+        if isinstance(cached, CachedDataset) and cached.gathers_on_device:
+            self._stage.gather_from(cached.cache, self._device_limit)
 
     @property
     def _final_requests(self) -> int:
@@ -455,6 +458,12 @@ class DataLoader(ResumableLoader[_T]):
         """The outermost cached datasets within the dataset."""
         found = walk(self.source, through=lambda wrapper: not isinstance(wrapper, CachedDataset))
         return [dataset for dataset in found if isinstance(dataset, CachedDataset)]
+
+
+def _as_device(device: Any) -> torch.device | None:
+    from stocache.loader.device.cuda import as_device
+
+    return as_device(device)
 
 
 def _fresh() -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import subprocess
+import sys
 from collections import namedtuple
 
 import numpy as np
@@ -10,7 +12,6 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-import stocache
 from stocache import CachedDataset, DataLoader
 from stocache.errors import ClosedError, LimitError
 from stocache.loader.collate import as_is
@@ -438,8 +439,12 @@ def test_a_limit_that_is_none_is_refused(limit):
 
 
 def test_nothing_of_a_gpu_is_imported_without_one():
-    import sys
-
-    assert "triton" not in sys.modules
-    assert "stocache.loader.device.copy_kernel" not in sys.modules
-    assert stocache.DataLoader
+    code = """
+import sys
+from torch.utils.data import TensorDataset
+import torch, stocache
+with stocache.CachedDataset(TensorDataset(torch.arange(8)), 1) as dataset:
+    list(stocache.DataLoader(dataset, 2, num_workers=1))
+assert not [name for name in sys.modules if name.startswith(("triton", "stocache.loader.device"))]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

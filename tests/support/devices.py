@@ -81,7 +81,7 @@ class PlayedDevice:
     def __exit__(self, *exception):
         pass
 
-    def on_current(self):
+    def on_step(self):
         return contextlib.nullcontext()
 
     def mark(self):
@@ -107,8 +107,8 @@ class PlayedDevice:
 def play_device(monkeypatch, **attributes):
     """Have loaders deliver their batches on a played device. Return its class and the runtime."""
     kind = type("PlayedHere", (PlayedDevice,), attributes)
-    monkeypatch.setattr("stocache.loader.dataloader.Cuda", kind)
-    monkeypatch.setattr("stocache.loader.dataloader.as_device", lambda device: None if device is None else torch.device(device))
+    monkeypatch.setattr("stocache.loader.device.batches.Cuda", kind)
+    monkeypatch.setattr("stocache.loader.device.cuda.as_device", torch.device)
     pinned = partial(torch.empty, dtype=torch.uint8)
     for module in ("shm.pool", "loader.device.cuda", "loader.device.gathering"):
         monkeypatch.setattr(f"stocache.{module}.pinned_memory", pinned)

@@ -30,7 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import PartialBatch
+from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 
 _AHEAD = 2
@@ -95,7 +97,7 @@ class _Mover:
             moved: Tensor = value.to(self._cuda.device, non_blocking=True)
             self.tensors.append(moved)
             return moved
-        with self._cuda.on_current():  # its parts are not known here
+        with self._cuda.on_step():  # its parts are not known here
             try:
                 return value.to(self._cuda.device, non_blocking=True)
             except TypeError:
@@ -116,15 +118,25 @@ class DeviceStage:
     """Copies the batches of a loader to a device; see NOTE [ Two batches ahead ].
 
     Attributes:
+        cuda: the device.
         gatherer: makes the batches of a cache's samples; None where the CPU makes them.
     """
 
-    def __init__(self, cuda: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.cuda: Any = Cuda(device)
         self.gatherer: DeviceGatherer | None = None
-        self.cuda = cuda
         _leave_objects_of_parents()
         self._copied: deque[tuple[Any, Any]] = deque()  # the events and the batches in host memory
-        weakref.finalize(self, _finish, cuda, self._copied, os.getpid()).atexit = False
+        weakref.finalize(self, _finish, self.cuda, self._copied, os.getpid()).atexit = False
+
+    def gather_from(self, cache: SharedCache, limit: int) -> None:
+        """Have the device gather the samples of a cache. ``limit``: bytes of its memory for samples."""
+        if self.gatherer is None:
+            self.gatherer = DeviceGatherer(cache, self.cuda, limit)
+
+    def delivered(self, batches: Any) -> "DeviceBatches":
+        """Return an iterator over the batches of another one, on the device."""
+        return DeviceBatches(batches, self)
 
     def place(self, waiting: _Waiting) -> None:
         """Begin to copy a batch.

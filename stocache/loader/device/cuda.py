@@ -8,7 +8,7 @@ NOTE [ Copies on a stream of their own ]
 
 import contextlib
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,20 +52,23 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._index: int = self.device.index  # torch looks for the number of a device in 10 µs
         self._stream = _cuda.Stream(self.device)
+        self._step = torch.cuda.current_stream(self._index)
 
     def __enter__(self) -> None:
-        self._current = torch.cuda.current_stream(self.device)
         self._scope = _cuda.stream(self._stream)
         self._scope.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._scope.__exit__(*exception)
 
-    def on_current(self) -> Any:
-        """Return a context for copies on the stream that was current before this one, for which no memory has to be kept."""
-        self._stream.wait_stream(self._current)  # what is marked next comes after them
-        return _cuda.stream(self._current)
+    @contextlib.contextmanager
+    def on_step(self) -> Iterator[None]:
+        """Copy on the stream of the step, which then need not keep the memory. What is marked next comes after that."""
+        with _cuda.stream(self._step):
+            yield
+        self._stream.wait_stream(self._step)
 
     def mark(self) -> torch.cuda.Event:
         """Return an event that comes when all copies that were begun so far have ended."""
@@ -75,7 +78,7 @@ class Cuda:
 
     def hand_over(self, event: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
         """Have the current stream wait for an event, and keep the memory of tensors until it has used them."""
-        stream = torch.cuda.current_stream(self.device)
+        self._step = stream = torch.cuda.current_stream(self._index)
         stream.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(stream)

@@ -2,10 +2,12 @@
 
 NOTE [ Few programs ]
     A GPU reads the memory of the host at the rate of the bus, however many of its processors ask. torch's index_select has all
-    of them wait for it, and a training step beside it runs at a third of its speed. A kernel of `_PROGRAMS` programs takes a
-    few: on an H100, 10 gathers of 154 MB made 30 products of 8192 x 8192 matrices 29 ms slower with index_select, and 3 ms with
-    16 programs, at 44 to 50 GB/s for rows from 48 KB on (benchmark/notes/gpu.md). Copies by the copy engine, one for each row,
-    reach that from 600 KB on only (cudaMemcpyBatchAsync: 3 GB/s for 12 KB, 25 for 48 KB, 40 for 150 KB).
+    of them wait for it, which slows a training step beside it. A kernel of `_PROGRAMS` programs takes few. On an H100, 30
+    products of 8192 x 8192 matrices took 46 ms alone, 51 ms beside 10 gathers of 154 MB by the kernel, and 74 ms beside those
+    of index_select; both copied at 48 to 50 GB/s. Below `_LARGE` bytes the products took as long beside both, and index_select
+    costs the CPU 40 µs less. Copies by the copy engine, one for each row, are slower than both up to 600 KB
+    (cudaMemcpyBatchAsync: 1.7 to 3.6 GB/s for 12 KB, 10 to 25 for 48 KB, 22 to 41 for 150 KB, 39 to 50 for 600 KB), and cost
+    the CPU 250 µs or more for 256 rows. See benchmark/notes/gpu.md.
 """
 
 import functools
@@ -15,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stocache.system.limits import MIB
+
 logger = logging.getLogger("stocache")
 
 _PROGRAMS = 16
+_LARGE = 16 * MIB  # bytes of a batch, from which the kernel copies it
 _WORDS = 2048  # of a row that a program copies at a time
 
 
@@ -28,7 +33,7 @@ def copy_rows(rows: Tensor, numbers: Tensor, out: Tensor, positions: Tensor | No
         rows, out: contiguous, of two dimensions, and of the same dtype and row length.
         numbers, positions: int64, of one dimension. ``positions`` None: all rows of ``out``, in order.
     """
-    kernel = _kernel() if rows.is_cuda else None
+    kernel = _kernel() if rows.is_cuda and len(numbers) * rows.stride(0) * rows.itemsize >= _LARGE else None
     if kernel is not None:
         words = rows.shape[1]
         chunks = -(-words // _WORDS)
