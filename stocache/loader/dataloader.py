@@ -374,13 +374,18 @@ class DataLoader(ResumableLoader[_T]):
 
     def iterate_changed(self, replaced: dict[str, Any]) -> Any:
         """Return the iterator that torch makes from a copy of this loader with some attributes replaced."""
+        changed = self.changed(replaced)
+        iterator = TorchLoader.__iter__(changed)
+        self._iterator = changed._iterator
+        return iterator
+
+    def changed(self, replaced: dict[str, Any]) -> Any:
+        """Return a copy of this loader with some attributes replaced."""
         changed = object.__new__(type(self))
         vars(changed).update(vars(self))
         for name, value in replaced.items():
             object.__setattr__(changed, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
-        iterator = TorchLoader.__iter__(changed)
-        self._iterator = changed._iterator
-        return iterator
+        return changed
 
     @property
     def source(self) -> Any:

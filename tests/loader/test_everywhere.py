@@ -70,6 +70,21 @@ def infinite(base):
     return InfiniteDataLoader
 
 
+def late_infinite(base):
+    class LateInfinite(infinite(base)):
+        def __init__(self, *args, **kwargs):
+            base.__init__(self, *args, **kwargs)
+            object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+            self.iterator = None
+
+        def __iter__(self):
+            if self.iterator is None:
+                self.iterator = self._get_iterator()
+            yield from super().__iter__()
+
+    return LateInfinite
+
+
 def multi_epochs(base):
     class MultiEpochsDataLoader(base):
         def __init__(self, *args, **kwargs):
@@ -107,7 +122,8 @@ def own_argument(base):
     return lambda dataset, **kwargs: WithArgument(dataset, 3, **kwargs)
 
 
-KINDS = {"plain": lambda base: base} | {make.__name__: make for make in (infinite, multi_epochs, to_device, own_argument)}
+MAKERS = infinite, late_infinite, multi_epochs, to_device, own_argument
+KINDS = {"plain": lambda base: base} | {make.__name__: make for make in MAKERS}
 
 
 def epochs(make, dataset, count=3, **options):
@@ -162,6 +178,15 @@ def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_ti
     assert shuffled.dataset is training  # what the program sees
     assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
     assert "cached: 24 of 24 samples" in everywhere.report()
+
+
+@pytest.mark.parametrize("kind", ["infinite", "late_infinite", "multi_epochs"])
+def test_loaders_that_keep_one_iterator_cache_what_they_iterate(kind, everywhere):
+    training, validation = Squares(), Squares()
+    epochs(KINDS[kind](data.DataLoader), training, shuffle=True)
+    epochs(KINDS[kind](data.DataLoader), validation)
+    assert training.loads == 16  # a child process has loaded the other 8
+    assert (validation.loads == 16) == (kind == "late_infinite")  # the others ask for an iterator as any loop does
 
 
 def test_one_limit_is_for_all_datasets_together():

@@ -1,5 +1,8 @@
-"""Frameworks that make the loader themselves, or take it over: Lightning, accelerate, transformers, ignite."""
+"""Frameworks that make the loader themselves, or take it over, from Lightning to Ultralytics."""
 
+import random
+
+import numpy as np
 import torch
 import torch.utils.data
 from torch import nn
@@ -101,9 +104,77 @@ def ignite(wrap, folder):
     return layer.weight.detach()
 
 
-FRAMEWORKS = {function.__name__: function for function in (lightning, accelerate, transformers, ignite)}
+def make_images(folder):
+    """Write a folder of images, as ImageFolder reads it."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for number in range(48):
+        path = folder / ("val" if number % 4 == 0 else "train") / f"class{number % 3}" / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (40, 48, 3), np.uint8)).save(path)
+    return folder
+
+
+def train(model, training, validation):
+    """Return the losses of three epochs of training and validation."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
+    for _epoch in range(3):
+        for images, labels in training:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        losses += [functional.cross_entropy(model(images), labels).item() for images, labels in validation]
+    return losses
+
+
+def torchvision(wrap, folder):
+    from torchvision import datasets, transforms
+
+    make_images(folder)
+    last = transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)
+    augmented = transforms.Compose([transforms.RandomResizedCrop(32), transforms.RandomHorizontalFlip(), *last])
+    plain = transforms.Compose([transforms.Resize(36), transforms.CenterCrop(32), *last])
+    training = loader_of(wrap(datasets.ImageFolder(folder / "train", augmented)))
+    validation = loader_of(wrap(datasets.ImageFolder(folder / "val", plain)), shuffle=False)
+    return train(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3)), training, validation)
+
+
+def timm(wrap, folder):
+    from timm import create_model
+    from timm.data import create_dataset, create_loader
+
+    make_images(folder)
+    options = {"input_size": (3, 32, 32), "batch_size": 8, "num_workers": 2, "device": torch.device("cpu")}
+    training = create_loader(
+        wrap(create_dataset("", folder, split="train", is_training=True, batch_size=8)), is_training=True,
+        auto_augment="rand-m6", re_prob=0.25, interpolation="random", **options,
+    )  # fmt: skip
+    validation = create_loader(wrap(create_dataset("", folder, split="val")), is_training=False, **options)
+    return train(create_model("test_resnet", num_classes=3), training, validation)
+
+
+def ultralytics(wrap, folder):
+    from ultralytics.data.build import InfiniteDataLoader
+
+    options = {"batch_size": 8, "num_workers": 2}
+    training, validation = (InfiniteDataLoader(wrap(Points(length)), shuffle=length > 16, **options) for length in (64, 16))
+    losses = train(nn.Linear(8, 3), training, validation)
+    training.reset()  # as it does when its last augmentations are switched off
+    labels = [labels for _points, labels in training]
+    training.close()  # else it kills its workers, and torch's memory stays in /dev/shm
+    validation.close()
+    return losses, labels
+
+
+FRAMEWORKS = {
+    function.__name__: function for function in (lightning, accelerate, transformers, ignite, torchvision, timm, ultralytics)
+}
 
 
 def main(wrap, folder, of):
+    random.seed(0)  # timm erases with it, in the main process
     torch.manual_seed(0)
     return FRAMEWORKS[of](wrap, folder)

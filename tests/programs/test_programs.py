@@ -64,8 +64,9 @@ def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path
     compare([(program, options) for options in rows], tmp_path)
 
 
+FRAMEWORKS = "lightning", "accelerate", "transformers", "ignite", "torchvision", "timm", "ultralytics"
 UNDER_RUN = [
-    *(("frameworks", {"of": of}) for of in ("lightning", "accelerate", "transformers", "ignite")),
+    *(("frameworks", {"of": of}) for of in FRAMEWORKS),
     ("detection", {"flip": True, **FORKED}), ("lazy_files", {"kind": "h5py"}), ("vision", FORKED), ("monai_dicts", FORKED),
     ("hugging_face", SPAWNED),
 ]  # fmt: skip
@@ -93,4 +94,4 @@ def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached
     assert difference(outcomes["plain"], outcomes["run"]) is None
     loaders = json.loads((tmp_path / "run" / "report.json").read_text())
     hits, misses = (sum(epoch[name] or 0 for loader in loaders for epoch in loader["epochs"]) for name in ("hits", "misses"))
-    assert hits > misses, loaders
+    assert hits > misses or all(loader["state"].startswith("cached: ") for loader in loaders), loaders

@@ -80,12 +80,17 @@ class ProgramLoader(DataLoader[_T]):
         return epoch
 
     def _as_torch(self) -> Any:
-        if self._served is None:
-            return TorchLoader.__iter__(self)
-        return self.iterate_changed({"dataset": self._served})
+        return self.iterate_changed({"dataset": self.source})
 
     def _get_iterator(self) -> Any:
-        return TorchLoader._get_iterator(self) if self.iterates_as_torch else super()._get_iterator()
+        if not self.iterates_as_torch:
+            return super()._get_iterator()
+        used = current()
+        if used is None or _loaders_of(used).number_of(self) < 0:  # a copy, made to iterate
+            return TorchLoader._get_iterator(self)
+        # a subclass that asks for the iterator itself, and keeps it
+        object.__setattr__(self, "_served", _loaders_of(used).served(self, keeps_iterator=True))
+        return TorchLoader._get_iterator(self.changed({"dataset": self.source}))
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_served": None}
@@ -185,15 +190,18 @@ class ProgramLoaders:
 
     # ------------------------------------------------------------------------------------------------ caching
 
-    def served(self, loader: ProgramLoader[Any]) -> CachedDataset | None:
-        """Return the cached dataset for the next iterator of a loader; None if it iterates over the dataset itself."""
+    def served(self, loader: ProgramLoader[Any], keeps_iterator: bool = False) -> CachedDataset | None:
+        """Return the cached dataset for the next iterator of a loader; None if it iterates over the dataset itself.
+
+        ``keeps_iterator``: it may be the only one that the loader makes.
+        """
         known = self._of(loader.dataset)
         known.iterations += 1
         if self.options.cache is None or self._use.without or os.getpid() != self._pid:
             return None
         if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
             return loader.source if loader.source is not loader.dataset else None
-        first = loader.persistent_workers or not isinstance(loader.sampler, SequentialSampler)
+        first = keeps_iterator or loader.persistent_workers or not isinstance(loader.sampler, SequentialSampler)
         if known.cached is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader.dataset, known)
         return known.cached

@@ -63,7 +63,9 @@ class LoaderLines:
             lines += self._figures()
         lines += [f"  {line}" for line in (self.state, self.note) if line]
         verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
-        return "\n".join(lines if verdict is None else [*lines, f"  {verdict}"])
+        if verdict is not None:
+            lines.append(f"  {_of_command(str(verdict)) if not self.state else verdict}")
+        return "\n".join(lines)
 
     def _figures(self) -> list[str]:
         batches, samples = (sum(getattr(epoch, name) for epoch in self.epochs) for name in ("batches", "samples"))
@@ -76,6 +78,11 @@ class LoaderLines:
             f"for steps ({1 - share:.0%}), {format_seconds(self.waited_s)} waiting for data ({share:.0%})",
             f"  {rate:{',.0f' if rate >= 100 else '.3g'}} samples a second{cost}",
         ]
+
+
+def _of_command(verdict: str) -> str:
+    """Return a verdict with the option of ``stocache run`` in place of the class that it stands for."""
+    return verdict.replace("CachedDataset would", "--cache auto would")
 
 
 def lines_of(loaders: Sequence[LoaderLines]) -> list[str]:
