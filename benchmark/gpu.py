@@ -266,7 +266,7 @@ def cpu() -> None:
             del loader
 
 
-def train(photos: Path, count: int = 20_000, epochs: int = 2) -> None:
+def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
     """Train a ResNet-18 on photographs in the cache, and print how long the GPU waits for batches."""
     import torchvision
 

@@ -401,17 +401,6 @@ class SampleCache(PublishingCache[_T]):
                 f"clear: {describe_process(segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or end it."
             )
 
-    def keep_ready(self, size_limit_gib: float | str) -> None:
-        """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
-        self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
-        self._segment.extents.limit = 1
-
-    def grow_beside(self, shared: Segment) -> None:
-        """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
-        used = shared.extents.reserved_bytes
-        shared.extents.limit = used
-        self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
-
     @property
     def serves_ranks(self) -> bool:
         """Whether other ranks of this job may use the cache, now or later."""
@@ -455,6 +444,19 @@ class SampleCache(PublishingCache[_T]):
 
 class MemoryCache(SampleCache[_T]):
     """The base of the caches in shared memory, with or without a name."""
+
+    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
+
+    def keep_ready(self, size_limit_gib: float | str) -> None:
+        """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
+        self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
+        self._segment.extents.limit = 1
+
+    def grow_beside(self, shared: Segment) -> None:
+        """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
+        used = shared.extents.reserved_bytes
+        shared.extents.limit = used
+        self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
     def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[Any, ...]) -> None:
         """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""

@@ -109,8 +109,6 @@ class SampleStates:
 
     _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
 
-    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
-
     may_admit_later: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 

@@ -207,6 +207,20 @@ def test_the_tier_keeps_the_first_samples_that_come_and_no_others(play):
         del loader
 
 
+def test_samples_that_are_overwritten_are_not_those_of_the_tier(play):
+    play()
+    source = TensorDataset(torch.arange(40 * 2000).view(40, 2000))
+    with CachedDataset(source, 1, share_ranks=False, audit=0) as dataset:
+        loader = DataLoader(dataset, 8, device="cuda", device_limit_gib=1)
+        batches_of(loader, 3)
+        assert loader.stats().device.from_tier
+        dataset.cache.set_slots(range(40), (-source.tensors[0],), allow_overwrite=True)
+        assert torch.equal(torch.cat([batch[0] for batch in loader]), -source.tensors[0])
+        dataset.cache.clear()
+        assert torch.equal(torch.cat([batch[0] for batch in loader]), source.tensors[0])
+        del loader
+
+
 def test_the_tier_leaves_room_for_the_model_and_says_so(play, caplog):
     play(spare=(60_000, 80_000))
     with cached(1) as dataset, caplog.at_level(logging.WARNING, "stocache"):

@@ -136,6 +136,8 @@ class DeviceStage:
 
     def delivered(self, batches: Any) -> "DeviceBatches":
         """Return an iterator over the batches of another one, on the device."""
+        if self.gatherer is not None:
+            self.gatherer.begin_epoch()
         return DeviceBatches(batches, self)
 
     def place(self, waiting: _Waiting) -> None:

@@ -226,6 +226,12 @@ class DeviceGatherer:
         positions = which if source.positions is None else source.positions[which]
         return (staging.add(positions), staging.add(numbers)) if len(which) else None
 
+    def begin_epoch(self) -> None:
+        """Empty the tier if samples were overwritten, or the cache was cleared, since it has taken its samples."""
+        if self._tier is not None and not self._cache.closed:
+            stats = self._cache.stats()
+            self._tier.keep_since(stats.fills - stats.filled)
+
     def release(self) -> bool:
         """Give the device memory of the tier back. Return whether it had any."""
         return self._tier is not None and self._tier.release()

@@ -46,6 +46,7 @@ class DeviceTier:
             )  # fmt: skip
         self._numbers = np.full(slots, -1, np.int32)  # by slot of the cache
         self._used, self._count = 0, int(count)
+        self._overwritten = 0
         self._device: torch.device = cuda.device
         self.rows: list[Tensor] = [torch.empty((count, words), dtype=dtype, device=cuda.device) for dtype, words in rows]
         _tiers.add(self)
@@ -63,6 +64,11 @@ class DeviceTier:
         self._numbers[slots[first]] = numbers
         self._used += len(first)
         return first, numbers
+
+    def keep_since(self, overwritten: int) -> None:
+        """Empty the tier if the number of samples that were overwritten is not that of the last call."""
+        if overwritten != self._overwritten:
+            self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
 
     @property
     def is_full(self) -> bool:
