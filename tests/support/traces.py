@@ -118,6 +118,16 @@ def settled(before: dict[str, object]) -> dict[str, object]:
     return now
 
 
+def differences(now: dict[str, object], before: dict[str, object]) -> list[str]:
+    """Say what is held now and was not before, and what is not any more."""
+    sets = [{f"{kind}: {item}" for kind, held in each.items() for item in _items(held)} for each in (now, before)]
+    return sorted(f"new {item}" for item in sets[0] - sets[1]) + sorted(f"gone {item}" for item in sets[1] - sets[0])
+
+
+def _items(held: object) -> list[object]:
+    return list(held.items()) if isinstance(held, dict) else list(held)  # type: ignore[call-overload]
+
+
 @pytest.fixture(autouse=True)
 def leaves_no_trace(request: pytest.FixtureRequest):
     """Compare what is held after the test with what was held before it."""
@@ -131,5 +141,5 @@ def leaves_no_trace(request: pytest.FixtureRequest):
         if thread.name == "QueueFeederThread":
             thread.join(20)
     if not request.node.get_closest_marker("leaves_descriptors"):
-        assert settled(before) == before
+        assert not differences(settled(before), before)
     assert not names_that_stay(names)
