@@ -352,15 +352,18 @@ def test_any_structure_arrives_and_what_is_no_tensor_stays_on_the_host(play):
         "array": np.arange(3),
         "packed": pack_sequence([torch.arange(3), torch.arange(2)]),
         "tuple": (1, 2.5, b"bytes", tensor),
+        "size": tensor.shape,
     }
     loader = DataLoader([batch], None, collate_fn=as_is, device="cuda")
     (arrived,) = loader
     assert type(arrived["pair"]) is Pair
     assert arrived["pair"].left is arrived["pair"].right[0] is arrived["tuple"][3]
     assert arrived["pair"].right[1:] == ["text", None]
-    assert arrived["array"] is batch["array"]
+    assert same(arrived["array"], batch["array"])
+    assert not np.shares_memory(arrived["array"], batch["array"])  # which may be that of the ring
     assert same(arrived["packed"].data, batch["packed"].data)
     assert arrived["packed"].batch_sizes.device.type == "cpu"
+    assert type(arrived["size"]) is torch.Size
     assert arrived["tuple"][:3] == (1, 2.5, b"bytes")
     assert loader._stage.cuda.handed == [1]
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,13 +77,15 @@ class _Mover:
             if id(value) not in self._done:
                 self._done[id(value)] = self._to_device(value)
             return self._done[id(value)]
+        if isinstance(value, np.ndarray):
+            return value.copy()  # it may lie in the ring, which is used again when the copies of the batch have ended
         if isinstance(value, str | bytes | bytearray):
             return value
         if isinstance(value, Mapping):
             return self._changed(value, {key: self.moved(part) for key, part in value.items()})
         if isinstance(value, tuple):
-            moved = map(self.moved, value)
-            return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
+            moved = tuple(map(self.moved, value))
+            return moved if type(value) is tuple else type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
         if isinstance(value, MutableSequence):
             return self._changed(value, dict(enumerate(map(self.moved, value))))
         if dataclasses.is_dataclass(value):
