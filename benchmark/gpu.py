@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from benchmark.support.measuring import machine
 from stocache import CachedDataset, DataLoader
+from stocache.datasets.batches import PartialBatch
 from stocache.loader.device import kernels
 from stocache.loader.device.cuda import Cuda
 
@@ -324,6 +325,17 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
         print("| loader | step | GPU waits | step, loss read each time | GPU waits |\n| --- | --- | --- | --- | --- |")
         bare = [seconds(lambda: itertools.repeat(same, count // size), every) for every in (0, 1)]
         print(f"| one batch on the GPU, used again | {bare[0] * 1e3:.2f} ms | | {bare[1] * 1e3:.2f} ms | |")
+        stage = registered(loaders["device, no workers"])._stage
+        order = np.random.default_rng(0).permutation(count)
+
+        def gathers_beside() -> Iterator[Any]:
+            for at in range(0, count - size + 1, size):
+                with stage.cuda:
+                    stage.gatherer.gather(PartialBatch(order[at : at + size]))
+                yield same
+
+        beside = [seconds(gathers_beside, every) for every in (0, 1)]
+        print(f"| the same, with a gather of a batch beside | {beside[0] * 1e3:.2f} ms | | {beside[1] * 1e3:.2f} ms | |")
         for name in list(loaders):
             loader, cells = loaders.pop(name), []
             for every, least in zip((0, 1), bare, strict=True):
