@@ -163,7 +163,7 @@ class DataLoader(ResumableLoader[_T]):
             itself. "cuda" is the current device when the first iterator is made. Parts that are no tensors stay on the host.
             None and "cpu" are as without it.
         device_limit_gib: GiB of the device's memory for cached samples, which are then gathered at the rate of that memory. The
-            first samples that come stay. If the training step finds no memory later, they give way.
+            first samples that come stay. If the training step finds no memory later, they give way. No effect on the CPU.
         sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
