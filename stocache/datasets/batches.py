@@ -274,8 +274,6 @@ class LazyBatch:
         """
         hits, ends = [batch._hits for batch in batches], np.cumsum([len(batch) for batch in batches]).tolist()
         first = batches[0]
-        if first._spec.on_device:
-            return [batch.gather(empty) for batch in batches] if all(own is not None for own in hits) else None
         tensors = first._spec.empty(ends[-1], empty)
         if tensors is None or any(own is None for own in hits):
             return None

@@ -176,18 +176,15 @@ class MainCollate:
 class Gatherer:
     """An iterator that gathers lazy batches into memory of a pool; a thread gathers ``depth`` of them in advance.
 
-    ``on_device``: a GPU gathers what is cached, so that batches need no thread: they are only asked for in advance.
+    Batches that a GPU gathers need no thread: they are only asked for in advance.
 
     Gathering releases the GIL for the training step. The thread gathers only batches whose samples are all cached. Other
     samples are loaded by the thread that asks for the batch, in the same order as without a cache.
     """
 
-    def __init__(
-        self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow, on_device: bool = False
-    ) -> None:
+    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
         self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
         self._row = row  # of the main process
-        self._on_device = on_device
         self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]] | None]] = deque()
         self._background = Background("stocache-gather")
 
@@ -229,7 +226,7 @@ class Gatherer:
             except Exception as error:  # raised when its batch is requested
                 self._waiting.append(error)
             else:
-                ahead = None if self._on_device else self._background.submit(_gather_cached, lazy, self._pool)
+                ahead = None if lazy.on_device else self._background.submit(_gather_cached, lazy, self._pool)
                 self._waiting.append((lazy, ahead))
 
     def is_ready(self) -> bool:

@@ -215,7 +215,8 @@ class DataLoader(ResumableLoader[_T]):
         self._reset_position()
         vars(self).update(_fresh())
         options = {"sample_seed": self.sample_seed is not None, "worker_method": worker_method != "multiprocessing"}
-        lost = [name for name, given in (options | {"device": self.device is not None}).items() if given]
+        options |= {"device": self.device is not None}
+        lost = [name for name, given in options.items() if given]
         if lost:
             self._unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
 
@@ -309,9 +310,9 @@ class DataLoader(ResumableLoader[_T]):
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             replaced |= {"collate_fn": as_is}
             lazy_batches = self._torch_iterator(order, progress, replaced)
-            on_device = self.device is not None
-            depth = 0 if self._keeps_states else max(self._gathered_ahead, on_device)  # a state is that of delivered batches
-            return Gatherer(lazy_batches, self._pool, depth, self.record.main, on_device), WorkerGroup(order)
+            ahead = max(self._gathered_ahead, self.device is not None)
+            depth = 0 if self._keeps_states else ahead  # a state is that of the delivered batches
+            return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
         iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)

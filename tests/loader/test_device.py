@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from stocache import CachedDataset, DataLoader
 from stocache.errors import ClosedError, LimitError
 from stocache.loader.collate import as_is
+from stocache.loader.device import gathering
 from stocache.loader.device.cuda import as_device
 from stocache.loader.device.gathering import DeviceStats
 from stocache.system.limits import MIB
@@ -218,6 +219,53 @@ def test_samples_that_are_overwritten_are_not_those_of_the_tier(play):
         dataset.cache.clear()
         assert torch.equal(torch.cat([batch[0] for batch in loader]), source.tensors[0])
         del loader
+
+
+def test_an_interrupt_leaves_no_sample_in_the_tier_that_is_not_written(play, monkeypatch):
+    play()
+    copy_rows, calls = gathering.copy_rows, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        copy_rows(*arguments)
+
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="1MB")
+        next(iter(loader))
+        loader._stage.gatherer.wait()
+        monkeypatch.setattr(gathering, "copy_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        assert identical(batches_of(loader), 2 * [list(torch.utils.data.DataLoader(Images(), BATCH))])
+        assert loader.stats().device.from_tier
+        del loader
+
+
+def test_an_error_of_a_batch_that_is_begun_ahead_is_raised_in_its_turn(play):
+    play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        iterator = iter(loader)
+        batches = [next(iterator)]
+        gatherer = loader._stage.gatherer
+        gather = gatherer.gather
+
+        def failing(batch):
+            if batch.indices[0] == 3 * BATCH:  # the next one that is begun
+                raise RuntimeError("the fourth")
+            return gather(batch)
+
+        gatherer.gather = failing
+        batches += [next(iterator), next(iterator)]
+        with pytest.raises(RuntimeError, match="the fourth"):
+            next(iterator)
+        assert torch.cat([batch["label"] for batch in batches]).tolist() == list(range(3 * BATCH))
+        gatherer.gather = gather
+        del loader, iterator, gatherer
 
 
 def test_the_tier_leaves_room_for_the_model_and_says_so(play, caplog):

@@ -6,6 +6,8 @@ from functools import partial
 
 import torch
 
+from stocache.loader.device.tier import _on_out_of_memory
+
 
 class PlayedRuntime:
     """What is called of torch.cuda.cudart() and to wait for a GPU."""
@@ -76,6 +78,7 @@ class PlayedDevice:
         self.begun += 1
         if self.full:
             type(self).full -= 1
+            _on_out_of_memory(self.device.index)  # as torch's allocator does
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     def __exit__(self, *exception):

@@ -233,7 +233,7 @@ class DeviceBatches:
                 return
             try:
                 self._stage.place(waiting)
-            except torch.cuda.OutOfMemoryError:  # it is tried again when the loop asks for the batch
+            except Exception:  # it is tried again when the loop asks for the batch, and raised then
                 return
 
     def _ask(self) -> None:

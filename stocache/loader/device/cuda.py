@@ -153,9 +153,8 @@ class Staging:
         return values if len(shape) == 1 else values.view(shape)
 
     def indices(self, number: int) -> Tensor:
-        """Return an array of int64 on the device."""
-        place = self._places[number]
-        return self._copy[place : place + self._arrays[number].nbytes].view(torch.int64)
+        """Return an array of int64 of one dimension on the device."""
+        return self.at(number, self._arrays[number].shape, torch.int64)
 
 
 _ALIGNMENT = 16  # of an array in a copy

@@ -14,6 +14,7 @@ NOTE [ Where a sample comes from ]
     the indices, and 3 µs for 256 (the same arithmetic on the GPU would be eight kernels of 5 µs each to start).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
 from stocache.loader.device.tier import DeviceTier
 from stocache.shm.pool import pinned_memory
+
+logger = logging.getLogger("stocache")
 
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
 
@@ -89,6 +92,29 @@ class _Source:
         self._copy(self._rows(k), staging.indices(numbers), out, to)
 
 
+class _Admitted:
+    """Samples of a batch that get rows of the tier.
+
+    Args:
+        tier: the tier.
+        slots, positions, numbers: of the samples: their slots, their positions in the batch, and the rows.
+        staging: what goes to the device.
+    """
+
+    def __init__(self, tier: DeviceTier, slots: _Rows, positions: _Rows, numbers: _Rows, staging: Staging) -> None:
+        self._tier, self._slots, self._numbers = tier, slots, numbers
+        self._places = staging.add(positions), staging.add(numbers)
+
+    def copy_from(self, batch: Tensor, k: int, staging: Staging) -> None:
+        """Copy the rows of the k-th large column out of a batch."""
+        positions, numbers = map(staging.indices, self._places)
+        self._tier.rows[k].index_copy_(0, numbers, batch.index_select(0, positions))
+
+    def keep(self) -> None:
+        """Serve the samples from the tier from now on."""
+        self._tier.keep(self._slots, self._numbers)
+
+
 class DeviceGatherer:
     """Makes batches of a cache's samples on a device.
 
@@ -132,7 +158,7 @@ class DeviceGatherer:
         for source in sources:
             source.stage(staging)
             self._counts[source.kind] += len(source.numbers)
-        kept = self._admit(sources, staging)
+        admitted = self._admit(sources, staging)
         staging.send(device)
         tensors = []
         places = iter(small)
@@ -144,10 +170,11 @@ class DeviceGatherer:
             words = _as_words(out, self._dtypes[number])
             for source in sources:
                 source.copy_to(words, k, staging)
-            if kept is not None and self._tier is not None:
-                positions, numbers = kept
-                self._tier.rows[k].index_copy_(0, staging.indices(numbers), words.index_select(0, staging.indices(positions)))
+            if admitted is not None:
+                admitted.copy_from(words, k, staging)
             tensors.append(out)
+        if admitted is not None:
+            admitted.keep()
         return self._join(tensors), tensors
 
     def _small_column(self, number: int, hits: _Rows | None, slots: _Rows, batch: PartialBatch) -> NDArray[np.uint8]:
@@ -217,14 +244,14 @@ class DeviceGatherer:
             self._tier = DeviceTier(self._limit, len(self._cache), [(each.dtype, each.shape[1]) for each in words], self._cuda)
         return self._tier
 
-    def _admit(self, sources: list[_Source], staging: Staging) -> tuple[int, int] | None:
-        """Give rows of the tier to samples from the cache. Return the places of their positions and of the rows; or None."""
+    def _admit(self, sources: list[_Source], staging: Staging) -> "_Admitted | None":
+        """Give rows of the tier to samples from the cache. Return them; None if there are none."""
         source = next((source for source in sources if source.kind == "from_cache"), None)
         if source is None or self._tier is None or self._tier.is_full:
             return None
         which, numbers = self._tier.admit(source.numbers)
         positions = which if source.positions is None else source.positions[which]
-        return (staging.add(positions), staging.add(numbers)) if len(which) else None
+        return _Admitted(self._tier, source.numbers[which], positions, numbers, staging) if len(which) else None
 
     def begin_epoch(self) -> None:
         """Empty the tier if samples were overwritten, or the cache was cleared, since it has taken its samples."""
@@ -233,8 +260,15 @@ class DeviceGatherer:
             self._tier.keep_since(stats.fills - stats.filled)
 
     def release(self) -> bool:
-        """Give the device memory of the tier back. Return whether it had any."""
-        return self._tier is not None and self._tier.release()
+        """Do without a tier from now on. Return whether there was one, or was to be."""
+        if not self._limit:
+            return False
+        tier, self._tier, self._limit = self._tier, None, 0
+        if tier is None:
+            logger.warning("%s has no memory for device_limit_gib: samples stay in the cache.", self._cuda.device)
+        else:
+            tier.release()
+        return True
 
     # ------------------------------------------------------------------------------------------------ figures
 

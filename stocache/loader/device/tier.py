@@ -57,13 +57,15 @@ class DeviceTier:
         return self._numbers[slots].astype(np.int64)
 
     def admit(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Give rows to slots that have none, as long as there are some. Return which slots got one, and the rows."""
+        """Return which of the slots may have a row, as long as there are some, and the rows: to be written, and then `keep`."""
         new, first = np.unique(slots, return_index=True)
         first = first[self._numbers[new] < 0][: self._count - self._used]
-        numbers = np.arange(self._used, self._used + len(first))
-        self._numbers[slots[first]] = numbers
-        self._used += len(first)
-        return first, numbers
+        return first, np.arange(self._used, self._used + len(first))
+
+    def keep(self, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Keep slots whose rows are written: an interrupt before that leaves none that is not."""
+        self._numbers[slots] = numbers
+        self._used += len(numbers)
 
     def keep_since(self, overwritten: int) -> None:
         """Empty the tier if the number of samples that were overwritten is not that of the last call."""
