@@ -125,16 +125,19 @@ def limit_growth(sibling: Sibling, limit: int) -> int:
 def _open(key: FileKey, pids: list[int]) -> Sibling | None:
     """Open a segment through a process that has it; None if none of them lets us, or it is not one that can be shared."""
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended or closed the file, or is another user's
             for path in registry.paths_of(pid, key):
+                sibling = None
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    if identify(fd) == key and os.fstat(fd).st_uid == os.geteuid():
-                        layout = Layout.read(fd)
-                        return Sibling(key, fd, layout, Descriptor.read(layout), registry.backing_of(path))
-                except SegmentError:
-                    pass  # without a descriptor, or of another version
-                os.close(fd)
+                    with contextlib.suppress(SegmentError):  # without a descriptor, or of another version
+                        if identify(fd) == key and os.fstat(fd).st_uid == os.geteuid():
+                            layout = Layout.read(fd)
+                            sibling = Sibling(key, fd, layout, Descriptor.read(layout), registry.backing_of(path))
+                            return sibling
+                finally:
+                    if sibling is None:
+                        os.close(fd)
                 break
     return None
 

@@ -23,7 +23,7 @@ from stocache.system import limits
 from tests.support import lookalikes as vision
 from tests.support.equality import same
 from tests.support.pairs import pairs
-from tests.support.processes import in_child, run_python
+from tests.support.processes import in_child, run_python, stop
 
 with contextlib.suppress(ImportError):
     from PIL import Image
@@ -458,6 +458,24 @@ def test_a_rank_of_another_user_is_not_found(monkeypatch):
     with SharedCache("1MB", N, (2,), fingerprint="x") as cache:
         kept = inode_of(cache)
         assert in_child(find, uid=12345) == 0
+
+
+def test_a_file_that_its_process_closes_while_it_is_opened_leaves_no_descriptor(monkeypatch):
+    def closed_meanwhile(path):
+        raise FileNotFoundError(path)
+
+    pid = os.fork()
+    if pid == 0:
+        kept = SharedCache("1MB", N, (2,))  # noqa: F841
+        stop()
+    os.waitpid(pid, os.WUNTRACED)
+    monkeypatch.setattr(registry, "backing_of", closed_meanwhile)
+    before = os.listdir("/proc/self/fd")
+    with registry.attaching, siblings.siblings() as found:
+        assert not found
+    assert os.listdir("/proc/self/fd") == before
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def in_containers(rank, meet):
