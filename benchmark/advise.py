@@ -1,13 +1,13 @@
 """What `stocache.advise` predicts, beside measured epochs: 36 settings of limit, workers, codec and batch size.
 
 python -m benchmark advise [--folder PHOTOS]              # decoded photographs; generated ones without a folder
-python -m benchmark advise --step-ms 10                   # with a training step that leaves the processors free
+python -m benchmark advise --step-ms 10                   # with a training step that leaves the CPU free
 python -m benchmark advise --load-ms 5                    # samples that wait 5 ms for a server, in place of photographs
 
 In each round `advise` measures and predicts anew, and then each setting runs, every other round backwards. Its cache is filled
 before. It has a loader whose workers are kept, one epoch that is not counted, and then epochs for at least
 half a second; the median of these is the time of the setting in the round. What ran while other programs took more than a tenth
-of a processor runs again, `advise` too. *Predicted* and *measured* are medians over the
+of a CPU runs again, `advise` too. *Predicted* and *measured* are medians over the
 rounds. *Error* is predicted to measured, less 1. *Of a round*: the same error in each round, of the prediction made in it.
 
 The setting that `advise` recommends runs in each round as the others do. *Chosen to best* is its time to the least of all.
@@ -170,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}\n")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs, which is wanted
     dataset: Any
     if options.load_ms is not None:
         dataset = Waiting(options.photos, options.load_ms / 1000)

@@ -139,15 +139,15 @@ def losses(samples: list[tuple[str, int]], cached: bool, workers: int) -> list[f
         dataset = CachedDataset(dataset, 4)
     context = "fork" if workers else None
     loader = TorchDataLoader(dataset, BATCH, shuffle=True, num_workers=workers, multiprocessing_context=context)
-    told = []
+    found = []
     for _ in range(5):
         for images, labels in loader:
             loss = torch.nn.functional.cross_entropy(network(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            told.append(loss.item())
-    return told
+            found.append(loss.item())
+    return found
 
 
 def compare(folder: str) -> None:

@@ -273,7 +273,7 @@ CONTENDERS = [Bare, Stocache, LitDataCache, MosaicCache, DiskCacheLibrary, Lmdb,
 
 
 def rate_of(contender: Contender, threads: int, cold: bool, seconds: float) -> float:
-    """Return rows per second, read by so many threads in random order, until all were read or the time is over."""
+    """Return rows per second, read by ``threads`` threads in random order, until all were read or the time is over."""
     make, shape, count = contender.open(), contender.source.data.shape[1:], len(contender.source)
     order = np.random.default_rng(1).permutation(count)
     files = [path for path in contender.folder.rglob("*") if path.is_file()]
@@ -461,7 +461,7 @@ def main() -> None:
     parser.add_argument("--steps-ms", default="0,20", help="of a batch")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default one for temporary files")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # of more workers than processors
+    warnings.simplefilter("ignore")  # of more workers than CPUs
     torch.set_num_threads(1)  # its pool would hang in forked children
     print(machine())
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

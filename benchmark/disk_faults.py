@@ -115,7 +115,7 @@ def _fill(path: str) -> None:
 
 
 class OneSize(Dataset[Any]):
-    """So many samples of 100 KB."""
+    """``count`` samples of 100 KB."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     run, usual = _PARTS[arguments.part]
-    torch.set_num_threads(1)  # threads of torch that wait would take the processors from the workers
+    torch.set_num_threads(1)  # threads of torch that wait would take the CPUs from the workers
     if arguments.part == "full" and not mount_private():
         raise SystemExit("mounting needs root")
     tqdm.get_lock()  # takes a page of /dev/shm

@@ -385,8 +385,8 @@ def main() -> None:
                 done = subprocess.run(
                     command, env=environment, capture_output=True, text=True, timeout=arguments.timeout_s, check=False
                 )
-                told = done.stdout.splitlines()
-                results = json.loads(told[-1]) if done.returncode == 0 else {"0": {"error": " ".join(done.stderr.split())}}
+                lines = done.stdout.splitlines()
+                results = json.loads(lines[-1]) if done.returncode == 0 else {"0": {"error": " ".join(done.stderr.split())}}
             except subprocess.TimeoutExpired:
                 results = {"0": {"error": f"hang: not over after {arguments.timeout_s} s"}}
             print(row(kind, start_method, count, results, notes), flush=True)

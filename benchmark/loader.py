@@ -2,7 +2,7 @@
 
 python -m benchmark loader warm                  # all cached: torch's DataLoader over stocaching, over stocache, and ours
 python -m benchmark loader uncached [--folder]   # a dataset without a cache, with transforms of each sample
-python -m benchmark loader costs                 # minor page faults, bytes through queues, processor time, per batch
+python -m benchmark loader costs                 # minor page faults, bytes through queues, CPU time, per batch
 python -m benchmark loader large                 # samples of 200 MB
 """
 
@@ -263,7 +263,7 @@ def large(rounds: int) -> None:
 
 
 def usage(process: psutil.Process) -> tuple[int, float]:
-    """Return the minor page faults of a process so far, and its processor time in seconds."""
+    """Return the minor page faults of a process so far, and its CPU time in seconds."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     times = process.cpu_times()
     return int(fields[7]), times.user + times.system

@@ -225,8 +225,8 @@ def main() -> None:
             happened += outcome
             bar.update(outcome["signals"])
             seed += 1
-    told = ", ".join(f"{count} {what}" for what, count in sorted(happened.items()))
-    print(f"{seed - arguments.seed} trials in {time.monotonic() - began:.0f} s: {told}")
+    counts = ", ".join(f"{count} {what}" for what, count in sorted(happened.items()))
+    print(f"{seed - arguments.seed} trials in {time.monotonic() - began:.0f} s: {counts}")
     assert not Path(registry.path_of(NAME)).exists()
     print(f"wrong samples 0, hangs over {DEADLINE_S} s 0, failures 0, files left 0: a trial that finds one raises")
     print(f"memory of /dev/shm that was free before and is not now: {max(0, free - limits.shm_free())} bytes")

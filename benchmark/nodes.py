@@ -97,7 +97,7 @@ def rank_main(way: str, samples: int, share: float, out: str) -> None:
         model = torch.nn.parallel.DistributedDataParallel(network)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
-        told: dict[str, Any] = {"seen": [], "losses": [], "reads": [], "seconds": []}
+        figures: dict[str, Any] = {"seen": [], "losses": [], "reads": [], "seconds": []}
         if way.endswith("warm()"):
             dataset.warm(progress=False)
         for epoch in range(EPOCHS):
@@ -111,13 +111,13 @@ def rank_main(way: str, samples: int, share: float, out: str) -> None:
                 optimizer.step()
                 total = loss.detach().clone()
                 torch.distributed.all_reduce(total)
-                told["losses"].append(total.item() / world_size)
-                told["seen"].append(numbers.tolist())
+                figures["losses"].append(total.item() / world_size)
+                figures["seen"].append(numbers.tolist())
             torch.distributed.barrier()
-            told["seconds"].append(time.monotonic() - began)
-            told["reads"].append(dataset.cache.stats().misses - before)
+            figures["seconds"].append(time.monotonic() - began)
+            figures["reads"].append(dataset.cache.stats().misses - before)
             torch.distributed.barrier()
-        Path(out, f"{rank}.json").write_text(json.dumps(told))
+        Path(out, f"{rank}.json").write_text(json.dumps(figures))
     torch.distributed.destroy_process_group()
 
 
@@ -171,9 +171,9 @@ def run_ranks(way: str, nodes: int, per_node: int, samples: int, share: float, w
         return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(nodes * per_node)]
 
 
-def global_batches(told: list[Any]) -> list[Counter[int]]:
+def global_batches(figures: list[Any]) -> list[Counter[int]]:
     """Return the global batch of each step."""
-    return [sum((Counter(seen) for seen in step), Counter()) for step in zip(*(its["seen"] for its in told), strict=True)]
+    return [sum((Counter(seen) for seen in step), Counter()) for step in zip(*(its["seen"] for its in figures), strict=True)]
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -186,13 +186,13 @@ def train(arguments: argparse.Namespace) -> None:
     for nodes, per_node, share in ((2, 1, 0.5), (4, 1, 0.25), (2, 2, 0.5), (4, 1, 0.125)):
         reference: list[Any] = []
         for way in WAYS:
-            told = run_ranks(way, nodes, per_node, samples, share, arguments.workdir)
-            reference = reference or told
-            reads = [sum(its["reads"][epoch] for its in told[::per_node]) / samples for epoch in range(EPOCHS)]
-            seconds = max(its["seconds"][-1] for its in told)
-            pairs = list(zip(global_batches(told), global_batches(reference), strict=True))
+            figures = run_ranks(way, nodes, per_node, samples, share, arguments.workdir)
+            reference = reference or figures
+            reads = [sum(its["reads"][epoch] for its in figures[::per_node]) / samples for epoch in range(EPOCHS)]
+            seconds = max(its["seconds"][-1] for its in figures)
+            pairs = list(zip(global_batches(figures), global_batches(reference), strict=True))
             equal = sum(one == other for one, other in pairs)
-            losses = zip(told[0]["losses"], reference[0]["losses"], strict=True)
+            losses = zip(figures[0]["losses"], reference[0]["losses"], strict=True)
             differ = max(abs(one - other) for one, other in losses)
             row = [f"{nodes} x {per_node}", f"{share}", way, ", ".join(f"{read:.4f}" for read in reads)]
             row += [f"{seconds:.2f}", f"{equal} of {len(pairs)}", f"{differ:.1e}"]
@@ -219,7 +219,7 @@ def surpluses(batches: list[Counter[int]], nodes: int, samples: int) -> list[flo
 
 
 def planned(plan: Any, steps: int, together: int) -> tuple[int, float, int]:
-    """Plan the part of rank 0 of so many steps; return its samples, the seconds, and the bytes of memory."""
+    """Plan the part of rank 0 of ``steps`` steps; return its samples, the seconds, and the bytes of memory."""
     samples = 0
     began = time.perf_counter()
     for begin in range(0, steps, together):

@@ -48,7 +48,7 @@ PREFETCH = 2  # batches of each worker
 
 
 class Cost(NamedTuple):
-    """What an epoch costs per batch: seconds that pass, and seconds of processors, of this process and its children."""
+    """What an epoch costs per batch: seconds that pass, and CPU seconds, of this process and its children."""
 
     wall_s: float
     cpu_s: float
@@ -64,7 +64,7 @@ def epoch(batches: Iterable[Any]) -> Cost:
 
 
 def cpu_s() -> float:
-    """Return the processor time of this process and its live children so far; the kernel counts it in nanoseconds."""
+    """Return the CPU time of this process and its live children so far; the kernel counts it in nanoseconds."""
     this = psutil.Process()
     return sum(_cpu_s(process.pid) for process in (this, *this.children(recursive=True)))
 

@@ -232,8 +232,8 @@ def row(name: str, make: Callable[[], Any], options: dict[str, Any]) -> None:
                 runs += 1
                 different += difference(plain, batches(cached, workers, context)) is not None
                 loads[share].add(cached.stats().total.misses)
-    told = [" or ".join(map(str, sorted(loads[share]))) for share in ("half", "all")]
-    print(f"| {name} | {runs} | {different} | {told[0]} | {told[1]} of {len(make()) * EPOCHS} |", flush=True)
+    counts = [" or ".join(map(str, sorted(loads[share]))) for share in ("half", "all")]
+    print(f"| {name} | {runs} | {different} | {counts[0]} | {counts[1]} of {len(make()) * EPOCHS} |", flush=True)
 
 
 if __name__ == "__main__":

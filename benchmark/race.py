@@ -39,7 +39,7 @@ def attack() -> None:
 
 
 def suffer(seconds: float, name: str) -> dict[str, int]:
-    """Open and close a cache for so many seconds; return the results, counted."""
+    """Open and close a cache for ``seconds``; return the results, counted."""
     os.setuid(VICTIM)
     logging.disable(logging.WARNING)
     counts = {"opened": 0, "not shared": 0, "errors": 0, "won": 0}

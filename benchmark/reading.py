@@ -337,7 +337,7 @@ def peer(arguments: argparse.Namespace) -> None:
     os._exit(0)
 
 
-def peer_told(graph: str, workers: int, epoch: int, position: int) -> str:
+def peer_answer(graph: str, workers: int, epoch: int, position: int) -> str:
     """Return the output of `peer`, or how it fails."""
     command = [
         sys.executable,
@@ -354,11 +354,11 @@ def peer_told(graph: str, workers: int, epoch: int, position: int) -> str:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
-            told, failed = process.communicate(timeout=30)
+            output, failed = process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its workers, too, which would continue
             return "hangs"
-    return told.strip() or failed.strip().splitlines()[-1].split(":")[0]
+    return output.strip() or failed.strip().splitlines()[-1].split(":")[0]
 
 
 def resume(arguments: argparse.Namespace) -> None:
@@ -369,8 +369,8 @@ def resume(arguments: argparse.Namespace) -> None:
     rows = [["graph", "workers", *head, *(f"torchdata, epoch {epoch + 1}, after {position}" for epoch, position in peers)]]
     for name, graph in RESUMED.items():
         for workers in (0, 1, 2):
-            told = [goes_on(stocache, partial(loaded, stocache), graph, workers, *place) for place in positions]
-            rows.append([name, str(workers), *told, *(peer_told(name, workers, *place) for place in peers)])
+            answers = [goes_on(stocache, partial(loaded, stocache), graph, workers, *place) for place in positions]
+            rows.append([name, str(workers), *answers, *(peer_answer(name, workers, *place) for place in peers)])
             print(rows[-1], file=sys.stderr, flush=True)
     table(rows)
 

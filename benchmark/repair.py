@@ -45,7 +45,7 @@ def _counts() -> tuple[int, int]:
 
 
 def damage(folder: Path, share: float) -> int:
-    """Change a byte of so many of the blocks, at least one; return how many."""
+    """Change a byte in a share of the blocks, at least one; return how many."""
     blocks = sorted(path for path in (folder / "blocks").iterdir() if path.is_file())
     chosen = random.Random(0).sample(blocks, max(1, round(share * len(blocks))))
     for path in chosen:

@@ -113,7 +113,7 @@ def measure(samples: list[Any], rounds: int) -> dict[str, float]:
         seconds: dict[str, list[float]] = {name: [] for name in gets}
         for _ in range(rounds):
             for name, get in gets.items():
-                for idx in order:  # the contender before has filled the processor's caches
+                for idx in order:  # the contender before has filled the CPU's caches
                     get(idx)
                 start = time.perf_counter()
                 for _ in range(PASSES):

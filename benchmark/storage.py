@@ -97,7 +97,7 @@ def in_turns(measures: dict[str, Callable[[], float]], rounds: int) -> dict[str,
 
 
 def rate(loader: Iterable[Any], seconds: float) -> float:
-    """Return the samples per second of a pass, or of its part within so many seconds."""
+    """Return the samples per second of a pass, or of its part within ``seconds``."""
     count, began = 0, time.perf_counter()
     took = 0.0
     for _, labels in loader:

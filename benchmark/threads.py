@@ -364,7 +364,7 @@ def steps_for(work: Callable[[float], None], seconds: float) -> float:
 
 
 class Costly(Dataset[Any]):
-    """Small images that take work to make: so many steps for each."""
+    """Small images that take work to make: a number of steps for each."""
 
     def __init__(self, work: Callable[[float], None], steps: list[float]) -> None:
         self.work, self.steps = work, steps
@@ -568,7 +568,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{machine()}\n")
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than processors, which is wanted
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs, which is wanted
     {"warm": warm, "photos": photos, "gil": gil, "slow": slow, "soak": soak}[options.part](options)
 
 

@@ -1,4 +1,4 @@
-"""What it costs to record where the time goes, and whether what is told of it is right.
+"""What it costs to record where the time goes, and whether what is reported is right.
 
 python -m benchmark waits overhead [--rounds 15] [--scrape]   # epochs with and without recording, in turns
 python -m benchmark waits percentiles                         # of the buckets, beside the exact ones

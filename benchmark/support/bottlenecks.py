@@ -67,7 +67,7 @@ class Bottleneck:
     Attributes:
         limit: what the verdict must name; None if it must be silent.
         says: a regular expression that its text must match.
-        step_s: the training step, which leaves the processors free.
+        step_s: the training step, which leaves the CPU free.
         epochs: how many to run.
         hold: how many batches the loop holds.
     """

@@ -56,7 +56,7 @@ def pss(pid: int) -> int:
 
 
 def others_s() -> float:
-    """Return the processor seconds that other programs have taken, from some time on: only differences have a meaning."""
+    """Return the CPU seconds that other programs have taken, from some time on: only differences have a meaning."""
     ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = ticks[3] + ticks[4]
     total_s = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
@@ -71,7 +71,7 @@ def others_s() -> float:
 
 
 def undisturbed(contender: Callable[[], Result], share: float = 0.1, tries: int = 4, patience_s: float = 120.0) -> Result:
-    """Return what a contender returns while other programs take less than that share of a processor.
+    """Return what a contender returns while other programs take less than that share of a CPU.
 
     Wait for such a moment, for ``patience_s`` at most, and run it again if others have begun meanwhile. Of several tries the
     least disturbed one counts.
@@ -88,7 +88,7 @@ def undisturbed(contender: Callable[[], Result], share: float = 0.1, tries: int 
 
 
 def _share_of_others(least_s: float, contender: Callable[[], Result]) -> tuple[float, Result]:
-    """Return the share of a processor that other programs take meanwhile, and the result."""
+    """Return the share of a CPU that other programs take meanwhile, and the result."""
     began, others = time.perf_counter(), others_s()
     result = contender()
     return (others_s() - others) / max(least_s, time.perf_counter() - began, 1e-9), result

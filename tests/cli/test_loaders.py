@@ -49,8 +49,8 @@ def test_rm_dead_removes_the_records_of_killed_processes_only(run, clean):
     kept = TimingRecord(0, False, "d")
     dead, live = listing.find_loaders()
     assert (dead.state, dead.rank, dead.counted.sum(WAIT_NS), live.state) == ("dead", 1, 5, "live")
-    told = f"left behind by processes that were killed: c.loader-{dead.pid}-0 ("
-    assert told in next(doctor._named()).what
+    expected = f"left behind by processes that were killed: c.loader-{dead.pid}-0 ("
+    assert expected in next(doctor._named()).what
     assert json.loads(run("ls", "--json").stdout) == []
     assert f"there is no cache '{live.name}'" in run("stat", live.name).output
     result = run("rm", "--dead")

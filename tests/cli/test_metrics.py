@@ -106,9 +106,9 @@ def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers, least):
         assert value(samples, "stocache_loader_samples_total", **labels) == 48
         assert 0 < value(samples, "stocache_loader_wait_seconds_sum", **labels) <= stats.waited_s  # this with ends of epochs
         for name in QUANTITIES:
-            metric, told = f"stocache_loader_{name}_seconds", getattr(stats, name)
-            assert value(samples, f"{metric}_count", **labels) == told.count
-            assert math.isclose(value(samples, f"{metric}_sum", **labels), told.count * told.mean_s, rel_tol=1e-9)
+            metric, expected = f"stocache_loader_{name}_seconds", getattr(stats, name)
+            assert value(samples, f"{metric}_count", **labels) == expected.count
+            assert math.isclose(value(samples, f"{metric}_sum", **labels), expected.count * expected.mean_s, rel_tol=1e-9)
         by_worker = values(samples, "stocache_loader_worker_batches_total")
         assert len(by_worker) == loader.num_workers
         assert least <= sum(by_worker) <= (12 if workers else 0)  # the loop may gather what is cached itself
@@ -205,9 +205,9 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     for number in range(24):
         forge(f"d.loader-1-{number}", size=0)
     samples = scrape()
-    told = [dict(labels) for name, labels in samples if name == "stocache_unreadable_file_info"]
-    assert (value(samples, "stocache_unreadable_files"), len(told)) == (28, 20)
-    for labels in told:
+    expected = [dict(labels) for name, labels in samples if name == "stocache_unreadable_file_info"]
+    assert (value(samples, "stocache_unreadable_files"), len(expected)) == (28, 20)
+    for labels in expected:
         assert labels["file"].startswith((f"{FOLDER}/c", f"{FOLDER}/d"))
         assert labels["problem"]
         assert (labels["file"] + labels["problem"]).isprintable()
@@ -287,8 +287,8 @@ def test_the_extra_is_named_where_it_is_missing_but_the_dashboard_is_printed(run
         monkeypatch.delitem(sys.modules, f"stocache.cli.{name}")
         monkeypatch.delattr(cli, name)
     result = run("metrics", "--listen", "0")
-    told = "This command needs prometheus-client: pip install 'stocache[metrics]'\n"
-    assert (result.exit_code, result.stderr) == (2, told)
+    expected = "This command needs prometheus-client: pip install 'stocache[metrics]'\n"
+    assert (result.exit_code, result.stderr) == (2, expected)
     result = run("metrics", "--dashboard")
     assert (result.exit_code, json.loads(result.stdout)) == (0, DASHBOARD)
 
@@ -337,8 +337,8 @@ def test_an_address_that_cannot_be_bound_is_one_line_and_exit_code_1(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("metrics", "--listen", port)
-    told = f"--listen {port}: Address already in use. Choose another port, or end what uses this one.\n"
-    assert (result.exit_code, result.output) == (1, told)
+    expected = f"--listen {port}: Address already in use. Choose another port, or end what uses this one.\n"
+    assert (result.exit_code, result.output) == (1, expected)
     result = run("metrics", "--listen", "192.0.2.7:9108", "--allow-remote")
     assert (result.exit_code, result.output) == (1, "--listen 192.0.2.7:9108: Cannot assign requested address.\n")
 

@@ -114,8 +114,8 @@ def test_samples_are_pickled_and_batched_as_the_loader_of_the_user_does_it(run, 
     result = run("advise", "own_data:numbers", "--collate-fn", "own_data:padd")
     assert (result.exit_code, result.stderr.endswith("own_data.py does not exist.\n")) == (2, True)
     result = run("bench", "--allow-pickle")
-    told = "--allow-pickle is for a dataset of yours. Leave it out for photos.\n"
-    assert (result.exit_code, result.stderr) == (2, told)
+    expected = "--allow-pickle is for a dataset of yours. Leave it out for photos.\n"
+    assert (result.exit_code, result.stderr) == (2, expected)
 
 
 def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
@@ -180,9 +180,9 @@ def test_the_error_of_a_worker_is_described_by_its_last_line():
     try:
         raise KeyError("photos\n7")
     except KeyError:
-        told = ExceptionWrapper(where="in DataLoader worker process 0")
+        expected = ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(KeyError, match="Original Traceback") as caught:
-        told.reraise()
+        expected.reraise()
     assert describe_error(caught.value) == r"KeyError: 'photos\n7'"
 
 
@@ -195,8 +195,8 @@ def test_what_bench_cannot_load_or_take_is_one_line(run):
         assert (result.exit_code, "Traceback" in result.output) == (2, False)
     for option in (("--size", 8), ("--repeat-folder", 2), ("--photos", 9), ("--warm-pages",)):
         result = run("bench", "own_data:numbers", *option)
-        told = f"{option[0]} is for photos. Leave it out for a dataset of yours.\n"
-        assert (result.exit_code, result.stderr) == (2, told)
+        expected = f"{option[0]} is for photos. Leave it out for a dataset of yours.\n"
+        assert (result.exit_code, result.stderr) == (2, expected)
     result = run("bench", "own_data:empty")
     assert (result.exit_code, "returned Numbers of length 0" in result.stderr) == (2, True)
 

@@ -99,8 +99,8 @@ def test_prepare_says_how_to_use_what_it_made(place, out):
         (folder / f"{number}.jpg").write_bytes(bytes([number]))
     code, [line] = run_prepare(place / "classes", out, blocks=3)
     size = limits.format_size(sum(path.stat().st_size for path in blocks_of(out)))
-    told, _, call = line.partition(" In Python: ")
-    assert (code, told) == (0, f"{out}: 4 samples in 2 blocks of 3, {size}.")
+    expected, _, call = line.partition(" In Python: ")
+    assert (code, expected) == (0, f"{out}: 4 samples in 2 blocks of 3, {size}.")
     dataset = eval(call, {"stocache": stocache})
     assert dataset[1] == {"image": b"\2", "name": "even/2.jpg", "label": 0}
     assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
@@ -328,8 +328,8 @@ def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(OnDiskBlockDataStorage, "check", check)
-    told = ".safetensors cannot be read: [Errno 5] Input/output error."
-    assert any(told in line for line in command(*arguments)[1])
+    expected = ".safetensors cannot be read: [Errno 5] Input/output error."
+    assert any(expected in line for line in command(*arguments)[1])
 
 
 def test_a_folder_that_is_not_prepared_or_damaged_is_named_as_an_error_or_as_what_check_finds(run, prepared):

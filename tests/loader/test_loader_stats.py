@@ -1,4 +1,4 @@
-"""What a loader tells of its epochs is what happened: batches, hits and waits of each, whoever shares the cache."""
+"""What a loader reports of its epochs is what happened: batches, hits and waits of each, whoever shares the cache."""
 
 import itertools
 import json

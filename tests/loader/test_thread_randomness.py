@@ -128,7 +128,7 @@ class Numbers(Draws):
 
 
 class Counted(Numbers):
-    """Its collate function tells how many samples were made before."""
+    """Its collate function returns how many samples were made before."""
 
     made = 0
 

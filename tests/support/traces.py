@@ -2,7 +2,7 @@
 
 Only what this test run makes in /dev/shm counts, so that other programs cannot fail a test. Where the process may mount, it
 gets a /dev/shm of its own, and every name in it counts. Elsewhere a name counts by its prefix and owner, and if no process
-outside this process tree has the file open or mapped. Files of other programs that have ended cannot be told apart there.
+outside this process tree has the file open or mapped. Files of other programs that have ended cannot be distinguished there.
 """
 
 import contextlib
