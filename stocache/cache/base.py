@@ -197,7 +197,7 @@ class SampleCache(PublishingCache[_T]):
         self,
         indices: _Indices,
         samples: list[Any],
-        load: Callable[[list[int]], Iterable[Any]],
+        load: Callable[[list[int]], Iterable[object]],
         encode_rows: Callable[[list[int], list[Any]], list[Any] | None] | None,
         strict: bool,
         claimed: Collection[int] = (),
@@ -257,7 +257,7 @@ class SampleCache(PublishingCache[_T]):
             yield sample
 
     def _loaded(
-        self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]
+        self, indices: list[int], load: Callable[[list[int]], Iterable[object]]
     ) -> Iterator[tuple[list[int], list[Any], list[float]]]:
         """Load samples, in parts that take `_PART_S` each. Yield the indices of a part, its samples, and their costs.
 
@@ -309,7 +309,7 @@ class SampleCache(PublishingCache[_T]):
             self._claims.end_loading(taken)
             taken.clear()
 
-    def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+    def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
         outer, _loading.samples = _loading.samples, True
         try:
@@ -317,7 +317,7 @@ class SampleCache(PublishingCache[_T]):
         finally:
             _loading.samples = outer
 
-    def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
+    def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
         costs_s: list[float] = []
 
@@ -458,7 +458,7 @@ class MemoryCache(SampleCache[_T]):
         shared.extents.limit = used
         self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
 
-    def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[Any, ...]) -> None:
+    def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[object, ...]) -> None:
         """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
         segment, capacity = open_memory(layout, options, proof)
         own = None
@@ -480,6 +480,6 @@ class MemoryCache(SampleCache[_T]):
         self._parts, _, self._capacity, _ = state
         self._assemble(*state)
 
-    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: "SampleCache | None") -> None:
+    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int, own: "SampleCache | None") -> None:
         """Set all attributes that follow from the arguments: each process computes them again."""
         raise NotImplementedError

@@ -65,7 +65,7 @@ class PublishingCache(SampleStates, Generic[_T]):
             return
         self._set(idx, value, allow_overwrite)
 
-    def _set(self, idx: int, value: Any, overwrite: bool = False) -> None:
+    def _set(self, idx: int, value: object, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
         self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
@@ -105,7 +105,7 @@ class PublishingCache(SampleStates, Generic[_T]):
     def _publish(
         self,
         indices: list[int],
-        encoded: Sequence[Any],
+        encoded: Sequence[object],
         costs_s: Sequence[float | None],
         overwrite: bool = False,
         count_races: bool = True,
@@ -138,7 +138,7 @@ class PublishingCache(SampleStates, Generic[_T]):
         finally:
             self._claims.end_writing(taken)
 
-    def _write(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+    def _write(self, indices: list[int], encoded: Sequence[object], costs_s: Sequence[float | None]) -> list[int | None]:
         """Write samples as `SampleStore.write_many` does. Reserved memory does not run out; if it does, the job goes on."""
         try:
             return self._store.write_many(indices, encoded, costs_s) if indices else []
@@ -146,7 +146,7 @@ class PublishingCache(SampleStates, Generic[_T]):
             logger.warning("sample %d stays uncached: %s", indices[0], str(error))
             return [REFUSED] * len(indices)
 
-    def set_if_empty(self, indices: Iterable[int], values: Iterable[Any]) -> None:
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[object]) -> None:
         """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""
         encoded: dict[int, Any] = {}
         for idx, value in zip(indices, values, strict=True):
@@ -155,7 +155,7 @@ class PublishingCache(SampleStates, Generic[_T]):
                     encoded[idx] = self._store.encode(value, f"sample {idx}")
         self._publish_all(list(encoded), list(encoded.values()))
 
-    def set_encoded_if_empty(self, encoded: Mapping[int, Any]) -> None:
+    def set_encoded_if_empty(self, encoded: Mapping[int, object]) -> None:
         """Cache samples as `set_if_empty` does, given their encoded form from the store's ``encode``, by index."""
         empty = [idx for idx in encoded if self._states[idx] == EMPTY]
         self._publish_all(empty, [encoded[idx] for idx in empty])
@@ -228,7 +228,7 @@ class PublishingCache(SampleStates, Generic[_T]):
                 "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
             )
 
-    def _judge(self, idx: int, value: Any) -> None:
+    def _judge(self, idx: int, value: object) -> None:
         """Compare a sample that another rank has set with the one that this rank has made."""
         if self._agreement is None:
             return

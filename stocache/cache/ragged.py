@@ -167,7 +167,7 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         """Whether records are compressed."""
         return self._options.codec is not None
 
-    def overhead_of(self, samples: Iterable[Any]) -> tuple[int, int] | None:
+    def overhead_of(self, samples: Iterable[object]) -> tuple[int, int] | None:
         """Return the most bytes that a record of such samples has besides values, and the bytes that all records share.
 
         None if there are no samples, one does not fit, or records are compressed.

@@ -56,7 +56,7 @@ class RecordStore:
             control = segment.control[arena.control_bytes(dataset_len) :]
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
 
-    def encode(self, sample: Any, where: str) -> EncodedRecord:
+    def encode(self, sample: object, where: str) -> EncodedRecord:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
         return self._encoder.pack(sample, where)
 

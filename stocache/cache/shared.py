@@ -136,7 +136,7 @@ class SharedCache(MemoryCache[_T]):
         return cache
 
     @classmethod
-    def like(cls, sample: Any, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
+    def like(cls, sample: object, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
         """Return a cache for samples with the structure of ``sample``. `get_slot` returns samples of the same structure.
 
         Args:
@@ -301,7 +301,7 @@ class SharedCache(MemoryCache[_T]):
         return None
 
     def set_slots(
-        self, indices: Sequence[int] | Tensor, values: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False
+        self, indices: Sequence[int] | Tensor, values: object, allow_oob_idx: bool = True, allow_overwrite: bool = False
     ) -> None:
         """Cache B samples: `set_slot` for each of ``indices`` with its row of ``values``, a batch as `get_slots` returns it.
 
@@ -346,7 +346,7 @@ class SharedCache(MemoryCache[_T]):
         slot = self._raw_slot(slot)
         return self._columns.rows(slot)
 
-    def __setitem__(self, slot: Any, value: Any) -> None:
+    def __setitem__(self, slot: Any, value: object) -> None:
         """Write to the memory of a slot without marking it as set. With an integer slot the value must fit unchanged."""
         if not isinstance(slot, int):
             self.array[slot] = value

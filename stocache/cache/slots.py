@@ -126,11 +126,11 @@ class Column(ABC):
         source = self._words if aligned else self._rows
         torch.index_select(source, 0, torch.from_numpy(slots), out=target.view(source.dtype))
 
-    def takes(self, values: Sequence[Any]) -> bool:
+    def takes(self, values: Sequence[object]) -> bool:
         """Return whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
         return False
 
-    def stack(self, values: Sequence[Any], out: Any) -> bool:
+    def stack(self, values: Sequence[object], out: Any) -> bool:
         """Copy values into a contiguous batch of as many. Return False if they do not fit after all."""
         raise NotImplementedError
 
@@ -245,10 +245,10 @@ class _NumberColumn(Column):
     def load(self, slot: int, copy: bool) -> Any:
         return self.decode(self._memory, slot * self.nbytes, False)
 
-    def takes(self, values: Sequence[Any]) -> bool:
+    def takes(self, values: Sequence[object]) -> bool:
         return set(map(type, values)) == {self._type}
 
-    def stack(self, values: Sequence[Any], out: Any) -> bool:
+    def stack(self, values: Sequence[object], out: Any) -> bool:
         try:
             out.view(self._like.dtype)[...] = torch.tensor(values, dtype=self._like.dtype, device="cpu")
         except (OverflowError, RuntimeError):  # an int beyond 64 bits
@@ -259,7 +259,7 @@ class _NumberColumn(Column):
         return batch.tolist()
 
 
-def as_bytes(batch: Any) -> NDArray[np.uint8]:
+def as_bytes(batch: object) -> NDArray[np.uint8]:
     """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
     matrix: NDArray[np.uint8] = _as_matrix(batch).view(torch.uint8).numpy()
     return matrix
@@ -414,7 +414,7 @@ class SlotArrays:
         """Return whether samples have room: those that are not outside the cache have a slot."""
         return True
 
-    def has_room(self, encoded: Collection[Any]) -> bool:
+    def has_room(self, encoded: Collection[object]) -> bool:
         """Return whether samples have room: those that are not outside the cache have a slot."""
         return True
 
@@ -440,7 +440,7 @@ class SlotArrays:
         """Return uninitialised memory for ``count`` samples: a list with a batch of each column."""
         return [column.batch(count) for column in self.columns]
 
-    def split_batch(self, batch: Any, count: int, where: str, contiguous: bool = False) -> list[Any]:
+    def split_batch(self, batch: object, count: int, where: str, contiguous: bool = False) -> list[Any]:
         """Return the list of columns of a batch in containers, after checking that it holds ``count`` samples.
 
         Raises:

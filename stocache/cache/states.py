@@ -51,7 +51,7 @@ class SampleStore(Protocol):
     def unreadable(self) -> str:
         """See the attributes."""
 
-    def encode(self, sample: Any, where: str, /) -> Any:
+    def encode(self, sample: object, where: str, /) -> Any:
         """Return a sample encoded for `write`. Raises SampleError, whose message begins with ``where``."""
 
     def encode_many(self, samples: list[Any]) -> list[Any] | None:

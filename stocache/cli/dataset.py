@@ -87,5 +87,5 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}{place}"
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return "None" if value is None else f"{' '.join(repr(value).split()):.60} ({type(value).__name__})"

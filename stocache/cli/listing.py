@@ -250,7 +250,7 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
         )
 
 
-def _loader_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+def _loader_of(identity: Mapping[str, object]) -> dict[str, Any]:
     """Return the attributes of a loader that its descriptor holds.
 
     Raises:

@@ -102,7 +102,7 @@ class Server(ThreadingMixIn, WSGIServer):
         finally:
             self._free.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: Any) -> None:
         """Do not print a traceback of a client's error."""
         logger.debug("a scrape failed", exc_info=True)
 
@@ -125,7 +125,7 @@ class _Handler(WSGIRequestHandler):
 def _app(registry: CollectorRegistry) -> Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]:
     metrics = make_wsgi_app(registry)
 
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def app(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         status, text = "404 Not Found", f"The metrics are at {PATH}.\n"
         if environ.get("PATH_INFO") == PATH:
             try:

@@ -82,7 +82,7 @@ class Audit:
         self.on_change: OnChange = on_change
         self._assemble(dataset, length, share, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
 
-    def _assemble(self, dataset: Any, length: int, share: float, any_sample: bool, shared: "_SharedWords") -> None:
+    def _assemble(self, dataset: object, length: int, share: float, any_sample: bool, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
         self._any_sample = any_sample
         self._lock = threading.RLock()
@@ -169,7 +169,7 @@ class Audit:
         return self._doubted or self._requests > self._next or self._shared.words[_VERSION] != self._seen
 
     def allows(
-        self, indices: Sequence[int], cached: Any, served: Callable[[int], Any], fresh: Callable[[int], Any] | None = None
+        self, indices: Sequence[int], cached: Any, served: Callable[[int], object], fresh: Callable[[int], object] | None = None
     ) -> bool:
         """Return whether samples of the cache may be served, after comparing some where it is time to.
 
@@ -225,7 +225,7 @@ class Audit:
         worker = get_worker_info()
         return self._length if worker is None else -(-self._length // worker.num_workers)
 
-    def _compare(self, idx: int, served: Callable[[int], Any], load: Callable[[int], Any]) -> str | None:
+    def _compare(self, idx: int, served: Callable[[int], object], load: Callable[[int], object]) -> str | None:
         """Return how a sample differs from the one that would be served; None if it does not."""
         with _KeptState(self._dataset) as state, self._kept() as kept:
             try:
@@ -268,7 +268,7 @@ class Audit:
 
     # ------------------------------------------------------------------------------------------------ random numbers
 
-    def watched(self, load: Callable[[int], Any]) -> Callable[[int], Any]:
+    def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
         return load if not self._share or self.on_change == "keep" else lambda idx: self._watch(load, idx)
 
@@ -286,7 +286,7 @@ class Audit:
         self._check_draws(before, zip(indices, samples, strict=True), loader.load)
         return samples
 
-    def _watch_each(self, load: Callable[[int], Any], indices: list[int], samples: Iterator[Any]) -> Iterator[Any]:
+    def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
         for idx in indices:
             before = Kept(self._own)
             for sample in samples:
@@ -294,13 +294,13 @@ class Audit:
                 yield sample
                 break
 
-    def _watch(self, load: Callable[[int], Any], idx: int) -> Any:
+    def _watch(self, load: Callable[[int], object], idx: int) -> Any:
         before = Kept(self._own)
         sample = load(idx)
         self._check_draws(before, [(idx, sample)], load)
         return sample
 
-    def _check_draws(self, before: Kept, samples: Iterable[tuple[int, Any]], load: Callable[[int], Any]) -> None:
+    def _check_draws(self, before: Kept, samples: Iterable[tuple[int, object]], load: Callable[[int], object]) -> None:
         """If a generator has been drawn from, find out whether a sample depends on that."""
         if self._checked_draws or not before.drawn():
             return
@@ -310,7 +310,7 @@ class Audit:
         if finding is not None:
             self.change(finding)
 
-    def _depends_on_draws(self, idx: int, sample: Any, load: Callable[[int], Any]) -> str | None:
+    def _depends_on_draws(self, idx: int, sample: object, load: Callable[[int], object]) -> str | None:
         """Load a sample several times with other random numbers; return a finding if it differs, else None."""
 
         def counted(idx: int) -> Any:
@@ -381,7 +381,7 @@ def _is_of_library(module: str) -> bool:
     return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
     """Return whether a value is a plain container, a function, or an object of the user's that threads do not share."""
     kind = type(value)
     if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
@@ -413,7 +413,7 @@ def _choose(indices: Sequence[int], cache: Any, count: int, others_too: bool) ->
         yield from others[::step][: count - len(found)].tolist()
 
 
-def _small_attributes(dataset: Any) -> dict[str, Any]:
+def _small_attributes(dataset: object) -> dict[str, Any]:
     """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
     found = {}
     for name, part in parts_of(dataset):

@@ -191,7 +191,7 @@ class LazyBatch:
         """Let others load the samples that this batch has claimed and not cached."""
         self._cache.end_loading(self._claimed)
 
-    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[Any]]) -> None:
+    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[object]]) -> None:
         """Load missing samples with ``load``. It gets the present function, the indices of the batch, and those to load."""
         self._load = partial(load, self._load, self._indices)
 
@@ -358,7 +358,7 @@ class JoinedBatch(LazyBatch):
         for part, _ in self._parts.values():
             part.release_claims()
 
-    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[Any]]) -> None:
+    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[object]]) -> None:
         """Load missing samples with ``load``, as `LazyBatch` does. It gets -1 in place of the indices in other caches."""
 
         def load_part(positions: NDArray[np.int64], own: Load, inner: Sequence[int], missing: list[int]) -> Iterable[Any]:

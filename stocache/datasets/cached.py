@@ -339,7 +339,7 @@ class CachedDataset(DatasetProxy[_T]):
             samples = map(self.after_cache, samples)
         return samples if isinstance(samples, list) else list(samples)
 
-    def _ask_each(self, dataset: Any, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
+    def _ask_each(self, dataset: object, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
         """Return the items of a dataset for some keys, without the cache."""
         loader = SampleLoader(dataset)
         samples = loader.load_many(list(keys)) if before_each is None else _load_each(loader.load, keys, before_each)
@@ -356,7 +356,7 @@ class CachedDataset(DatasetProxy[_T]):
         rest = self._split if self._split is not None and self._split.has_rest and in_worker_thread() else None
         return self._source[idx] if rest is None else rest.load(idx)
 
-    def _get_many(self, key: Any) -> Any:
+    def _get_many(self, key: object) -> Any:
         """Return the result of the dataset for several indices, or for a name."""
         indices, kind = indices_in(key, self._len), type(key)
         if not indices or (self._has_rest and self.after_cache is None):
@@ -392,7 +392,7 @@ class CachedDataset(DatasetProxy[_T]):
         except Exception:  # they differ in shape, and the dataset does not stack them as it did others
             return self.dataset[key]
 
-    def _with_cache(self, result: Any, indices: list[int] | None) -> Any:
+    def _with_cache(self, result: object, indices: list[int] | None) -> Any:
         """Return a result of the dataset for several indices, or for a name; a part of the dataset over the cache."""
         rows = None if indices is None else np.array(indices, np.int64)
         return follow("__getitem__", result, self, self._view, rows) if is_part(result, self.dataset) else result
@@ -517,7 +517,7 @@ _SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks
 _said_hidden: set[tuple[type, str]] = set()
 
 
-def _warn_of_hidden(dataset: Any, own: set[str]) -> None:
+def _warn_of_hidden(dataset: object, own: set[str]) -> None:
     """Warn, once for each class, of public attributes of a dataset whose names a `CachedDataset` has for others."""
     missing = object()
     names = (name for name in sorted(own - _SHARED_NAMES) if name[0] != "_")
@@ -530,19 +530,19 @@ def _warn_of_hidden(dataset: Any, own: set[str]) -> None:
         )  # fmt: skip
 
 
-def _call_before_each(samples: Iterable[Any], function: Callable[[int], None]) -> Iterator[Any]:
+def _call_before_each(samples: Iterable[object], function: Callable[[int], None]) -> Iterator[Any]:
     for position, sample in enumerate(samples):
         function(position)
         yield sample
 
 
-def _load_each(load: Callable[[int], Any], indices: Sequence[int], before_each: Callable[[int], None]) -> Iterator[Any]:
+def _load_each(load: Callable[[int], object], indices: Sequence[int], before_each: Callable[[int], None]) -> Iterator[Any]:
     for position, idx in enumerate(indices):
         before_each(position)
         yield load(idx)
 
 
-def is_cache(dataset: Any) -> bool:
+def is_cache(dataset: object) -> bool:
     """Return whether a dataset makes its samples as a `CachedDataset` does."""
     kind = type(dataset)
     return isinstance(dataset, CachedDataset) and all(

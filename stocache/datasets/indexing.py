@@ -21,7 +21,7 @@ from stocache.samples.record_encoder import EncodedSample
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
-def indices_in(key: Any, length: int) -> list[int] | None:
+def indices_in(key: object, length: int) -> list[int] | None:
     """Return the indices that a list, array, tensor or slice stands for; None where it is not a valid index."""
     if isinstance(key, slice):
         try:
@@ -36,7 +36,7 @@ def indices_in(key: Any, length: int) -> list[int] | None:
     return (indices % length).tolist() if length else []
 
 
-def find_collate(result: Any, samples: Sequence[Any]) -> Collate | None:
+def find_collate(result: object, samples: Sequence[object]) -> Collate | None:
     """Return the function that collates ``samples`` to ``result``; None where no known one does."""
     wanted = _comparable(result)
     if wanted is None:
@@ -51,7 +51,7 @@ def find_collate(result: Any, samples: Sequence[Any]) -> Collate | None:
     return None
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> Any:
     """Return the structure and the bytes of a value, to compare; None where it has parts that have no bytes of their own."""
     try:
         record = EncodedSample(value)
@@ -60,7 +60,7 @@ def _comparable(value: Any) -> Any:
     return record.treedef, record.pack()
 
 
-def _collate_columns(samples: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+def _collate_columns(samples: Sequence[object], join: Callable[[list[Any]], object]) -> Any:
     """Return the container of the samples with a column in place of each part; ``join`` makes the columns."""
     flat = [flatten_one(sample) for sample in samples]
     if flat[0] is None:
@@ -79,7 +79,7 @@ def _collate_lists(samples: Sequence[Any]) -> dict[Any, list[Any]]:
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
-def _stack(values: list[Any], numbers: Callable[[list[Any]], Any]) -> Any:
+def _stack(values: list[Any], numbers: Callable[[list[Any]], object]) -> Any:
     if isinstance(values[0], Tensor):
         return torch.stack(values)
     if isinstance(values[0], np.ndarray | np.generic):

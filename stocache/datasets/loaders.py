@@ -304,7 +304,7 @@ class BlockAdmitter:
 _admitters: "weakref.WeakKeyDictionary[SampleCache, BlockAdmitter]" = weakref.WeakKeyDictionary()
 
 
-def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _Mask | None:
+def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -> _Mask | None:
     """Return which blocks of a dataset a cache for samples of varying size will hold, evenly spread; see NOTE [ Admitting
     blocks ]. None if their sizes in the cache are not known before they are read.
 
@@ -329,7 +329,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[Any]) -> _
     return chosen.numpy()
 
 
-def admission_unit(dataset: Any) -> int | BlockBounds | None:
+def admission_unit(dataset: object) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
     bounds = attribute_of(dataset, "block_bounds")
     if bounds is None:

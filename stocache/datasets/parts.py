@@ -32,7 +32,7 @@ class FollowedMethod:
         follow: called with the result.
     """
 
-    def __init__(self, method: Callable[..., Any], follow: Callable[[str, Any], Any]) -> None:
+    def __init__(self, method: Callable[..., object], follow: Callable[[str, Any], object]) -> None:
         functools.update_wrapper(self, method)
         self._method, self._follow = method, follow
 
@@ -41,7 +41,7 @@ class FollowedMethod:
         return self._follow(self._method.__name__, self._method(*args, **kwargs))
 
 
-def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], Any], rows: Any = None) -> Any:
+def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], object], rows: Any = None) -> Any:
     """Return the result of a method of a dataset over the cached dataset; the result itself where it holds no samples of it.
 
     Args:
@@ -79,12 +79,12 @@ def follow(name: str, result: Any, cached: Any, view: Callable[[Any, Any], Any],
     return result
 
 
-def is_part(value: Any, dataset: Any) -> bool:
+def is_part(value: object, dataset: object) -> bool:
     """Return whether a value is a dataset of the same class, which may have some of the samples."""
     return type(value) is type(dataset) and value is not dataset and hasattr(value, "__dict__")
 
 
-def indices_of(part: Any, whole: Any) -> "NDArray[Any] | None":
+def indices_of(part: object, whole: Any) -> "NDArray[Any] | None":
     """Return the numbers that the samples of a part have in the whole; None where they are not known.
 
     They are found by an attribute that holds indices or names of the samples, and proven with some samples.
@@ -116,7 +116,7 @@ def are_indices(part: Any, whole: Any, rows: Any) -> bool:
     return True
 
 
-def _positions(values: Any, before: Any, count: int, length: int) -> "NDArray[Any] | None":
+def _positions(values: object, before: object, count: int, length: int) -> "NDArray[Any] | None":
     """Return where ``values`` are in ``before``; None stands for all numbers."""
     before = range(length) if before is None else before
     kinds = list, tuple, range, np.ndarray, Tensor

@@ -95,7 +95,7 @@ class _LoadedAgain(NamedTuple):
     reads: frozenset[str] = frozenset()
 
 
-def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], Any] | None = None) -> Probe:
+def probe_samples(dataset: object, length: int, count: int, load: Callable[[int], object] | None = None) -> Probe:
     """Load ``count`` samples, evenly spread, in a child process. Samples that fail, or cannot be kept, are left out.
 
     Args:
@@ -127,7 +127,7 @@ def probe_samples(dataset: Any, length: int, count: int, load: Callable[[int], A
     return found.result(here=False)
 
 
-def _probe_here(dataset: Any, job: Callable[[], Iterator[Any]], reason: Exception) -> Probe:
+def _probe_here(dataset: object, job: Callable[[], Iterator[object]], reason: Exception) -> Probe:
     warn_of_this_process(reason)
     found = _ProbeResults(dataset)
     found.take(run_here(job))
@@ -143,7 +143,7 @@ class _ProbeResults:
         errors: by sample; and whether the dataset raised it, or the sample cannot be kept.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self._dataset, self.probe = dataset, Probe()
         self.started: int | None = None
         self.errors: list[tuple[int, Exception, bool]] = []
@@ -180,7 +180,7 @@ class _ProbeResults:
         return probe
 
 
-def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
+def _finding(dataset: object, again: _LoadedAgain) -> str | None:
     """Return the dependence of a sample on more than its index, as a sentence; None if there is no other."""
     drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
     if again.place is not None:
@@ -191,7 +191,7 @@ def _finding(dataset: Any, again: _LoadedAgain) -> str | None:
     return None
 
 
-def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
+def log_draws_without_effect(dataset: object, idx: int, drawn: str = "") -> None:
     """Log that a sample does not depend on the numbers drawn for it, and the consequence. ``drawn``: where, as a clause."""
     logger.info(
         "sample %d of %s does not depend on random numbers%s. Cached samples draw none, so the random numbers that follow "
@@ -202,7 +202,9 @@ def log_draws_without_effect(dataset: Any, idx: int, drawn: str = "") -> None:
 # ---------------------------------------------------------------------------------------------------- loading
 
 
-def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> Iterator[_Started | _Loaded | _LoadedAgain]:
+def _load_all(
+    dataset: object, load: Callable[[int], object], indices: list[int]
+) -> Iterator[_Started | _Loaded | _LoadedAgain]:
     began, count = time.monotonic(), 0
     drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
     new: set[str] = set()  # attributes that were set by the first load
@@ -247,7 +249,7 @@ def _load_all(dataset: Any, load: Callable[[int], Any], indices: list[int]) -> I
                 return
 
 
-def load_again(load: Callable[[int], Any], idx: int, first: Any, times: int = 1) -> str | None:
+def load_again(load: Callable[[int], object], idx: int, first: object, times: int = 1) -> str | None:
     """Load a sample again, some times; return where it differs from its first description. None if it never does."""
     for _ in range(times):
         with contextlib.suppress(Exception):  # then there is nothing to compare

@@ -20,7 +20,7 @@ _DISTINCT = 4  # probed samples that differ from each other are enough
 _PLAIN = (int, float, str, bytes, bool, type(None), np.generic)
 
 
-def proof_of(dataset: Any, probe: Probe, split: Split | None) -> Proof | None:
+def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None:
     """Return the description of a dataset's samples; None where no sample is known."""
     samples = probe.samples if probe.example is None else {-1: probe.example}
     if not samples:
@@ -37,7 +37,7 @@ def proof_of(dataset: Any, probe: Probe, split: Split | None) -> Proof | None:
     return Proof(facts, digests)
 
 
-def _tables(dataset: Any) -> Iterator[Any]:
+def _tables(dataset: object) -> Iterator[Any]:
     """Yield some entries of each list, array or table frame of a dataset, or of one within it, that has one for each sample."""
     lengths = set[int]()
     for name, value in parts_of(dataset, follow=_leads_to_datasets):
@@ -53,12 +53,12 @@ def _tables(dataset: Any) -> Iterator[Any]:
                 yield name, describe([value[row] for row in rows])
 
 
-def _is_table(value: Any) -> bool:
+def _is_table(value: object) -> bool:
     """Return whether a value may be asked for its length: that of a Compose of MONAI seeds its transforms again."""
     return isinstance(value, np.ndarray | torch.Tensor | list | tuple | range) or hasattr(type(value), "iloc")
 
 
-def _leads_to_datasets(value: Any) -> bool:
+def _leads_to_datasets(value: object) -> bool:
     return isinstance(value, Dataset) or (isinstance(value, list) and len(value) > 0 and isinstance(value[0], Dataset))
 
 
@@ -69,5 +69,5 @@ def _is_plain(values: list[Any]) -> bool:
     )
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(errors="replace"), digest_size=8).hexdigest()

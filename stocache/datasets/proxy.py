@@ -62,10 +62,10 @@ class DatasetProxy(Dataset[_T]):
                 return FollowedMethod(value, self._follow)
         return value
 
-    def _follow(self, name: str, result: Any) -> Any:
+    def _follow(self, name: str, result: object) -> Any:
         return follow(name, result, self, self._view)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if not self._initialised:
             super().__setattr__(name, value)
         elif name in ("dataset", "cache"):
@@ -77,7 +77,7 @@ class DatasetProxy(Dataset[_T]):
         else:
             self._set_in_dataset(name, value)
 
-    def _set_in_dataset(self, name: str, value: Any) -> None:
+    def _set_in_dataset(self, name: str, value: object) -> None:
         """Set an attribute of the dataset. Where cached samples were made with another value, ``on_change`` applies."""
         before, kind = getattr(self.dataset, name), type(self.dataset).__name__
         splits = self._whole is None and self._split is not None and name in _SAMPLE_ATTRIBUTES
@@ -153,7 +153,7 @@ class DatasetProxy(Dataset[_T]):
         """Return whether samples are cached, or may be at any moment, by other ranks."""
         return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
 
-    def _view(self: _Self, dataset: Any, rows: NDArray[Any]) -> _Self:
+    def _view(self: _Self, dataset: object, rows: NDArray[Any]) -> _Self:
         """Return a view of some samples of this cached dataset; ``dataset`` has their attributes."""
         return self._replace(
             dataset=dataset,

@@ -149,6 +149,6 @@ class StorageDataset(Dataset[TSample]):
         return blocks
 
 
-def _has_methods(instance: Any, cls: type, *names: str) -> bool:
+def _has_methods(instance: object, cls: type, *names: str) -> bool:
     """Return whether methods of an object are those of ``cls``, and not of a subclass or its own."""
     return all(getattr(getattr(instance, name, None), "__func__", None) is getattr(cls, name) for name in names)

@@ -79,7 +79,7 @@ class Wrapped:
     disk: DiskCache | None
 
 
-def wrap(dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
+def wrap(dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
     """Return the cache for a dataset of ``length`` samples, filled with the probed ones, and the loader of the others.
 
     Raises:
@@ -89,7 +89,7 @@ def wrap(dataset: Any, length: int, options: CacheOptions, samples: SampleOption
 
 
 class _Wrapper:
-    def __init__(self, dataset: Any, length: int, options: CacheOptions, samples: SampleOptions) -> None:
+    def __init__(self, dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> None:
         self._dataset, self._length, self._options, self._samples = dataset, length, options, samples
         ragged = options.admission != "all" or options.codec is not None
         if samples.variable is False and ragged:
@@ -255,7 +255,7 @@ def _has_keys(dataset: Any, keys: set[int]) -> bool:
         ) from None
 
 
-def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, Any]) -> None:
+def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> None:
     """Warn if samples of the dataset are not those on the disk."""
     for idx, sample in samples.items():
         if not disk.agrees(idx, sample):

@@ -229,7 +229,7 @@ class DiskCache(ListCache[_T]):
 
     def serve(
         self,
-        load: Callable[[list[int]], Iterable[Any]],
+        load: Callable[[list[int]], Iterable[object]],
         kept: Callable[[int], bool],
         indices: Sequence[int],
         expected: int | None = None,
@@ -289,7 +289,7 @@ class DiskCache(ListCache[_T]):
                 data = b"".join(buffers)
                 self._writer.put(_Sample(publish, wanted, idx, data), len(data))
 
-    def agrees(self, idx: int, sample: Any) -> bool:
+    def agrees(self, idx: int, sample: object) -> bool:
         """Return whether sample ``idx`` is not here, or has the bytes of ``sample``. Raises SampleError if it does not fit."""
         found = self._disk.read(idx) if self.holds(idx) else None
         return found is None or found == b"".join(self._disk.encode(sample, f"sample {idx}"))

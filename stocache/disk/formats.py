@@ -42,7 +42,7 @@ class Rows:
         self.fills_batches = 2 * len(leaves) < MOST_BUFFERS and self.nbytes < _MOST_AT_ONCE
         self.fills_batches &= all(leaf.order is None for leaf in leaves)
 
-    def encode(self, sample: Any, where: str) -> list[Any]:
+    def encode(self, sample: object, where: str) -> list[Any]:
         """See `Records`."""
         buffers = []
         for gap, buffer in zip(self._gaps, self._encode(sample, where), strict=True):
@@ -67,7 +67,7 @@ class Rows:
         return list(map(list, zip(*parts, strict=True))) if parts else [[] for _ in rows]
 
 
-def pack_example(sample: Any) -> str:
+def pack_example(sample: object) -> str:
     """Return a sample as text."""
     return base64.b64encode(zlib.compress(b"".join(Records(allow_pickle=False).encode(sample, "sample")))).decode()
 

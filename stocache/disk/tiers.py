@@ -59,7 +59,7 @@ class Tiers:
             raise _LostError
         return sample
 
-    def get_or_load(self, idx: int, load: Callable[[int], Any], *, copy: bool = True, strict: bool = True) -> Any:
+    def get_or_load(self, idx: int, load: Callable[[int], object], *, copy: bool = True, strict: bool = True) -> Any:
         """Return sample ``idx`` from memory, from the disk, or else from ``load(idx)``, which both then keep.
 
         The arguments and errors are those of `RaggedCache.get_or_load`. A sample that only the disk does not take is returned

@@ -26,7 +26,7 @@ _clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]
 
 
-def stacks(collate_fn: Any) -> bool:
+def stacks(collate_fn: object) -> bool:
     """Whether a collate function is default_collate, and torch's own function stacks its tensors."""
     return collate_fn is default_collate and default_collate_fn_map[Tensor] is _STACK
 
@@ -40,11 +40,11 @@ class RingCollate:
         ring, iteration: the ring, and the number of the iteration in it.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], stacking: bool, ring: Ring, iteration: int) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], object], stacking: bool, ring: Ring, iteration: int) -> None:
         self._collate_fn, self._stacking = collate_fn, stacking
         self._ring, self._iteration = ring, iteration
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         """Return the handle to send for a list of samples, or for a `LazyBatch`."""
         row = row_here()
         if row is None:
@@ -95,7 +95,7 @@ class ThreadCollate:
 
     def __init__(
         self,
-        collate_fn: Callable[[list[Any]], Any],
+        collate_fn: Callable[[list[Any]], object],
         stacking: bool,
         batched: bool,
         pool: Pool,
@@ -122,7 +122,7 @@ class ThreadCollate:
         return list(map(self, batches)) if together is None else together
 
 
-def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
+def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:
     """Stack tensors as default_collate does in a worker, but into memory from ``empty``."""
     first = batch[0]
     if _is_plain(first):
@@ -132,7 +132,7 @@ def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: Any) -> Tensor:
     return _stack_anywhere(batch, collate_fn_map=collate_fn_map)
 
 
-def _stack_anywhere(batch: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+def _stack_anywhere(batch: list[Tensor], *, collate_fn_map: object = None) -> Tensor:
     """Stack tensors as default_collate does in a worker, in its own memory if there is no shared memory for them."""
     try:
         stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
@@ -147,7 +147,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
 
 
-def as_is(samples: Any) -> Any:
+def as_is(samples: object) -> Any:
     """Return ``samples`` unchanged: the collate function of iterators that do not collate."""
     return samples
 
@@ -161,10 +161,10 @@ class MainCollate:
         row: of the main process.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], batched: bool, row: TimingRow) -> None:
+    def __init__(self, collate_fn: Callable[[Any], object], batched: bool, row: TimingRow) -> None:
         self._collate_fn, self._batched, self._row = collate_fn, batched, row
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         """Return the batch of a list of samples, or of one sample."""
         self._row.add_making(count_samples(samples) if self._batched else 1)
         with span(COLLATE):

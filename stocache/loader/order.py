@@ -161,7 +161,7 @@ class Order:
             next(self._resumed)
             self._resumed = None
 
-    def _numbered(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
+    def _numbered(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
         number, head = 0, []
         if progress.resumed is None:
             progress.asked = self.rng_state()
@@ -186,7 +186,7 @@ class Order:
         if self.context is not None:
             yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.final_requests))
 
-    def _noting_errors(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def _noting_errors(self, indices: Iterator[object]) -> Iterator[Any]:
         try:
             yield from indices
         except Exception as error:
@@ -198,7 +198,7 @@ class Order:
             return BatchRequest(self.context, number, index, progress.sample_epoch)
         return index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
 
-    def _skip(self, progress: Progress, indices: Iterator[Any]) -> Iterator[Any]:
+    def _skip(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
         """Return an iterator over the indices after those that were delivered."""
         skipped = sum(1 for _ in islice(indices, progress.resumed))
         tracked = self._tracked(indices)
@@ -282,7 +282,7 @@ class Order:
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if has_state(sampler)]
 
-    def _tracked(self, indices: Iterator[Any]) -> list[Any]:
+    def _tracked(self, indices: Iterator[object]) -> list[Any]:
         """Return the samplers, and the iterator over the batches, whose states are kept after each batch."""
         tracked = [sampler for sampler in self._stateful() if not isinstance(sampler, ResumableSampler)]
         return [*tracked, indices] if has_state(indices) else tracked

@@ -70,7 +70,7 @@ class BatchRequest:
         self.note(answer := index if self._sample_epoch is None else EpochIndices(self._sample_epoch, index))
         return answer
 
-    def note(self, answer: Any) -> None:
+    def note(self, answer: object) -> None:
         """Note that this thread works on the answer."""
         _here.request, _here.answer = self.number, answer
 
@@ -99,7 +99,7 @@ def current_answer() -> Any:
     return _here.answer
 
 
-def note_answer(answer: Any) -> None:
+def note_answer(answer: object) -> None:
     """Note the indices, or `EpochIndices`, that this thread works on."""
     _here.answer = answer
 
@@ -158,7 +158,7 @@ def _unpack_indices(data: bytes, width: int) -> NDArray[np.int64]:
     return wide.view(np.int64).ravel()
 
 
-def set_epoch(dataset: Any, epoch: int) -> None:
+def set_epoch(dataset: object, epoch: int) -> None:
     """Set the epoch of a dataset; or where it has no ``set_epoch``, of the outermost datasets within it that have one."""
     for found in walk(dataset, through=lambda wrapper: not takes_epoch(wrapper)):
         if takes_epoch(found):

@@ -151,7 +151,7 @@ class ResumableLoader(TorchLoader[_T]):
         self._worker_states = WorkerStates(max(1, self.num_workers), every, list(states), turn)
         return states, turn
 
-    def _restored_here(self, source: Any) -> Any:
+    def _restored_here(self, source: object) -> Any:
         """Return the dataset for an iterator without workers."""
         states, _ = self._begin_worker_states()
         self._iterable = None
@@ -173,7 +173,7 @@ class ResumableLoader(TorchLoader[_T]):
             "worker_init_fn": StatefulInit(self.worker_init_fn, states),
         }
 
-    def _stateful_iterable(self, source: Any, states: list[WorkerState | None], turn: int) -> StatefulIterable:
+    def _stateful_iterable(self, source: object, states: list[WorkerState | None], turn: int) -> StatefulIterable:
         wrapper = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
         return wrapper(source, states, turn, self.batch_size or 1, self.drop_last)
 

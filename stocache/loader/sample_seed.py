@@ -115,7 +115,7 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
     return value if isinstance(value, SampleSeed) else SampleSeed(value)
 
 
-def is_pure(collate_fn: Any) -> bool:
+def is_pure(collate_fn: object) -> bool:
     """Whether a collate function is one of torch that draws no random numbers, and has not been extended by the user."""
     modules = {str(getattr(function, "__module__", "")).split(".")[0] for function in default_collate_fn_map.values()}
     return collate_fn in _PURE and modules <= _LIBRARIES
@@ -154,7 +154,7 @@ class SeededDataset:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in SeededDataset.__slots__:
             super().__setattr__(name, value)
         else:
@@ -185,12 +185,12 @@ class SeededDataset:
         note_answer(key)
         return samples
 
-    def _load_missing(self, epoch: int, outer: Sequence[Any], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
+    def _load_missing(self, epoch: int, outer: Sequence[object], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
         """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` those of the sampler."""
         positions = {int(idx): position for position, idx in enumerate(inner)}
         return self._make(epoch, [outer[positions[idx]] for idx in missing], partial(_load_each, load, missing))
 
-    def _make(self, epoch: int, indices: Sequence[Any], make: Callable[[_BeforeEach | None], Any]) -> Any:
+    def _make(self, epoch: int, indices: Sequence[object], make: Callable[[_BeforeEach | None], object]) -> Any:
         """Return the samples ``indices``; see NOTE [ Seeding samples ].
 
         Args:
@@ -219,7 +219,7 @@ class SeededDataset:
             if alone:
                 restore_all({number: before[number] for number in seeded | (self._drawn or _NOTHING)})
 
-    def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
+    def _seed(self, epoch: int, indices: Sequence[object], position: int) -> None:
         """Set the generators for a sample."""
         numbers = self._sample_seed.numbers(epoch, indices[position])
         for number in _ALL if self._drawn is None else self._drawn:
@@ -227,7 +227,7 @@ class SeededDataset:
         for hook in self._sample_seed.hooks:
             hook(numbers[-1] & 0xFFFFFFFF)
 
-    def _finds_drawn(self, before: dict[int, Any], epoch: int, indices: Sequence[Any]) -> bool:
+    def _finds_drawn(self, before: dict[int, Any], epoch: int, indices: Sequence[object]) -> bool:
         """Whether samples have drawn from a generator that was not seeded for them. It will be."""
         now = read(_ALL - (self._drawn or _NOTHING))
         if self._drawn is None:
@@ -251,7 +251,7 @@ class ThreadSeededDataset(SeededDataset):
     def __reduce__(self) -> Any:
         return ThreadSeededDataset, (self.dataset, self._sample_seed, self._lazy)
 
-    def _make(self, epoch: int, indices: Sequence[Any], make: Callable[[_BeforeEach | None], Any]) -> Any:
+    def _make(self, epoch: int, indices: Sequence[object], make: Callable[[_BeforeEach | None], object]) -> Any:
         """Return the samples ``indices``: made as usual, unless they draw from a generator or there are hooks."""
         generators = seed_thread((0, 0, 0))
         if not self._drawn and not self._sample_seed.hooks:
@@ -266,7 +266,7 @@ class ThreadSeededDataset(SeededDataset):
             self._drawn = _ALL
         return make(partial(self._seed, epoch, indices))
 
-    def _seed(self, epoch: int, indices: Sequence[Any], position: int) -> None:
+    def _seed(self, epoch: int, indices: Sequence[object], position: int) -> None:
         seed_thread(self._sample_seed.numbers(epoch, indices[position]), self._sample_seed.hooks)
 
 
@@ -288,7 +288,7 @@ def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]
     return frozenset(number for number, state in states.items() if state != others[number])
 
 
-def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> Any:
+def _get_batch(dataset: object, indices: Sequence[object], before_each: _BeforeEach | None) -> Any:
     """Return samples as torch's DataLoader gets them, or one by one."""
     get_many = attribute_of(dataset, "__getitems__")
     if before_each is None and get_many:
@@ -307,7 +307,7 @@ def _get_batch(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | 
     return [batch[0] for batch in batches]
 
 
-def _get_each(dataset: Any, indices: Sequence[Any], before_each: _BeforeEach | None) -> list[Any]:
+def _get_each(dataset: object, indices: Sequence[object], before_each: _BeforeEach | None) -> list[Any]:
     return _each(partial(operator.getitem, dataset), indices, before_each)
 
 
@@ -318,7 +318,7 @@ def _load_each(load: Load, indices: list[int], before_each: _BeforeEach | None) 
     return _each(lambda idx: next(iter(load([idx]))), indices, before_each)
 
 
-def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _BeforeEach | None) -> list[Any]:
+def _each(get: Callable[[Any], object], indices: Sequence[object], before_each: _BeforeEach | None) -> list[Any]:
     if before_each is None:
         return [get(index) for index in indices]
     samples = []
@@ -336,10 +336,10 @@ def _each(get: Callable[[Any], Any], indices: Sequence[Any], before_each: _Befor
 class SeededCollate:
     """Calls a collate function with generators that were seeded for the batch."""
 
-    def __init__(self, collate_fn: Callable[[Any], Any], sample_seed: SampleSeed, batched: bool) -> None:
+    def __init__(self, collate_fn: Callable[[Any], object], sample_seed: SampleSeed, batched: bool) -> None:
         self._collate_fn, self._sample_seed, self._batched = collate_fn, sample_seed, batched
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         """Return the batch."""
         numbers = self._sample_seed.of_batch(self._batched)
         with Kept((), global_too=get_worker_info() is None):

@@ -97,7 +97,7 @@ class Batch:
         self.runs_left = 0
         self.lock = threading.Lock()
 
-    def finish(self, data: Any = None, error: ExceptionWrapper | None = None) -> None:
+    def finish(self, data: object = None, error: ExceptionWrapper | None = None) -> None:
         """Set the result for the loop."""
         self.data, self.error, self.done = data, error, True
         self.before = self.lazy = None
@@ -223,7 +223,7 @@ class ThreadMaker:
         row.begin_step()
         return row
 
-    def _pinned(self, data: Any) -> Any:
+    def _pinned(self, data: object) -> Any:
         return data if self._pin is None else _pin_memory(data, self._pin)
 
     # ------------------------------------------------------------------------------------------------ runs of samples
@@ -334,7 +334,7 @@ class ThreadMaker:
             self.crew.release(batch.lazy)
         self._finish(batch, data, row, error)
 
-    def _finish(self, batch: Batch, data: Any, row: TimingRow, error: ExceptionWrapper | None = None) -> None:
+    def _finish(self, batch: Batch, data: object, row: TimingRow, error: ExceptionWrapper | None = None) -> None:
         """Finish a batch, or leave it to the loop to collate it."""
         if error is None and self.collators and not (isinstance(data, StateBatch) and data.dropped):
             batch.data, batch.ready = data, True
@@ -448,7 +448,7 @@ class ThreadIterator(QuickIterator):
         crew.await_begun(_PATIENCE_S)
         self._reset(loader, first_iter=True)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: object, first_iter: bool = False) -> None:
         if not first_iter:
             self._finish_epoch()
         with graph_lock:  # torch seeds a graph of DataPipes, while threads may be preparing theirs

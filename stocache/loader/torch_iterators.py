@@ -56,7 +56,7 @@ class MainIterator(QuickIterator, torch_dataloader._SingleProcessDataLoaderIter)
 class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoaderIter):
     """An iterator whose workers are processes."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: object) -> None:
         super().__init__(loader)
         # The garbage collector may find the queues with the iterator, and close them before the iterator has ended its
         # workers. Python's queues have threads that keep them.
@@ -69,7 +69,7 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
         task = self._task_info.get(self._rcvd_idx, ())
         return len(task) == 2 or (len(task) == 1 and not self._data_queue.empty())
 
-    def _process_data(self, data: Any, *worker: int) -> Any:
+    def _process_data(self, data: object, *worker: int) -> Any:
         self.last_worker = worker[0] if worker else None  # torch passes it from 2.6 on
         return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]
 
@@ -90,7 +90,7 @@ class QuickQueue(_QueueOfPython):  # type: ignore[misc]
         super()._reset(*args, **kwargs)
         self._poll = partial(_is_ready, self._reader, select.POLLIN)
 
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, obj: object, block: bool = True, timeout: float | None = None) -> None:
         """Send an object. Raises the error of pickling it, if no thread sends for this queue."""
         if self._thread is None and not self._closed:
             message = ForkingPickler.dumps(obj)
@@ -98,7 +98,7 @@ class QuickQueue(_QueueOfPython):  # type: ignore[misc]
                 return
         super().put(obj, block, timeout)
 
-    def _send_now(self, message: Any) -> bool:
+    def _send_now(self, message: object) -> bool:
         """Send a message if that need not wait; return whether it was sent."""
         if not self._wlock.acquire(True, _LOCK_S):
             return False

@@ -9,12 +9,12 @@ from stocache.errors import StateError
 from stocache.system import rng
 
 
-def is_from_torchdata(state: Any) -> bool:
+def is_from_torchdata(state: object) -> bool:
     """Whether torchdata's StatefulDataLoader made this state."""
     return isinstance(state, dict) and "_iterator_finished" in state
 
 
-def from_torchdata(state: dict[str, Any], loader: Any) -> dict[str, Any]:
+def from_torchdata(state: dict[str, Any], loader: object) -> dict[str, Any]:
     """Return a state from which a loader goes on where torchdata's would.
 
     torchdata's loader shuffles with a generator of its own. So the sampler of this loader gets such a generator, if it does not

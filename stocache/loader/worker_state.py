@@ -68,7 +68,7 @@ class WorkerState:
     ended: bool = False
 
     @classmethod
-    def read(cls, saved: Any) -> "WorkerState | None":
+    def read(cls, saved: object) -> "WorkerState | None":
         """Return the state whose ``vars`` were saved.
 
         Raises:
@@ -242,7 +242,7 @@ class StatefulCollate:
     iterable: StatefulIterable | None
     _sent: bytes | None = None
 
-    def __call__(self, samples: Any) -> StateBatch:
+    def __call__(self, samples: object) -> StateBatch:
         """Return the batch of some samples, with the state of this worker."""
         worker: Any = get_worker_info()
         number = current_request()

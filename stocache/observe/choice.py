@@ -110,7 +110,7 @@ def _price(forecast: Forecast) -> tuple[bool, int, int, float]:
 # --------------------------------------------------------------------------------------------------- the number of workers
 
 
-def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
+def with_chosen_workers(dataset: object, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
     """Return arguments of torch's DataLoader with a number in place of ``num_workers="auto"``, and log why.
 
     It is the smallest number with which an epoch is predicted to be as fast as it can be if the training step takes no time;
@@ -133,7 +133,7 @@ def with_chosen_workers(dataset: Any, arguments: Mapping[str, Any], make_loader:
 
 
 def _choose_number(
-    dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], Any] | None, make_loader: MakeLoader
+    dataset: Any, batch_size: int, collate_fn: Callable[[list[Any]], object] | None, make_loader: MakeLoader
 ) -> tuple[int, str]:
     if isinstance(dataset, IterableDataset):
         return 0, "the dataset is iterable, and each worker would yield all of its samples"
@@ -174,12 +174,12 @@ def _choose_number(
     )
 
 
-def holds_cache(dataset: Any) -> bool:
+def holds_cache(dataset: object) -> bool:
     """Return whether a dataset gets samples from a `CachedDataset`."""
     return any(isinstance(found, CachedDataset) for found in walk(dataset))
 
 
-def choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> str:
+def choose_method(dataset: object, hooks: bool, trial: "GilTrial") -> str:
     """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
     method, reason = _choose_method(dataset, hooks, trial)
     *_, innermost = walk(dataset, through=lambda wrapper: passes_on(wrapper) or isinstance(wrapper, CachedDataset))
@@ -189,7 +189,7 @@ def choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> str:
     return method
 
 
-def _choose_method(dataset: Any, hooks: bool, trial: "GilTrial") -> tuple[str, str]:
+def _choose_method(dataset: object, hooks: bool, trial: "GilTrial") -> tuple[str, str]:
     if attribute_of(dataset, "thread_safe") is False:
         return "multiprocessing", "the dataset has thread_safe = False"
     if isinstance(dataset, IterableDataset) or has_state(dataset) or holds_generator(dataset):
@@ -236,7 +236,7 @@ class GilTrial:
         self._speed_up: float | None = None
         self._stalls = None if forks else False
 
-    def speed_up(self, dataset: Any) -> float | None:
+    def speed_up(self, dataset: object) -> float | None:
         """Return the speed-up of two threads over one; None if it could not be measured."""
         if not self._tried:
             self._tried = True
@@ -252,7 +252,7 @@ class GilTrial:
                 self.held = held / max(1, looks)
         return self._speed_up
 
-    def stalls(self, dataset: Any) -> bool:
+    def stalls(self, dataset: object) -> bool:
         """Return whether forked processes that load samples would stall."""
         if self._stalls is None:
             self._stalls = self._speed_up is None and would_stall(dataset)
@@ -285,7 +285,7 @@ def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
         rounds += 1
 
 
-def _time(datasets: Sequence[Any], parts: list[list[int]]) -> float:
+def _time(datasets: Sequence[object], parts: list[list[int]]) -> float:
     """Return the mean time in which threads, one for each dataset, load their parts."""
     ready, begin, began = threading.Semaphore(0), threading.Event(), 0.0
     before_s: dict[int, float] = {}

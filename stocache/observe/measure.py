@@ -65,7 +65,7 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def measure_costs(dataset: Any, **options: Any) -> Costs:
+def measure_costs(dataset: object, **options: Any) -> Costs:
     """Return the costs of samples and batches of a map-style dataset; see NOTE [ Measurements ].
 
     Args:
@@ -185,7 +185,7 @@ class CostStudy:
                 raise
             self._missing.append(f"measuring ended early: {error}")
 
-    def _take(self, item: Any) -> None:
+    def _take(self, item: object) -> None:
         self._items.append(item)
         if isinstance(item, FilledCache):
             self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
@@ -226,7 +226,7 @@ class CostStudy:
     def _load_and_run(self, left_s: float, load_s: float) -> Iterator[Any]:
         began, samples, size = time.monotonic(), list[Any](), 0
 
-        def keep(sample: Any) -> None:
+        def keep(sample: object) -> None:
             nonlocal size
             if not samples or (len(samples) < _KEPT and size < _KEPT_BYTES):
                 samples.append(sample)
@@ -336,7 +336,7 @@ def _random_order(length: int) -> list[int]:
     return order
 
 
-def _both(first: Callable[[Any], Any], second: Callable[[Any], Any], sample: Any) -> Any:
+def _both(first: Callable[[Any], object], second: Callable[[Any], object], sample: object) -> Any:
     return second(first(sample))
 
 

@@ -189,7 +189,7 @@ class EpochTrials:
 
 
 def run_epochs(
-    samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
+    samples: Sequence[object], finish: Callable[[Any], object] | None, trials: EpochTrials
 ) -> Iterator[FilledCache | EpochRun | str]:
     """Yield the costs of epochs over ``samples``; of a way that does not work, the reason. ``finish`` runs after the cache.
 
@@ -225,11 +225,11 @@ def run_epochs(
 
 
 def _prepare(
-    way: str | None, samples: Sequence[Any], finish: Callable[[Any], Any] | None, trials: EpochTrials
+    way: str | None, samples: Sequence[object], finish: Callable[[Any], object] | None, trials: EpochTrials
 ) -> tuple[CachedDataset, FilledCache, Callable[[list[Any]], Any]]:
     """Return a dataset for a way, with its cache filled, the costs of filling it, and the collate function."""
 
-    def cached(length: int, finish: Callable[[Any], Any] | None) -> CachedDataset:
+    def cached(length: int, finish: Callable[[Any], object] | None) -> CachedDataset:
         options: Any = {"codec": None if way == UNCACHED else way, "allow_pickle": trials.allow_pickle}
         return CachedDataset(repeated[:length], f"{limit}B", transform=finish, split=False, audit=0, **options)
 
@@ -251,7 +251,7 @@ def _prepare(
     return dataset, FilledCache(way, length, float(stats.slot_bytes), extra, fill_s, batch_bytes), collate_fn
 
 
-def _fill(dataset: CachedDataset, samples: Sequence[Any]) -> float:
+def _fill(dataset: CachedDataset, samples: Sequence[object]) -> float:
     """Put samples into the cache, from index 0 on. Return the CPU seconds of each."""
     cpu_s, indices = time.process_time(), range(len(samples))
     for start in range(0, len(samples), _CHUNK):
@@ -298,7 +298,7 @@ def _end(loader: Any, workers: int) -> None:
             child.join(5)
 
 
-def nbytes_of(value: Any) -> int:
+def nbytes_of(value: object) -> int:
     """Return the approximate number of bytes of the values in a sample or a batch."""
     count = 0
     for leaf in torch.utils._pytree.tree_leaves(value):

@@ -155,7 +155,7 @@ class DatasetBlocks:
 
 
 def in_threads(
-    write: Callable[..., tuple[int, Any]], calls: Iterable[tuple[Any, ...]], count: int
+    write: Callable[..., tuple[int, object]], calls: Iterable[tuple[object, ...]], count: int
 ) -> Generator[tuple[int, Any], None, None]:
     """Call ``write`` in ``count`` threads, and yield its results in order. Up to ``count`` results wait to be yielded."""
     pending: deque[Future[tuple[int, Any]]] = deque()

@@ -162,7 +162,7 @@ def prepare(
     return storage
 
 
-def _files_of(source: Any) -> dict[str, Any] | None:
+def _files_of(source: object) -> dict[str, Any] | None:
     """Return the facts about the files that the samples of a source depend on; None if it gives none."""
     describe = getattr(source, "describe_files", None)
     return describe() if callable(describe) else None
@@ -188,7 +188,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def _check_source(source: Any, folder: str, shuffle_seed: int | None, on_error: str) -> DataPreparer[Any, Any] | None:
+def _check_source(source: object, folder: str, shuffle_seed: int | None, on_error: str) -> DataPreparer[Any, Any] | None:
     """Return the source if it is a preparer, None if it is a dataset."""
     if not isinstance(source, DataPreparer):
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
@@ -334,7 +334,7 @@ class _Preparation:
         self._found = {}
         self._skipped.leave_out({})
 
-    def _finish(self, source: Any, block_size: int, info: Callable[[], Any]) -> None:
+    def _finish(self, source: object, block_size: int, info: Callable[[], object]) -> None:
         """Complete the folder, whose blocks are all written."""
         self._check_unchanged(source)
         if not self._damaged:
@@ -378,7 +378,7 @@ class _Preparation:
     def _count_samples(self) -> int:
         return sum(entry.samples for entry in self._found.values())
 
-    def _blocks_of(self, dataset: Any) -> DatasetBlocks:
+    def _blocks_of(self, dataset: object) -> DatasetBlocks:
         """Return the blocks of a dataset. If one that is complete has other samples now, start again.
 
         Raises:

@@ -177,7 +177,7 @@ class DataLoader2:
         self._epoch += 1
         return epoch_seed(self._seed, self._epoch - 1)
 
-    def _drop_delivered(self, iterator: Iterator[Any]) -> None:
+    def _drop_delivered(self, iterator: Iterator[object]) -> None:
         """Drop the delivered elements that an iterator gives again, because the service could not begin after them."""
         running = find_running(self.reading_service)
         if running is not None:
@@ -196,7 +196,7 @@ class DataLoader2:
         pipe, count = trace(self.datapipe, self._delivered)[-1]  # type: ignore[arg-type]
         return (count, 0) if pipe is running.stream else (0, self._delivered)
 
-    def _initialize(self, state: Any = None) -> None:
+    def _initialize(self, state: object = None) -> None:
         if self._initialized:
             return
         if self.datapipe is None:

@@ -77,7 +77,7 @@ class RunningService(StatefulService):
             now = begun
         return _RUNNING.make({}, vars(position) | {"counts": list(position.counts)}, {"rng_begun": begun, "rng_now": now})
 
-    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: object) -> DataPipe:
         """Return the graph, to continue from a state."""
         position, parts = _RUNNING.read(state, {})
         self._restored = GraphPosition.of(position)
@@ -285,7 +285,7 @@ class DistributedReadingService(StatefulService):
         """Return the number of ranks, and of this rank."""
         return _DISTRIBUTED.make(self._identity(), {})
 
-    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: object) -> DataPipe:
         """Return the graph of this rank."""
         knows_rank = dist.is_initialized()
         if knows_rank:  # before it joins the others: none may leave while one joins
@@ -393,7 +393,7 @@ class SequentialReadingService(StatefulService):
         """Return the states of the services."""
         return _SEQUENTIAL.make({}, {}, {"services": list(map(service_state, self.reading_services))})
 
-    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: object) -> DataPipe:
         """Return the graph after each service has changed it, in order."""
         _, parts = _SEQUENTIAL.read(state, {})
         states = parts["services"]
@@ -407,7 +407,7 @@ class SequentialReadingService(StatefulService):
         return datapipe
 
 
-def _global_rng(saved: Any) -> States:
+def _global_rng(saved: object) -> States:
     """Return saved states of the global generators.
 
     Raises:
@@ -420,14 +420,14 @@ def _global_rng(saved: Any) -> States:
     return taken
 
 
-def keeps_position(service: Any) -> bool:
+def keeps_position(service: object) -> bool:
     """Whether a service continues from its own position, or one in a sequence does."""
     if isinstance(service, SequentialReadingService):
         return any(map(keeps_position, service.reading_services))
     return is_checkpointable(service) and not isinstance(service, DistributedReadingService)
 
 
-def find_running(service: Any) -> RunningService | None:
+def find_running(service: object) -> RunningService | None:
     """Return the service that runs the graph, also inside a sequence; None if it is the user's own."""
     if isinstance(service, RunningService):
         return service

@@ -18,7 +18,7 @@ class StatefulService(CheckpointableReadingServiceInterface):
         """Return the position of the service, after the delivered elements."""
 
     @abstractmethod
-    def restore_json(self, datapipe: DataPipe, state: Any) -> DataPipe:
+    def restore_json(self, datapipe: DataPipe, state: object) -> DataPipe:
         """Return the graph to iterate, as `initialize` does, and continue from a state.
 
         Raises:
@@ -42,7 +42,7 @@ class StatefulService(CheckpointableReadingServiceInterface):
         return self.restore_json(datapipe, state)
 
 
-def is_checkpointable(service: Any) -> bool:
+def is_checkpointable(service: object) -> bool:
     """Whether a service has ``checkpoint`` and ``restore``."""
     return callable(getattr(service, "checkpoint", None)) and callable(getattr(service, "restore", None))
 
@@ -69,7 +69,7 @@ def initialized(service: Any, datapipe: DataPipe, state: Any) -> DataPipe:
     return service.restore(datapipe, from_text(state))  # type: ignore[no-any-return]
 
 
-def _has_json(service: Any) -> bool:
+def _has_json(service: object) -> bool:
     """Whether a service is stocache's, and not of a class that makes other checkpoints."""
     return all(getattr(type(service), name, None) is getattr(StatefulService, name) for name in ("checkpoint", "restore"))
 

@@ -21,7 +21,7 @@ PlaceBytes: TypeAlias = Callable[[int, int], int | None]
 _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already placed
 
 
-def pack(batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
+def pack(batch: object, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
     """Pack a batch with a new `RingPickler`; see `Packer.pack`."""
     return RingPickler().pack(batch, place)
 
@@ -47,7 +47,7 @@ class RingPickler(ForkingPickler):
         self._pieces = _Pieces()
         super().__init__(self._pieces, pickle.HIGHEST_PROTOCOL, True, _stays)
 
-    def pack(self, batch: Any, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
+    def pack(self, batch: object, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
         """Return the pickle of ``batch``, in pieces, and the offset and size of each placed tensor or array, for `unpack`.
 
         Pieces may be bytearrays of the batch. Errors of pickling pass through.
@@ -61,7 +61,7 @@ class RingPickler(ForkingPickler):
             self._pieces.clear()
             self.clear_memo()
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Return how a plain tensor or array is rebuilt from placed bytes; NotImplemented for other objects."""
         if type(value) is np.ndarray:
             return self._array(value)

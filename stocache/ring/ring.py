@@ -351,7 +351,7 @@ class RingBuffer:
             return None
         return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
 
-    def publish(self, batch: Any, kind: Hashable = None) -> "BatchHandle":
+    def publish(self, batch: object, kind: Hashable = None) -> "BatchHandle":
         """Return the handle to send in place of ``batch``. From then on the buffer belongs to the receiver.
 
         Args:
@@ -431,7 +431,7 @@ class BatchHandle:
         return self._receive, (self._packing_ns, *self._content)
 
 
-def fallback(key: str, reason: str, batch: Any) -> BatchHandle:
+def fallback(key: str, reason: str, batch: object) -> BatchHandle:
     """Return the handle to send if a batch cannot go through the ring ``key``, for that ``reason``.
 
     The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the

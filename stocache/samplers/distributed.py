@@ -41,7 +41,7 @@ class StatefulDistributedSampler(ResumableSampler):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,

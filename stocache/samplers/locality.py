@@ -220,7 +220,7 @@ class LocalityDistributedSampler(ResumableSampler):
         return layout
 
 
-def _slots_of(dataset: Any, cache: SharedCache) -> int:
+def _slots_of(dataset: object, cache: SharedCache) -> int:
     """Return how many samples have room on this node: in memory, or on its disk."""
     disk = getattr(dataset, "disk_cache", None)
     if disk is None:

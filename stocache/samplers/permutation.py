@@ -82,7 +82,7 @@ class Permutation:
         joined |= right
         return joined
 
-    def _mix(self, part: Any, other: Any, number: int) -> Any:
+    def _mix(self, part: object, other: object, number: int) -> Any:
         """Return ``part``, mixed with a hash of ``other`` in round ``number``: the finalizer of MurmurHash3 (A. Appleby)."""
         offset, factor = self._keys[number]
         width = self._low if number % 2 else self._high

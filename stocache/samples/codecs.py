@@ -64,7 +64,7 @@ def _lz4(module: ModuleType) -> _Functions:
     return module.compress, module.decompress
 
 
-def _zstd_claimed(module: ModuleType, data: Any) -> int:
+def _zstd_claimed(module: ModuleType, data: object) -> int:
     try:
         return int(module.frame_content_size(data))
     except Exception:  # a ZstdError: the header is damaged

@@ -124,14 +124,14 @@ class _Compiler:
     def __init__(self, table: ColumnTable, trusted: bool, decode: bool) -> None:
         self._table, self._trusted, self._decode, self._used = table, trusted, decode, set[Any]()
 
-    def _once(self, name: Any) -> str:
+    def _once(self, name: object) -> str:
         """Return the name of a column, which no other leaf has: else samples would have more bytes than the table."""
         if type(name) is not str or name in self._used:
             raise ValueError(f"the column {name!r:.80} belongs to two leaves, or is not a name")
         self._used.add(name)
         return name
 
-    def _integers(self, name: Any) -> Any:
+    def _integers(self, name: object) -> Any:
         return self._table.integers(self._once(name))
 
     def reader(self, tree: Any, level: int) -> Read:

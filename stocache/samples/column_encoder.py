@@ -77,7 +77,7 @@ class Columns:
         SampleError: as `record_encoder.Record`.
     """
 
-    def __init__(self, samples: Sequence[Any], first: int = 0, allow_pickle: bool = False) -> None:
+    def __init__(self, samples: Sequence[object], first: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._allow_pickle = allow_pickle
         try:
@@ -99,7 +99,7 @@ class Columns:
         items = int(self.tensors[tree["offsets"]][-1])
         return items * max(1, bare_nodes(tree["items"])) + self._nodes(tree["items"])
 
-    def _take(self, values: Sequence[Any], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
+    def _take(self, values: Sequence[object], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
         alike = None if whole else _leaves_of_one_kind(values)
         if alike is not None:
@@ -146,7 +146,7 @@ class Columns:
                 raise
         return {"kind": "union", "kinds": self._add(f"{path}:kinds", kinds), "children": children}
 
-    def _kind(self, value: Any, depth: int, whole: frozenset[type]) -> tuple[_Key, Any]:
+    def _kind(self, value: object, depth: int, whole: frozenset[type]) -> tuple[_Key, Any]:
         """Return the key of a value's kind, and the value's own part: bytes and shape of a leaf, the parts of all else."""
         if type(value) in whole:
             return _apart(encode_pickle(value))
@@ -157,7 +157,7 @@ class Columns:
                 raise
             return _apart(encode_pickle(value))
 
-    def _kind_of_parts(self, value: Any, depth: int) -> tuple[_Key, Any]:
+    def _kind_of_parts(self, value: object, depth: int) -> tuple[_Key, Any]:
         encoded, container, parts = take_apart(value, depth)
         if encoded is not None:
             return _apart(encoded)
@@ -232,7 +232,7 @@ class Columns:
         return name
 
 
-def tree_of(sample: Any) -> Tree:
+def tree_of(sample: object) -> Tree:
     """Return the structure that a block of samples like this one has, as it is read from the file.
 
     Raises:
@@ -268,7 +268,7 @@ def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
     return (data[row * nbytes : (row + 1) * nbytes] for row in range(count))
 
 
-def _leaves_of_one_kind(values: Sequence[Any]) -> tuple[_Key, list[Any]] | None:
+def _leaves_of_one_kind(values: Sequence[object]) -> tuple[_Key, list[Any]] | None:
     """Return the key of leaves of one type, and their own parts; None for other values. One by one takes longer."""
     types = set(map(type, values))
     encode = ENCODERS.get(types.pop()) if len(types) == 1 else None

@@ -23,7 +23,7 @@ from stocache.samples.type_lookup import (
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, type(None)})
 
 
-def describe(container: Container, parts: Any, allow_pickle: bool) -> tuple[str, tuple[Any, ...]]:
+def describe(container: Container, parts: object, allow_pickle: bool) -> tuple[str, tuple[Any, ...]]:
     """Return the name of a container's class, and its extra with names in place of functions.
 
     Raises:
@@ -49,7 +49,7 @@ def describe(container: Container, parts: Any, allow_pickle: bool) -> tuple[str,
     return name, extra
 
 
-def container_of(kind: Any, name: Any, keys: tuple[Any, ...], extra: Any, parts: int, trusted: bool) -> Container:
+def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, parts: int, trusted: bool) -> Container:
     """Return the container that stored data describes, of ``parts`` parts; ``trusted`` as in `type_lookup.resolve`.
 
     Raises:
@@ -108,7 +108,7 @@ _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _READERS = {cls.__name__: read for cls, (_, read) in _CODECS.items()}
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: object) -> None:
     """Raise Unfit unless a key can be written down."""
     if type(key) is tuple:
         for part in key:
@@ -119,7 +119,7 @@ def _check_key(key: Any) -> None:
         raise Unfit(f"has a key, {key!r:.100}, that is not a str, number, enum member or tuple of such", "Use others")
 
 
-def keys_to_literals(keys: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+def keys_to_literals(keys: tuple[object, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Return keys as a record writes them, and ("coded",) where their types are written, too, else ().
 
     Raises:
@@ -144,7 +144,7 @@ def keys_from_literals(keys: Any, coded: bool, trusted: bool) -> tuple[Any, ...]
     return keys
 
 
-def _to_literal(key: Any) -> Any:
+def _to_literal(key: object) -> Any:
     _check_key(key)
     if type(key) is tuple:
         return "tuple", tuple(map(_to_literal, key))
@@ -163,7 +163,7 @@ def _from_literal(code: Any, trusted: bool) -> Any:
     return _READERS[kind](value)
 
 
-def keys_to_json(keys: tuple[Any, ...]) -> list[Any]:
+def keys_to_json(keys: tuple[object, ...]) -> list[Any]:
     """Return keys as a block writes them. Raises Unfit where one cannot be written down."""
     return list(map(_to_json, keys))
 
@@ -173,7 +173,7 @@ def keys_from_json(keys: Any, trusted: bool) -> tuple[Any, ...]:
     return tuple(_from_json(key, trusted) for key in keys)
 
 
-def _to_json(key: Any) -> Any:
+def _to_json(key: object) -> Any:
     _check_key(key)
     if isinstance(key, Enum):
         name, data = member_bytes(key)
@@ -185,7 +185,7 @@ def _to_json(key: Any) -> Any:
     return {"tuple": list(map(_to_json, key))} if type(key) is tuple else key
 
 
-def _from_json(key: Any, trusted: bool) -> Any:
+def _from_json(key: object, trusted: bool) -> Any:
     if not isinstance(key, dict):
         return key
     ((kind, value),) = key.items()

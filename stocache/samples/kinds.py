@@ -170,10 +170,10 @@ class Kind(ABC):
 
     @classmethod
     @abstractmethod
-    def encode(cls, value: Any) -> Encoded:
+    def encode(cls, value: object) -> Encoded:
         """Return a value, encoded. Raises Unfit where it would not come back the same."""
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Return whether `encode` is for values of this type. They may be of another kind all the same."""
         return type(value) in self.types
 
@@ -181,7 +181,7 @@ class Kind(ABC):
         """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
         stream, holds, encode = self.stream, self.holds, self.encode
 
-        def write(value: Any, leaves: Leaves) -> None:
+        def write(value: object, leaves: Leaves) -> None:
             if not holds(value):
                 raise Differs
             its, _, data, shape = encode(value)
@@ -209,7 +209,7 @@ class Kind(ABC):
         return int(not math.prod(shape) * self.itemsize)
 
 
-def encode_pickle(value: Any) -> Encoded:
+def encode_pickle(value: object) -> Encoded:
     """Return a value, pickled. Raises Unfit where it does not pickle."""
     return _PickleKind.encode(value)
 
@@ -236,7 +236,7 @@ def description_in(tree: dict[str, Any]) -> Description:
     return (name, *map(_hashable, facts))
 
 
-def encode_other(value: Any) -> Encoded:
+def encode_other(value: object) -> Encoded:
     """Return a leaf that is not of a type in `ENCODERS`, encoded.
 
     Raises:
@@ -248,7 +248,7 @@ def encode_other(value: Any) -> Encoded:
     raise decoder_error(value) if is_decoder(type(value)) else no_bytes(value)
 
 
-def no_bytes(value: Any) -> Unfit:
+def no_bytes(value: object) -> Unfit:
     """Return the error of a value that is not of any kind that can be stored."""
     return Unfit(
         f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
@@ -295,7 +295,7 @@ class _TensorKind(Kind):
         except TypeError:  # numpy does not know it
             return rest
 
-        def write(value: Any, leaves: Leaves) -> None:
+        def write(value: object, leaves: Leaves) -> None:
             if type(value) is Tensor:
                 try:
                     array = value.numpy()
@@ -349,7 +349,7 @@ class _ArrayKind(Kind):
     def writer(self, description: Description) -> Write:
         rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self._dtype
 
-        def write(value: Any, leaves: Leaves) -> None:
+        def write(value: object, leaves: Leaves) -> None:
             if type(value) is np.ndarray and value.dtype == dtype and value.ndim == dims and value.flags.c_contiguous:
                 leaves.streams[stream].append(value)
                 leaves.integers.extend(value.shape)
@@ -375,7 +375,7 @@ class _ScalarKind(_ArrayKind):
         if dims:
             raise ValueError("a scalar has no dimensions")
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         return type(value) is self._dtype.type
 
     def writer(self, description: Description) -> Write:
@@ -418,7 +418,7 @@ def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
     return key
 
 
-def dtype_from_key(key: Any) -> np.dtype[Any]:
+def dtype_from_key(key: object) -> np.dtype[Any]:
     """Return the numpy dtype of a description. Raises ValueError as `type_lookup.numpy_dtype`."""
     return _plain_dtype(key) if type(key) is str else numpy_dtype(key)
 
@@ -455,7 +455,7 @@ class _NumberKind(Kind):
     def writer(self, description: Description) -> Write:
         number, stream, pack = self._type, self.stream, self._codec.pack
 
-        def write(value: Any, leaves: Leaves) -> None:
+        def write(value: object, leaves: Leaves) -> None:
             if type(value) is not number:
                 raise Differs
             try:
@@ -524,7 +524,7 @@ def encode_numbers(values: Any) -> Encoded | None:
         return None
 
 
-def sequence_class(name: Any) -> type:
+def sequence_class(name: object) -> type:
     """Return list or tuple. Raises ValueError where the name is another one."""
     if name not in ("list", "tuple"):
         raise ValueError(f"{name!r:.50} is not a list or tuple")
@@ -565,7 +565,7 @@ class _TextKind(_BytesKind):
         self.of_any_bytes = self._cls in (bytes, bytearray, int)
 
     @classmethod
-    def encode(cls, value: Any) -> Encoded:
+    def encode(cls, value: object) -> Encoded:
         name = TEXT_NAMES[type(value)]
         data = TEXTS[name].to_bytes(value)
         if data is None:
@@ -575,7 +575,7 @@ class _TextKind(_BytesKind):
     def writer(self, description: Description) -> Write:
         cls, to_bytes = self._cls, self._to_bytes
 
-        def write(value: Any, leaves: Leaves) -> None:
+        def write(value: object, leaves: Leaves) -> None:
             data = to_bytes(value) if type(value) is cls else None
             if data is None:
                 raise Differs
@@ -596,11 +596,11 @@ class _EnumKind(_BytesKind):
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         return isinstance(value, Enum)
 
     @classmethod
-    def encode(cls, value: Any) -> Encoded:
+    def encode(cls, value: object) -> Encoded:
         owner, data = member_bytes(value)
         return ("enum", owner), BYTES, data, (len(data),)
 
@@ -609,7 +609,7 @@ class _EnumKind(_BytesKind):
         return lambda data: member_of(cls, str(data, "utf-8"))
 
 
-def member_bytes(member: Any) -> tuple[str, bytes]:
+def member_bytes(member: object) -> tuple[str, bytes]:
     """Return the name of the class of an enum member, and its own name as bytes.
 
     Raises:
@@ -626,14 +626,14 @@ class _LiveError(Unfit):
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         """Refuse a decoder, whose pickle would hold a pointer."""
         if is_decoder(type(value)):
             raise decoder_error(value)
         return NotImplemented
 
 
-def decoder_error(value: Any) -> Unfit:
+def decoder_error(value: object) -> Unfit:
     """Return the error of an object that decodes audio or video."""
     remedy = "Return the decoded data, or the bytes of the file, and decode these after the cache"
     return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
@@ -645,7 +645,7 @@ class _PickleKind(_BytesKind):
     name = "pickle"
 
     @classmethod
-    def encode(cls, value: Any) -> Encoded:
+    def encode(cls, value: object) -> Encoded:
         buffer = BytesIO()
         try:
             _Pickler(buffer, protocol=5).dump(value)

@@ -87,7 +87,7 @@ def class_text(cls: Any) -> str:
     return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
 
 
-def _extra_text(extra: Any) -> str:
+def _extra_text(extra: object) -> str:
     return class_text(extra) if callable(extra) else repr(extra)
 
 
@@ -173,7 +173,7 @@ OBJECTS = {"object", "subclass", "dataclass"}
 """Kinds of containers that are pickled whole if a part has to be: the part may refer to them."""
 
 
-def _flatten_object(value: Any) -> tuple[Container, list[Any]] | None:
+def _flatten_object(value: object) -> tuple[Container, list[Any]] | None:
     """Return the attributes of an object; None where two of them are one, or it has only its identity."""
     cls, attributes = type(value), _attributes_of(value)
     if dataclasses.is_dataclass(cls):
@@ -210,7 +210,7 @@ def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
     return Container("objects", np.ndarray, ("items", "shape")), [value.reshape(-1).tolist(), value.shape]
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
+def _attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of an object, in its slots as well, without asking its class."""
     attributes = dict(vars_of(value))
     for slot, item in slots_of(value):
@@ -218,11 +218,11 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def _is_given(attribute: Any, given: Any) -> bool:
+def _is_given(attribute: object, given: object) -> bool:
     return attribute is given or (type(attribute) is type(given) is dict and not attribute and not given)
 
 
-def _are_apart(value: Any) -> bool:
+def _are_apart(value: object) -> bool:
     """Return whether an object has no part twice, nor itself as a part: the copies would change apart from each other."""
     seen, waiting = set[int](), [value]
     while waiting:
@@ -275,7 +275,7 @@ _BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
 }
 
 
-def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Container, list[Any]] | None:
+def _checked(container: Container, parts: list[Any], value: object) -> tuple[Container, list[Any]] | None:
     """Return container and parts; None where they would make a value that differs from ``value``."""
     try:
         again = container.unflatten_fn()(parts)
@@ -287,7 +287,7 @@ def _checked(container: Container, parts: list[Any], value: Any) -> tuple[Contai
     return (container, parts) if same else None
 
 
-def _state(value: Any, container: Container) -> dict[str, Any]:
+def _state(value: object, container: Container) -> dict[str, Any]:
     """Return the attributes of a container, without those that hold its parts."""
     return {
         name: attribute
@@ -501,7 +501,7 @@ _KINDS: dict[str, _ContainerKind] = {
 _OF_SOME_VALUES = frozenset({"tuple", "mapping", "tensordict", "subclass", "objects", "image", "deque"})
 
 
-def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: Any) -> None:
+def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra: Any) -> None:
     """Raise Unresolved unless a class may be a container of a kind, with these keys and this extra.
 
     See NOTE [ Names in data ].
@@ -525,7 +525,7 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[Any, ...], extra: An
         raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
 
 
-def _check_attribute(cls: type, name: str, key: Any) -> None:
+def _check_attribute(cls: type, name: str, key: object) -> None:
     """Raise Unresolved where setting an attribute of a dataclass would run code, or change its class."""
     if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
         raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
@@ -558,7 +558,7 @@ def check_image(parts: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- trees
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+def tree_map(function: Callable[[Any], object], tree: object) -> Any:
     """Return a tree of containers with ``function`` applied to each leaf."""
     found = flatten_one(tree)
     if found is None:
@@ -567,7 +567,7 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return container.unflatten_fn()([tree_map(function, part) for part in parts])
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: object) -> list[Any]:
     """Return the leaves of a tree, in order."""
     found: list[Any] = []
     tree_map(found.append, tree)
@@ -634,12 +634,12 @@ def _path(error: Unfit) -> str:
     return text if len(text) <= 300 else f"{text[:120]}…{text[-120:]}"
 
 
-def _attribute(cls: Any, name: Any) -> str:
+def _attribute(cls: Any, name: object) -> str:
     public = str(name).removeprefix("_")
     return f".{public if isinstance(getattr(cls, public, None), property) else name}"
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     if isinstance(key, str):  # also a member of a str-Enum: it is equal
         return json.dumps(str.__str__(key), ensure_ascii=not key.isprintable())
     return f"{type(key).__qualname__}.{key.name}" if isinstance(key, Enum) else repr(key)

@@ -95,7 +95,7 @@ class RecordReader:
         except Exception as error:  # whatever a class raises for parts it does not expect
             raise SegmentError(f"the cache is damaged, or holds a sample that cannot be read here: {error}") from error
 
-    def _decompressed(self, data: Any, integers: tuple[int, ...]) -> memoryview:
+    def _decompressed(self, data: object, integers: tuple[int, ...]) -> memoryview:
         if self._codec is None:
             raise SegmentError("the cache is damaged: it has a compressed sample, but no codec.")
         own = iter(integers[len(self._streams) :])
@@ -265,7 +265,7 @@ class Records:
         self._encoder = RecordEncoder(allow_pickle, codec)
         self._reader = functools.lru_cache(_READERS)(lambda text: RecordReader(text, allow_pickle, codec))
 
-    def encode(self, sample: Any, where: str) -> list[Any]:
+    def encode(self, sample: object, where: str) -> list[Any]:
         """Return the bytes of a sample, in buffers that may be its own memory. Raises SampleError, which names ``where``."""
         record = self._encoder.pack(sample, where)
         foot = _FOOT.pack(record.nbytes, record.packed, len(record.treedef))
@@ -290,7 +290,7 @@ class Records:
             raise SegmentError(str(error)) from error
 
 
-def pack_sample(sample: Any, where: str = "sample") -> bytes:
+def pack_sample(sample: object, where: str = "sample") -> bytes:
     """Return a sample as bytes, to send and to compare; objects without own bytes are pickled. Raises SampleError."""
     return b"".join(Records(allow_pickle=True).encode(sample, where))
 

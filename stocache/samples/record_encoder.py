@@ -80,7 +80,7 @@ class EncodedSample(Leaves):
         except Unfit as error:
             raise sample_error(error, where, pickles=not allow_pickle) from error.__cause__
 
-    def _take(self, value: Any, depth: int) -> TreeDef:
+    def _take(self, value: object, depth: int) -> TreeDef:
         """Add a value, pickled where it must be and may be, and return its treedef."""
         if not self._allow_pickle or type(value) in NUMBERS:
             return self._take_parts(value, depth)
@@ -98,7 +98,7 @@ class EncodedSample(Leaves):
         self.cut(lengths)
         return self._take_leaf(encoded)
 
-    def _take_parts(self, value: Any, depth: int) -> TreeDef:
+    def _take_parts(self, value: object, depth: int) -> TreeDef:
         encoded, container, parts = take_apart(value, depth)
         if encoded is not None:
             return self._take_leaf(encoded)
@@ -124,7 +124,7 @@ class EncodedSample(Leaves):
         self.integers += shape
         return treedef
 
-    def _take_sequence(self, container: Container, values: Sequence[Any], depth: int) -> TreeDef:
+    def _take_sequence(self, container: Container, values: Sequence[object], depth: int) -> TreeDef:
         cls, outer, items = container.cls, self.integers, []
         for position, value in enumerate(values):
             self.integers = []
@@ -156,7 +156,7 @@ class RecordEncoder:
         self._allow_pickle, self._codec = allow_pickle, codec
         self._writers: dict[Any, tuple[tuple[Write, bytes], ...]] = {}
 
-    def encode(self, sample: Any, where: str) -> tuple[bytes, Leaves]:
+    def encode(self, sample: object, where: str) -> tuple[bytes, Leaves]:
         """Return the text of a sample's treedef, and its leaves. Raises SampleError as `EncodedSample`."""
         key = _key(sample)
         known = self._writers.get(key, ())
@@ -173,7 +173,7 @@ class RecordEncoder:
             self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
         return text, record
 
-    def pack(self, sample: Any, where: str) -> "EncodedRecord":
+    def pack(self, sample: object, where: str) -> "EncodedRecord":
         """Return the parts of a sample's record, compressed where that makes it smaller. Raises SampleError as `encode`."""
         treedef, sample_leaves = self.encode(sample, where)
         leaves, nbytes, integers = sample_leaves.parts()
@@ -208,19 +208,19 @@ def _write_container(treedef: TreeDef, allow_pickle: bool) -> Write:
     writes = [_compile(child, allow_pickle) for child in children]
     types, literals = list(map(type, keys)), (keys, tuple(coded))
 
-    def write_dict(value: Any, leaves: Leaves) -> None:
+    def write_dict(value: object, leaves: Leaves) -> None:
         if type(value) is not dict or tuple(value) != keys or list(map(type, value)) != types:
             raise Differs
         for write, part in zip(writes, value.values(), strict=True):
             write(part, leaves)
 
-    def write_tuple(value: Any, leaves: Leaves) -> None:
+    def write_tuple(value: object, leaves: Leaves) -> None:
         if type(value) is not tuple or len(value) != len(writes):
             raise Differs
         for write, part in zip(writes, value, strict=True):
             write(part, leaves)
 
-    def write_other(value: Any, leaves: Leaves) -> None:
+    def write_other(value: object, leaves: Leaves) -> None:
         parted = flatten_one(value) if encoder_of(value) is None else None
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
@@ -256,7 +256,7 @@ def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
         if {write_one(part, leaves) for part in value} != set(range(len(writes))):
             raise Differs  # it has fewer kinds
 
-    def write_one(part: Any, leaves: Leaves) -> int:
+    def write_one(part: object, leaves: Leaves) -> int:
         lengths = leaves.lengths()
         for number, write in enumerate(writes):
             leaves.integers.append(number)

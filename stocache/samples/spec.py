@@ -125,7 +125,7 @@ class TensorLeaf(_FixedLeaf):
             )
         return tensor_bytes(value if self.order is None else value.permute(self.order))
 
-    def _tensor(self, value: Any) -> Tensor:
+    def _tensor(self, value: object) -> Tensor:
         problem: object = f"the cache holds {self}"
         try:
             if isinstance(value, np.ndarray | np.generic):
@@ -158,7 +158,7 @@ class ArrayLeaf(_FixedLeaf):
     exact: bool = False
     order: DimOrder = None
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """Return the bytes of ``value``, a buffer; of any strides.
 
         Raises:
@@ -220,7 +220,7 @@ class NumberLeaf(_FixedLeaf):
         """The torch dtype of a batch of these."""
         return {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}[self.type]
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: object) -> Any:
         """Return the bytes of ``value``.
 
         Raises:
@@ -242,7 +242,7 @@ class NumberLeaf(_FixedLeaf):
 NUMBER_CODECS = {int: struct.Struct("q"), float: struct.Struct("d"), bool: struct.Struct("?"), complex: struct.Struct("dd")}
 
 
-def pack_number(value: Any) -> bytes:
+def pack_number(value: object) -> bytes:
     """Return the bytes of a Python int of 64 bits, float, bool or complex."""
     pack = NUMBER_CODECS[type(value)].pack
     return pack(value.real, value.imag) if type(value) is complex else pack(value)
@@ -401,7 +401,7 @@ def number_maker(number: type) -> Make:
     return lambda buffer, at, count, shape, copy=False: unpack(buffer, at)[0]
 
 
-def check_exact(value: Any, cls: type) -> None:
+def check_exact(value: object, cls: type) -> None:
     """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
     tensor = value if isinstance(value, Tensor) else None
     displaced = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
@@ -454,7 +454,7 @@ class _Inner:
 Node: TypeAlias = _Inner | Leaf
 
 
-def _build(sample: Any, leaf: Callable[[Any], Leaf]) -> Node:
+def _build(sample: object, leaf: Callable[[Any], Leaf]) -> Node:
     parted = flatten_one(sample)
     if parted is None or parted[0].kind == "set":
         return leaf(sample)
@@ -475,7 +475,7 @@ class Structure:
     root: Node
 
     @classmethod
-    def of(cls, sample: Any, *, exact: bool = False) -> "Structure":
+    def of(cls, sample: object, *, exact: bool = False) -> "Structure":
         """Return the structure of ``sample``.
 
         An ``exact`` one takes only samples that come back the same in every respect: no numpy array for a tensor, no GPU, no
@@ -528,7 +528,7 @@ class Structure:
         """Bytes of one sample."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
-    def encode(self, sample: Any, where: str = "sample") -> list[Any]:
+    def encode(self, sample: object, where: str = "sample") -> list[Any]:
         """Return the bytes of each leaf of ``sample``, as buffers. ``where`` names the sample in errors.
 
         Raises:
@@ -543,11 +543,11 @@ class Structure:
         except Unfit as error:
             raise sample_error(error, where) from error.__cause__
 
-    def part(self, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
+    def part(self, samples: Sequence[object]) -> list[Sequence[Any]] | None:
         """Return the values of each leaf of many samples, unchecked; None if their containers differ, or are of a rare kind."""
         return _part(self.root, samples)
 
-    def columns(self, batch: Any, where: str = "batch") -> list[Any]:
+    def columns(self, batch: object, where: str = "batch") -> list[Any]:
         """Return the values of the leaves of a batch, unchecked. Its containers must be those of this structure."""
         values: list[Any] = []
         try:
@@ -639,7 +639,7 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
     return columns
 
 
-def _are_str(keys: Iterable[Any]) -> bool:
+def _are_str(keys: Iterable[object]) -> bool:
     return set(map(type, keys)) == {str}
 
 

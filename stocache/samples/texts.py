@@ -37,10 +37,10 @@ class Text(NamedTuple):
     from_bytes: Callable[[Any], Any]
 
 
-def _text(cls: Any, write: Callable[[Any], str | None], read: Callable[[str], Any]) -> Text:
+def _text(cls: Any, write: Callable[[Any], str | None], read: Callable[[str], object]) -> Text:
     """Return a row whose bytes are text, given the functions that write and read the text."""
 
-    def to_bytes(value: Any) -> bytes | None:
+    def to_bytes(value: object) -> bytes | None:
         text = write(value)
         return None if text is None else text.encode("utf-8", "surrogatepass")
 

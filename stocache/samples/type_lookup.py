@@ -79,13 +79,13 @@ class Unfit(SampleError):
         self.steps: list[tuple[Any, Any]] = []
         self.row = 0
 
-    def within(self, container: Any, key: Any) -> "Unfit":
+    def within(self, container: object, key: object) -> "Unfit":
         """Return the same error after adding a step to its path."""
         self.steps.append((container, key))
         return self
 
 
-def a(value: Any) -> str:
+def a(value: object) -> str:
     """Return the name of a value's type, with an article."""
     return f"a {type(value).__name__}"
 
@@ -93,7 +93,7 @@ def a(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- looking up
 
 
-def is_class(value: Any) -> bool:
+def is_class(value: object) -> bool:
     """Return whether a value is a class; unlike isinstance it never asks the value."""
     return type in mro(type(value))
 
@@ -140,7 +140,7 @@ def import_class(name: str) -> Any:
 _trusted: dict[str, Any] = {}
 
 
-def resolve(name: Any, trusted: bool) -> Any:
+def resolve(name: object, trusted: bool) -> Any:
     """Return the class of a name; None where it is not a class. If ``trusted``, import its module, and return functions, too.
 
     Raises:
@@ -195,7 +195,7 @@ FACTORIES: dict[str, Any] = {f"builtins:{cls.__name__}": cls for cls in _OWN} | 
 """The default factories that may be called where names are not trusted."""
 
 
-def factory_of(name: Any, trusted: bool) -> Any:
+def factory_of(name: object, trusted: bool) -> Any:
     """Return the default_factory of a name, None for None.
 
     Raises:
@@ -216,7 +216,7 @@ def factory_of(name: Any, trusted: bool) -> Any:
 # ---------------------------------------------------------------------------------------------------- enum members
 
 
-def enum_class(name: Any, trusted: bool) -> Any:
+def enum_class(name: object, trusted: bool) -> Any:
     """Return the enum class of a name.
 
     Raises:
@@ -289,7 +289,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 """The dtypes whose values each have bytes of their own, by name."""
 
 
-def torch_dtype(name: Any) -> torch.dtype:
+def torch_dtype(name: object) -> torch.dtype:
     """Return the torch dtype of a name.
 
     Raises:

@@ -36,7 +36,7 @@ class OwnCache(Protocol):
     def holds(self, idx: int) -> bool:
         """Whether a sample is cached."""
 
-    def get_or_load(self, idx: int, load: Callable[[int], Any], *, strict: bool) -> Any:
+    def get_or_load(self, idx: int, load: Callable[[int], object], *, strict: bool) -> Any:
         """Cache a sample."""
 
     def hit(self, idx: int, copy: bool) -> Any:
@@ -90,7 +90,7 @@ class Agreement:
         mask: NDArray[np.bool_] = (self._words[indices] & self._trusted_now()) != 0
         return mask
 
-    def judge(self, idx: int, held: Any, value: Any) -> None:
+    def judge(self, idx: int, held: object, value: object) -> None:
         """Compare a sample that another rank has stored with the one that this rank has made."""
         ranks = [rank for rank in range(MOST_RANKS) if int(self._words[idx]) >> rank & 1]
         row, mine = self.row, describe(value, strides=False)

@@ -58,7 +58,7 @@ _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kern
 
 
 def encode(
-    samples: Sequence[Any], first: int = 0, allow_pickle: bool = False, info: bytes = b""
+    samples: Sequence[object], first: int = 0, allow_pickle: bool = False, info: bytes = b""
 ) -> tuple[list[BytesLike], str]:
     """Return the file of a block that holds ``samples``, in pieces, and its checksum.
 

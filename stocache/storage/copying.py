@@ -213,7 +213,7 @@ class RowGroup:
             except Exception:  # as in `block.Block`
                 self.sound[row] = False
 
-    def check(self, checks: Any, make: Callable[[int], Any]) -> None:
+    def check(self, checks: object, make: Callable[[int], object]) -> None:
         """Note the rows whose bytes are not as they were written, or do not make a sample.
 
         Args:
@@ -230,7 +230,7 @@ class RowGroup:
             except Exception:  # as in `block.Block`
                 self.sound[position] = False
 
-    def _sound(self, encoded: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    def _sound(self, encoded: Iterable[object]) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its item of ``encoded``."""
         return itertools.compress(zip(self.rows.tolist(), encoded, strict=True), self.sound.tolist())
 

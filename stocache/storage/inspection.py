@@ -54,7 +54,7 @@ class _BlockChecks(Dataset[str]):
             return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
 
 
-def describe_structure(node: Any, name: str = "structure", depth: int = 0) -> Iterator[tuple[str, str]]:
+def describe_structure(node: object, name: str = "structure", depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield a structure, as an index has it, as lines of two columns: an indented name, and a description."""
     text, parts = _describe(node)
     yield "  " * depth + name, text

@@ -279,7 +279,7 @@ class BlockFolderWriter:
     def _open_to_check(self, name: str, entry: Entry | None) -> Block:
         return open_block(name, f"{self.path}/{name}", entry, decode=False, open_source=self.folder.open)
 
-    def write_block(self, number: int, samples: Sequence[Any], first: int) -> tuple[int, Entry]:
+    def write_block(self, number: int, samples: Sequence[object], first: int) -> tuple[int, Entry]:
         """Write a block, and return its number and entry. Its first sample is number ``first`` in errors.
 
         Raises:
@@ -300,12 +300,12 @@ class BlockFolderWriter:
         self.folder.write(block_name(number), *pieces)
         return number, entry
 
-    def encode_block(self, samples: Sequence[Any], first: int) -> tuple[list[BytesLike], Entry]:
+    def encode_block(self, samples: Sequence[object], first: int) -> tuple[list[BytesLike], Entry]:
         """Return the file of a block, in pieces, and its entry in the index. Raises SampleError: a sample cannot be stored."""
         pieces, checksum = encode(samples, first, self.allow_pickle)
         return pieces, Entry(len(samples), sum(map(len, pieces)), checksum)
 
-    def finish(self, entries: list[Entry], block_size: int, info: Any, plan: dict[str, Any]) -> None:
+    def finish(self, entries: list[Entry], block_size: int, info: object, plan: dict[str, Any]) -> None:
         """Write the info and the index, once all blocks are written.
 
         Raises:

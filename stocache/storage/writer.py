@@ -33,14 +33,14 @@ def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:
     return nbytes
 
 
-def estimate_block_size(samples: Sequence[Any], block_bytes: int, allow_pickle: bool) -> int:
+def estimate_block_size(samples: Sequence[object], block_bytes: int, allow_pickle: bool) -> int:
     """Return how many samples like these make a block of ``block_bytes``."""
     tensors = Columns(samples, 0, allow_pickle).tensors.values()
     each = sum(tensor.nbytes for tensor in tensors) / max(1, len(samples)) + 8  # its checksum
     return max(1, round(block_bytes / each))
 
 
-def copy_sample(sample: Any) -> Any:
+def copy_sample(sample: object) -> Any:
     """Return a deep copy of a sample: its owner may use the memory again for the next one."""
     try:
         return copy.deepcopy(sample)
@@ -60,7 +60,7 @@ class BlockCutter:
         self._samples: list[Any] = []
         self._number = 0
 
-    def add(self, sample: Any) -> Iterator[NewBlock]:
+    def add(self, sample: object) -> Iterator[NewBlock]:
         """Add a sample, and yield the blocks that are full."""
         self._samples.append(copy_sample(sample))
         if self.block_size is None and len(self._samples) == PROBE:
@@ -74,7 +74,7 @@ class BlockCutter:
         while self._samples:
             yield from self._cut(size)
 
-    def cut(self, samples: Iterable[Any]) -> Iterator[NewBlock]:
+    def cut(self, samples: Iterable[object]) -> Iterator[NewBlock]:
         """Yield the blocks of a whole series."""
         for sample in samples:
             yield from self.add(sample)
@@ -104,11 +104,11 @@ class SampleWriter:
             self._writer.begin(self._plan, resume=False)
             self._stack = stack.pop_all()
 
-    def save(self, sample: Any) -> None:
+    def save(self, sample: object) -> None:
         """Add a sample, and write the blocks that are full."""
         self._write(self._cutter.add(sample))
 
-    def finish(self, info: Any) -> None:
+    def finish(self, info: object) -> None:
         """Write the last block, the info and the index."""
         self._write(self._cutter.rest())
         assert self._cutter.block_size is not None

@@ -42,7 +42,9 @@ _LONGEST_S = 60.0  # to wait for a disk that accepts no writes
 _running: dict[threading.Thread, Callable[[], None]] = {}
 
 
-def start_daemon(run: Callable[..., None], arguments: tuple[Any, ...], name: str, stop: Callable[[], None]) -> threading.Thread:
+def start_daemon(
+    run: Callable[..., None], arguments: tuple[object, ...], name: str, stop: Callable[[], None]
+) -> threading.Thread:
     """Start a thread, which ``stop()`` ends when the program ends. Raises RuntimeError if it cannot be started."""
 
     def run_and_forget() -> None:
@@ -115,7 +117,7 @@ class Background:
         if self._pid != self._getpid():  # a forked child
             self._begin()
 
-    def put(self, task: Any, size: int = 0) -> None:
+    def put(self, task: object, size: int = 0) -> None:
         """Have a task worked on. A task with a size waits for room, 60 seconds at most, and is dropped then."""
         self._enter_process()
         with self._changed:
@@ -140,7 +142,7 @@ class Background:
             while taken := self._take():
                 self._work_on(taken)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def submit(self, function: Callable[..., object], *arguments: Any) -> "Future[Any]":
         """Have a function called. Return its result to come, which `stop` cancels."""
         call = _Call(Future(), partial(function, *arguments))
         self.put(call)
@@ -240,7 +242,7 @@ class Background:
 class _Call:
     """A task whose result somebody may wait for."""
 
-    def __init__(self, future: "Future[Any]", function: Callable[[], Any]) -> None:
+    def __init__(self, future: "Future[Any]", function: Callable[[], object]) -> None:
         self.future, self._function = future, function
 
     def __call__(self) -> None:

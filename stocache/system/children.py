@@ -63,7 +63,7 @@ class StalledError(ChildError):
 
 
 def in_children(
-    jobs: Sequence[Callable[[], Iterator[Any]]], dataset: Any, patience_s: float | None = None
+    jobs: Sequence[Callable[[], Iterator[object]]], dataset: object, patience_s: float | None = None
 ) -> Generator[Any, None, None]:
     """Run each job in a child process of its own, and yield their items in the order in which they arrive.
 
@@ -117,13 +117,13 @@ def in_children(
 _stalled: dict[int, Callable[[], Any]] = {}  # weak references to datasets, by their ids
 
 
-def has_stalled(dataset: Any) -> bool:
+def has_stalled(dataset: object) -> bool:
     """Whether a child that loads samples of a dataset was stalled."""
     stalled = _stalled.get(id(dataset))
     return stalled is not None and stalled() is dataset
 
 
-def _stall(pid: int, dataset: Any) -> StalledError:
+def _stall(pid: int, dataset: object) -> StalledError:
     """Record that a child was stalled, and warn: forked workers of a DataLoader would stall too."""
     with contextlib.suppress(TypeError):  # objects of some classes have no weak references
         _stalled[id(dataset)] = weakref.ref(dataset)
@@ -152,7 +152,7 @@ def fork_lock() -> Any:
 class _Child:
     """One forked process that runs a job."""
 
-    def __init__(self, job: Callable[[], Iterator[Any]], dataset: Any, number: int, count: int) -> None:
+    def __init__(self, job: Callable[[], Iterator[object]], dataset: object, number: int, count: int) -> None:
         if not os.path.isdir(_OPEN_FILES):
             raise ChildError("a child process cannot get file positions of its own: /proc is hidden")
         for stream in (sys.stdout, sys.stderr):  # else the text in their buffers would be written twice
@@ -226,7 +226,9 @@ def signal_name(number: int) -> str:
         return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
-def _run(job: Callable[[], Iterator[Any]], pipe: Connection, parent: int, dataset: Any, number: int, count: int) -> NoReturn:
+def _run(
+    job: Callable[[], Iterator[object]], pipe: Connection, parent: int, dataset: object, number: int, count: int
+) -> NoReturn:
     code = 1
     try:
         _become_worker(parent, dataset, number, count)

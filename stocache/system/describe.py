@@ -43,7 +43,7 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
     if is_decoder(cls):
         return name
 
-    def inner(part: Any) -> Any:
+    def inner(part: object) -> Any:
         return describe(part, strides, (*_above, id(value)))
 
     if isinstance(value, types.MethodType):
@@ -74,7 +74,7 @@ def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> 
     return name, inner(vars_of(value)) if state is None else state
 
 
-def _is_address(key: Any, value: Any) -> bool:
+def _is_address(key: object, value: object) -> bool:
     """Whether a value is the ``id()`` of an object, which MONAI notes for each transform that it applies."""
     return type(value) is int and value > 1 << 40 and isinstance(key, enum.Enum) and key.value == "id"
 
@@ -88,7 +88,7 @@ def _state(value: Any, inner: Any) -> Any:
     return reduced if isinstance(reduced, str) else tuple(inner(list(part) if _is_iterator(part) else part) for part in reduced)
 
 
-def _is_iterator(part: Any) -> bool:
+def _is_iterator(part: object) -> bool:
     return hasattr(part, "__next__")
 
 
@@ -107,7 +107,7 @@ def _digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def difference(one: Any, other: Any, where: str = "") -> str | None:
+def difference(one: object, other: object, where: str = "") -> str | None:
     """Return where two descriptions differ first, and how; None when they are equal."""
     if type(one) is tuple and type(other) is tuple and len(one) == len(other):
         for place, (mine, others) in enumerate(zip(one, other, strict=True)):

@@ -135,7 +135,7 @@ def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:
     return {number: read_generator(GENERATORS[number]) for number in numbers}
 
 
-def restore_all(states: Mapping[int, Any]) -> None:
+def restore_all(states: Mapping[int, object]) -> None:
     """Set the states that `read` returned."""
     for number, state in states.items():
         restore_generator(GENERATORS[number], state)
@@ -178,12 +178,12 @@ def seeded_samples(keep: _Keep | None = None) -> Iterator[None]:
         _here.keep = outer
 
 
-def _load_kept(keep: _Keep, load: Callable[[int], Any], idx: int) -> Any:
+def _load_kept(keep: _Keep, load: Callable[[int], object], idx: int) -> Any:
     with keep():
         return load(idx)
 
 
-def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
+def undrawn(load: Callable[[int], object]) -> Callable[[int], Any]:
     """Return a function that loads a sample for a cache, and that leaves the generators alone while `seeded_samples` are made.
 
     So the transforms after the cache get the same random numbers whether or not the sample had to be loaded.
@@ -191,7 +191,7 @@ def undrawn(load: Callable[[int], Any]) -> Callable[[int], Any]:
     return load if _here.keep is None else partial(_load_kept, _here.keep, load)
 
 
-def undrawn_many(load_many: _LoadMany, load: Callable[[int], Any]) -> _LoadMany:
+def undrawn_many(load_many: _LoadMany, load: Callable[[int], object]) -> _LoadMany:
     """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
     return load_many if _here.keep is None else partial(map, partial(_load_kept, _here.keep, load))
 
@@ -211,7 +211,7 @@ def is_of_library(path: str) -> bool:
 
 
 def parts_of(
-    value: Any, name: str = "dataset", follow: Callable[[Any], bool] = lambda value: True
+    value: object, name: str = "dataset", follow: Callable[[Any], bool] = lambda value: True
 ) -> Iterator[tuple[str, Any]]:
     """Yield the values in an object's attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
 
@@ -266,7 +266,7 @@ class Kept:
         global_too: whether to keep the global ones as well.
     """
 
-    def __init__(self, own: Iterable[Any], global_too: bool = True) -> None:
+    def __init__(self, own: Iterable[object], global_too: bool = True) -> None:
         self._own = list(own)
         self._before, self._own_before = read() if global_too else {}, list(map(read_generator, self._own))
 
@@ -292,7 +292,7 @@ class Kept:
         self.restore()
 
 
-def own_generators(dataset: Any) -> list[Any]:
+def own_generators(dataset: object) -> list[Any]:
     """Return the generators that a dataset holds."""
     return [part for _, part in parts_of(dataset) if isinstance(part, GENERATOR_TYPES)]
 

@@ -68,7 +68,7 @@ def _code_text(code: CodeType) -> str:
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, values))
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     """Return the text of a value that code refers to; for other objects their type, because a repr may hold an address."""
     if isinstance(value, CodeType):
         return _code_text(value)

@@ -18,7 +18,7 @@ _BUILTIN = type(len)
 _ABSENT = object()
 
 
-def attribute_of(value: Any, name: str, default: Any = None) -> Any:
+def attribute_of(value: object, name: str, default: object = None) -> Any:
     """Return an attribute of a user's object; the default where it is missing, or the object answers to any name."""
     try:
         found = getattr(value, name, default)
@@ -30,17 +30,17 @@ def attribute_of(value: Any, name: str, default: Any = None) -> Any:
     return found
 
 
-def has_state(value: Any) -> bool:
+def has_state(value: object) -> bool:
     """Whether an object has ``state_dict`` and ``load_state_dict``."""
     return callable(attribute_of(value, "state_dict")) and callable(attribute_of(value, "load_state_dict"))
 
 
-def takes_epoch(value: Any) -> bool:
+def takes_epoch(value: object) -> bool:
     """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
     return callable(attribute_of(value, "set_epoch"))
 
 
-def vars_of(value: Any) -> dict[str, Any]:
+def vars_of(value: object) -> dict[str, Any]:
     """Return the attributes that an object holds, besides slots, without asking its ``__getattr__``."""
     try:
         return vars(value) if type(value).__dictoffset__ else {}
@@ -48,7 +48,7 @@ def vars_of(value: Any) -> dict[str, Any]:
         return {}
 
 
-def slots_of(value: Any) -> Iterator[tuple[Any, Any]]:
+def slots_of(value: object) -> Iterator[tuple[Any, Any]]:
     """Yield the descriptor and the content of each of an object's slots that is set."""
     for base in mro(type(value)):
         attributes = attributes_of_class(base)
@@ -109,7 +109,7 @@ else:
 
 
 @contextlib.contextmanager
-def recorded_reads(dataset: Any) -> Iterator[set[str]]:
+def recorded_reads(dataset: object) -> Iterator[set[str]]:
     """Yield a set that collects the attributes of the dataset that are read in the block."""
     reads: set[str] = set()
     cls: Any = type(dataset)

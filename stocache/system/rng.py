@@ -81,14 +81,14 @@ def _from_text(text: str, dtype: Any) -> Any:
     return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype)
 
 
-def _numpy_to_json(state: Any) -> Any:
+def _numpy_to_json(state: object) -> Any:
     """Return a state of numpy with text in a list in place of arrays."""
     if isinstance(state, dict):
         return {key: _numpy_to_json(value) for key, value in state.items()}
     return [_to_text(state.astype(np.int64))] if isinstance(state, np.ndarray) else state
 
 
-def _numpy_from_json(state: Any) -> Any:
+def _numpy_from_json(state: object) -> Any:
     if isinstance(state, dict):
         return {key: _numpy_from_json(value) for key, value in state.items()}
     return _from_text(state[0], np.int64).astype(np.uint64) if isinstance(state, list) else state

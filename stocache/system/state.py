@@ -48,7 +48,7 @@ class StateForm:
         """Return a state."""
         return dict(zip(_FIELDS, (self.what, self.version, identity, position, parts or {}), strict=True))
 
-    def read(self, state: Any, identity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, state: object, identity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the position and the parts of a state, both new dicts.
 
         Args:
@@ -71,7 +71,7 @@ class StateForm:
         self._compare(state["identity"], identity)
         return self._checked(state, "position", self.position), self._checked(state, "parts", self.parts)
 
-    def _compare(self, saved: Any, own: dict[str, Any]) -> None:
+    def _compare(self, saved: object, own: dict[str, Any]) -> None:
         if not isinstance(saved, dict) or set(saved) != set(own):
             raise StateError(f"the state of a {self.what} is damaged: its identity is {saved!r:.100}.")
         for name, value in own.items():

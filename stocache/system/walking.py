@@ -20,7 +20,7 @@ def _is(dataset: Any, cls: Any) -> bool:
     )
 
 
-def passes_on(dataset: Any) -> bool:
+def passes_on(dataset: object) -> bool:
     """Return whether a dataset passes on samples of others, as torch's Subset and ConcatDataset do."""
     return _is(dataset, Subset) or _is(dataset, ConcatDataset)
 
@@ -34,7 +34,7 @@ def inner_datasets(dataset: Any) -> list[Any]:
     return [] if found is None else [found]
 
 
-def walk(dataset: Any, through: Callable[[Any], bool] = lambda dataset: True) -> Iterator[Any]:
+def walk(dataset: object, through: Callable[[Any], bool] = lambda dataset: True) -> Iterator[Any]:
     """Yield a dataset and those within it, each once, a wrapper before what it wraps.
 
     Args:
@@ -49,7 +49,7 @@ def walk(dataset: Any, through: Callable[[Any], bool] = lambda dataset: True) ->
             waiting += reversed(inner_datasets(found) if through(found) else [])
 
 
-def makers(dataset: Any) -> list[Any]:
+def makers(dataset: object) -> list[Any]:
     """Return the datasets that make the samples which a dataset passes on; of one that makes its own samples, itself."""
     return [found for found in walk(dataset, passes_on) if not passes_on(found)]
 
@@ -73,7 +73,7 @@ def branch_of(dataset: ConcatDataset[Any], idx: int) -> tuple[int, int]:
     return number, idx - (dataset.cumulative_sizes[number - 1] if number else 0)
 
 
-def through_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
+def through_subsets(dataset: Any, indices: Sequence[object] = ()) -> tuple[Any, Sequence[Any]]:
     """Return the dataset that is asked for a batch of samples of Subsets, and their indices there."""
     while _is(dataset, Subset):
         dataset, indices = dataset.dataset, [dataset.indices[idx] for idx in indices]

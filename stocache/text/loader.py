@@ -141,7 +141,7 @@ class StreamLoader(IterableDataset[Any]):
         seed: int = 0,
         drop_last: bool | Literal["batch"] = True,
         format: TextFormat | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], object] | None = None,
         num_workers: int = 0,
         size_limit_gib: float | str | None = None,
         cache: CacheOptions | None = None,

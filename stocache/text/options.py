@@ -53,19 +53,19 @@ def share_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return rank, world_size
 
 
-def check_type(name: str, value: Any, kind: type, optional: bool = False) -> None:
+def check_type(name: str, value: object, kind: type, optional: bool = False) -> None:
     """Raise StreamError if an argument is not of a type; None passes if it is optional."""
     if not isinstance(value, kind) and not (optional and value is None):
         raise StreamError(f"{name}={value!r} is not a {kind.__name__}.")
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
+def check_integer(name: str, value: object, least: int) -> None:
     """Raise StreamError if an argument is not an integer of at least ``least``."""
     if type(value) is not int or value < least:
         raise StreamError(f"{name}={value!r} is not an integer of at least {least}.")
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise StreamError if an argument is not one of the choices."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
         raise StreamError(f"{name}={value!r} is unknown. Use {' or '.join(map(repr, choices))}.")

@@ -366,7 +366,7 @@ def _split(data: bytes) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- arrays
 
 
-def join_trees(trees: Sequence[Any]) -> Any:
+def join_trees(trees: Sequence[object]) -> Any:
     """Concatenate the arrays of trees that have the same structure."""
     if len(trees) == 1:
         return trees[0]
@@ -375,14 +375,14 @@ def join_trees(trees: Sequence[Any]) -> Any:
     return tree_map(lambda leaf: next(arrays), trees[0])
 
 
-def _checked_arrays(tree: Any, rows: int) -> Any:
+def _checked_arrays(tree: object, rows: int) -> Any:
     """Return the result of a parse function, with arrays in place of tensors.
 
     Raises:
         StreamError: it contains something else, or nothing, or another number of rows.
     """
 
-    def array_of(leaf: Any) -> NDArray[Any]:
+    def array_of(leaf: object) -> NDArray[Any]:
         try:
             array = np.ascontiguousarray(leaf.detach().cpu().numpy() if isinstance(leaf, Tensor) else leaf)
             torch.from_numpy(array[:0])

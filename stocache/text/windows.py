@@ -129,7 +129,7 @@ class Windows:
             batches = [self.transform(batch) for batch in batches]
         return WindowBatches(batches, rows, skipped, fault, dropped)
 
-    def _batches(self, key: ShuffleKey, window: int, tree: Any) -> list[Any]:
+    def _batches(self, key: ShuffleKey, window: int, tree: object) -> list[Any]:
         rows = len(leaves(tree)[0])
         if self.shuffle:
             order = self._generator(key, window).permutation(rows)
@@ -222,7 +222,7 @@ class WorkerProcesses:
         context: start method of the processes, or a context of `multiprocessing`.
     """
 
-    def __init__(self, num_workers: int, context: Any) -> None:
+    def __init__(self, num_workers: int, context: object) -> None:
         self._num_workers, self._context = num_workers, context
         self._loader: DataLoader[Any] | None = None
         self._iteration = 0

@@ -47,7 +47,7 @@ class DatasetTree:
         return self._numbers[id(leaf)], idx
 
 
-def _key(leaf: Any) -> Any:
+def _key(leaf: object) -> Any:
     steps = tuple(
         (site, None if transform is None else tuple(map(step_text, open_pipeline(transform).steps)))
         for site, transform in find_sites(leaf).items()

@@ -15,7 +15,7 @@ import torch
 from stocache.transforms.part_transform import find_parts
 
 
-def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
     """Call a function."""
     return function(*args, **kwargs)
 
@@ -36,7 +36,7 @@ class Deferred:
 
     __slots__ = ("_recorder_", "_step_")
 
-    def __init__(self, recorder: Any, step: int) -> None:
+    def __init__(self, recorder: object, step: int) -> None:
         object.__setattr__(self, "_recorder_", recorder)
         object.__setattr__(self, "_step_", step)
 
@@ -47,7 +47,7 @@ class Deferred:
             return functools.partial(_list_dict, self, name)
         return self._recorder_.record(getattr, (self, name))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._recorder_.record(setattr, (self, name, value))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,16 +66,16 @@ class Deferred:
             self._recorder_.need("the items")
         return iter([_item(self, number) for number in range(self._recorder_.record(len, (self,), answered=True))])
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         if not issubclass(self.__class__, dict):
             self._recorder_.need("the items")
         return key in _list_dict(self, "keys")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, function: object, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _recorder_of((args, kwargs)).record(function, args, kwargs or {})
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, function: object, types: Any, args: Any, kwargs: Any) -> Any:
         return self._recorder_.record(function, args, kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class Deferred:
     def __copy__(self) -> Any:
         return self._recorder_.record(copy.copy, (self,))
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return self._recorder_.record(copy.deepcopy, (self,))
 
 
@@ -95,20 +95,20 @@ def _list_dict(output: Deferred, name: str) -> Any:
     return {"keys": keys, "values": [value for _, value in items], "items": items}[name]
 
 
-def _item(output: Deferred, key: Any) -> Any:
+def _item(output: Deferred, key: object) -> Any:
     return output._recorder_.record(operator.getitem, (output, key))
 
 
-def _is_deferred(part: Any) -> bool:
+def _is_deferred(part: object) -> bool:
     return type(part) is Deferred
 
 
-def holds_deferred(value: Any) -> bool:
+def holds_deferred(value: object) -> bool:
     """Whether a value is, or contains, the output of a step."""
     return next(find_parts(value, _is_deferred), None) is not None
 
 
-def _recorder_of(value: Any) -> Any:
+def _recorder_of(value: object) -> Any:
     """Return the recorder of an output somewhere in a value."""
     _, output = next(find_parts(value, _is_deferred))
     return output._recorder_
@@ -126,13 +126,13 @@ _NEEDED = {
 def _add_operators() -> None:
     """Define the operators of `Deferred`: those that are recorded, and those that need the value."""
 
-    def recorded(function: Any, swapped: bool = False) -> Any:
+    def recorded(function: object, swapped: bool = False) -> Any:
         def method(self: Deferred, *args: Any) -> Any:
             return self._recorder_.record(function, (*args, self) if swapped else (self, *args))
 
         return method
 
-    def answered(function: Any) -> Any:
+    def answered(function: object) -> Any:
         return lambda self: self._recorder_.record(function, (self,), answered=True)
 
     def needed(what: str) -> Any:

@@ -27,7 +27,7 @@ class Decode:
         loader: called with the path of a file in memory, which has no suffix.
     """
 
-    def __init__(self, loader: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Callable[[Any], object]) -> None:
         self.loader = loader
 
     def __call__(self, data: bytes) -> Any:
@@ -42,7 +42,7 @@ class Decode:
             os.close(fd)
 
 
-def open_loader(dataset: Any) -> dict[Site, Pipeline]:
+def open_loader(dataset: object) -> dict[Site, Pipeline]:
     """Return the loader of a dataset as a pipeline of two steps: read the file, decode it. Empty where there is no loader."""
     loader = attribute_of(dataset, "loader")
     if not callable(loader) or "loader" not in vars_of(dataset):

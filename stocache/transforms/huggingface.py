@@ -47,7 +47,7 @@ _MAKING = frozenset(
 )
 
 
-def cached_method(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> Callable[..., Any] | None:
+def cached_method(dataset: object, name: str, view: Callable[[Any, Any], object]) -> Callable[..., Any] | None:
     """Return the method that a cached dataset has in place of a method of ``dataset``; None where it may be called as it is.
 
     Args:
@@ -63,7 +63,7 @@ def cached_method(dataset: Any, name: str, view: Callable[[Any, Any], Any]) -> C
     return None
 
 
-def _library_of(dataset: Any) -> Any:
+def _library_of(dataset: object) -> Any:
     """Return Hugging Face's module if a dataset is of it; else None. A user's own module may be called "datasets", too."""
     module = sys.modules.get("datasets.arrow_dataset")
     return sys.modules["datasets"] if module is not None and isinstance(dataset, module.Dataset) else None
@@ -76,7 +76,7 @@ def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
     raise DatasetError(f"{name}() {why}. Call it before CachedDataset: CachedDataset(dataset.{name}(...), ...).")
 
 
-def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], Any], library: Any) -> Callable[..., Any]:
+def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], object], library: Any) -> Callable[..., Any]:
     @functools.wraps(getattr(dataset, name))
     def choose(*args: Any, **kwargs: Any) -> Any:
         columns = {"row": np.arange(len(dataset))}
@@ -152,7 +152,7 @@ def _remedy(dataset: Any, kind: str, columns: list[str], wide: dict[str, str]) -
     return f"{text}: the other columns then come as Python's own values." if rest else f"{text}."
 
 
-def _stored_dtype(feature: Any) -> "np.dtype[Any] | None":
+def _stored_dtype(feature: object) -> "np.dtype[Any] | None":
     """Return the dtype of the numbers in arrays or lists of a feature; None where there are none, or of several dtypes."""
     while hasattr(feature, "feature"):  # lists
         feature = feature.feature
@@ -163,7 +163,7 @@ def _stored_dtype(feature: Any) -> "np.dtype[Any] | None":
     return dtype if dtype.kind in "iuf" else None
 
 
-def _arrays(value: Any) -> Iterator[Any]:
+def _arrays(value: object) -> Iterator[Any]:
     """Yield the tensors and arrays that have dimensions, of one or in a list."""
     if isinstance(value, list):
         for item in value:
@@ -226,7 +226,7 @@ class ReadTransform:
                     sample[name] = value | {"bytes": file.read()}
         return sample
 
-    def finish(self, idx: int, sample: Any) -> Any:
+    def finish(self, idx: int, sample: object) -> Any:
         """Return sample ``idx`` after the transform, which gets it as a batch of one."""
         return self.finish_many([sample])[0]
 
@@ -241,7 +241,7 @@ class ReadTransform:
             columns.update(remaining)
         return [{name: column[row] for name, column in columns.items()} for row in range(len(samples))]
 
-    def _decoded(self, name: str, value: Any) -> Any:
+    def _decoded(self, name: str, value: object) -> Any:
         feature = self._encoded.get(name)
         return value if feature is None or value is None else feature.decode_example(value)
 

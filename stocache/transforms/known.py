@@ -18,7 +18,7 @@ DETERMINISTIC_ATTRIBUTE = "__stocache_deterministic__"
 """The attribute of functions, classes and objects that `stocache.deterministic` has marked."""
 
 
-def mark_value(transform: Any) -> Any:
+def mark_value(transform: object) -> Any:
     """Return the value to mark a transform with: for a function its place in the source, as `functools.wraps` copies marks."""
     code = getattr(transform, "__code__", None)
     return True if code is None else (code.co_filename, code.co_firstlineno)
@@ -199,7 +199,7 @@ def is_known(cls: type) -> bool:
     return listed or _is_of_monai(cls) or (cls.__name__ == "Compose" and library is not None)
 
 
-def is_deterministic(transform: Any) -> bool:
+def is_deterministic(transform: object) -> bool:
     """Whether a transform is known to be deterministic."""
     cls = type(transform)
     if DETERMINISTIC_ATTRIBUTE in vars(cls) or getattr(transform, "__dict__", {}).get(
@@ -223,7 +223,7 @@ def is_deterministic(transform: Any) -> bool:
     return any(transform is function for function in _FUNCTIONS) or _is_library_function(transform)
 
 
-def _is_library_function(function: Any) -> bool:
+def _is_library_function(function: object) -> bool:
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", None)
     if not module.startswith(_FUNCTION_MODULES) or not isinstance(name, str):
         return False

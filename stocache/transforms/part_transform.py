@@ -42,19 +42,19 @@ class PartTransform:
         DatasetError: it is called with a sample that has no such part.
     """
 
-    def __init__(self, parts: Mapping[Any, Any]) -> None:
+    def __init__(self, parts: Mapping[Any, object]) -> None:
         self.parts = {key: as_transform(function) for key, function in parts.items()}
         if None in self.parts.values():
             raise DatasetError(f"transform={dict(parts)!r:.100} has a part without a function. Leave that part out.")
 
-    def __call__(self, sample: Any) -> Any:
+    def __call__(self, sample: object) -> Any:
         """Return the sample with its parts transformed."""
         for key, function in self.parts.items():
             assert function is not None
             sample = _apply(sample, key, function)
         return sample
 
-    def check(self, sample: Any) -> None:
+    def check(self, sample: object) -> None:
         """Raise DatasetError unless the sample has all parts."""
         for key, function in self.parts.items():
             part = _find_part(sample, key)
@@ -62,7 +62,7 @@ class PartTransform:
                 function.check(part)
 
 
-def _find_part(sample: Any, key: Any) -> Any:
+def _find_part(sample: object, key: object) -> Any:
     try:
         return part_at(sample, (key,))
     except (LookupError, AttributeError, TypeError):
@@ -74,11 +74,11 @@ def _find_part(sample: Any, key: Any) -> Any:
         raise DatasetError(f"transform={{{key!r}: ...}}: the sample has no such part, it is a {shown}.") from None
 
 
-def _is_field(sample: Any, key: Any) -> bool:
+def _is_field(sample: object, key: object) -> bool:
     return isinstance(key, str) and not isinstance(sample, Mapping)
 
 
-def _apply(sample: Any, key: Any, function: Callable[[Any], Any]) -> Any:
+def _apply(sample: object, key: object, function: Callable[[Any], object]) -> Any:
     if isinstance(sample, Tensor | np.ndarray):
         raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, which has no parts.")
     return _replace(sample, key, function(_find_part(sample, key)))
@@ -105,7 +105,7 @@ Path: TypeAlias = tuple[Any, ...]
 _MAX_PARTS = 256  # of a container are searched
 
 
-def find_parts(sample: Any, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[Path, Any]]:
+def find_parts(sample: object, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[Path, Any]]:
     """Yield the paths to parts of a sample that are ``wanted``, and these parts."""
     if wanted(sample):
         yield (), sample
@@ -132,7 +132,7 @@ def part_at(sample: Any, path: Path) -> Any:
     return sample
 
 
-def with_part(sample: Any, path: Path, part: Any) -> Any:
+def with_part(sample: object, path: Path, part: object) -> Any:
     """Return a copy of the sample with another part at a path; only the containers on the path are copied."""
     if not path:
         return part

@@ -45,12 +45,12 @@ class Site(NamedTuple):
         return ".".join(name if key is None else f"{name}[{key!r}]" for name, key in steps)
 
 
-def find_sites(dataset: Any) -> dict[Site, Any]:
+def find_sites(dataset: object) -> dict[Site, Any]:
     """Return the transforms of a dataset and of the datasets within it; None for an attribute that could hold one."""
     return dict(_find_sites(dataset, (), set()))
 
 
-def _find_sites(dataset: Any, path: tuple[tuple[str, Any], ...], seen: set[int]) -> Iterator[tuple[Site, Any]]:
+def _find_sites(dataset: object, path: tuple[tuple[str, object], ...], seen: set[int]) -> Iterator[tuple[Site, Any]]:
     if id(dataset) in seen or len(path) > _MAX_DEPTH:
         return
     if not type(dataset).__dictoffset__ or hasattr(type(dataset), HIDES_TRANSFORMS):
@@ -75,14 +75,14 @@ def _find_sites(dataset: Any, path: tuple[tuple[str, Any], ...], seen: set[int])
                     yield Site(path, name, key), item
 
 
-def _is_dataset(value: Any) -> bool:
+def _is_dataset(value: object) -> bool:
     if isinstance(value, Dataset) or callable(value):
         return isinstance(value, Dataset)
     conventional = bool(_CONVENTIONAL & vars_of(value).keys())
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and conventional
 
 
-def _is_transform(name: str, value: Any) -> bool:
+def _is_transform(name: str, value: object) -> bool:
     """Whether an attribute is a transform: its name says so, or its class is known."""
     if not callable(value) or isinstance(value, Dataset):
         return False
@@ -98,7 +98,7 @@ def find_holder(dataset: Any, site: Site) -> Any:
     return dataset
 
 
-def find_transform(dataset: Any, site: Site) -> Any:
+def find_transform(dataset: object, site: Site) -> Any:
     """Return the transform that is at a site now, or None."""
     value = attribute_of(find_holder(dataset, site), site.name)
     try:
@@ -110,7 +110,7 @@ def find_transform(dataset: Any, site: Site) -> Any:
 # ---------------------------------------------------------------------------------------------------- patching
 
 
-def patch(dataset: Any, transforms: Mapping[Site, Any]) -> Any:
+def patch(dataset: object, transforms: Mapping[Site, object]) -> Any:
     """Return a patched dataset that has ``transforms`` at their sites; see NOTE [ Patched datasets ].
 
     Raises:
@@ -147,8 +147,8 @@ def _put(dataset: Any, attributes: dict[str, Any], name: str, key: Any, value: A
     attributes[name] = items
 
 
-def _make_property(name: str, value: Any) -> property:
-    def set_original(self: Any, new: Any) -> None:
+def _make_property(name: str, value: object) -> property:
+    def set_original(self: Any, new: object) -> None:
         vars(self)[name] = new
 
     return property(lambda self: value, set_original)
@@ -168,7 +168,7 @@ class StandIn:
 
     __slots__ = ("_original", "_run", "_steps")
 
-    def __init__(self, original: Any, run: Callable[..., Any], steps: Mapping[int, Any] = MappingProxyType({})) -> None:
+    def __init__(self, original: Any, run: Callable[..., object], steps: Mapping[int, object] = MappingProxyType({})) -> None:
         self._original, self._run, self._steps = original, run, steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         return self._replaced(getattr(self._original, name))
 
-    def _replaced(self, value: Any) -> Any:
+    def _replaced(self, value: object) -> Any:
         """Return the replacement of a step, or a list with those of steps."""
         if isinstance(value, list | tuple | ModuleList) and any(id(step) in self._steps for step in value):
             return [self._steps.get(id(step), step) for step in value]

@@ -113,7 +113,7 @@ class Pipeline:
         return any(tuple(container) != items for container, items in self.snapshot)
 
 
-def _runs_before(step: Any) -> bool:
+def _runs_before(step: object) -> bool:
     return is_deterministic(step.transform if isinstance(step, ArgumentTransform) else step)
 
 
@@ -191,7 +191,7 @@ def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequenc
 # ---------------------------------------------------------------------------------------------------- for users
 
 
-def split_transforms(transform: Any) -> tuple[Any, Any]:
+def split_transforms(transform: object) -> tuple[Any, Any]:
     """Split a transform in two: its deterministic beginning, and the rest from the first step on that may be random.
 
     Args:
@@ -260,7 +260,7 @@ class CallableWrapper:
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-def step_name(step: Any) -> str:
+def step_name(step: object) -> str:
     """Return the name of a step: of its class, or of the function."""
     while isinstance(step, ArgumentTransform | CallableWrapper):
         step = step.transform
@@ -270,7 +270,7 @@ def step_name(step: Any) -> str:
     return str(step.__name__) if isinstance(step, type) or inspect.isroutine(step) else type(step).__name__
 
 
-def step_text(step: Any) -> str:
+def step_text(step: object) -> str:
     """Return a step as text, the same in every process; with its options, if its repr has them."""
     while isinstance(step, ArgumentTransform | CallableWrapper):
         step = step.transform
@@ -298,7 +298,7 @@ def same_step(one: Any, other: Any) -> bool:
     return not has_hidden_state and _same_state(one, other)
 
 
-def _same_state(one: Any, other: Any) -> bool:
+def _same_state(one: object, other: object) -> bool:
     first, second = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
     return first.keys() == second.keys() and all(_same_value(first[key], second[key]) for key in first)
 

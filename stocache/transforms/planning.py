@@ -68,7 +68,7 @@ class _CannotLoad(CannotSplit):
     """No sample can be loaded."""
 
 
-def warn_of_random_steps(dataset: Any, reason: str) -> None:
+def warn_of_random_steps(dataset: object, reason: str) -> None:
     """Warn that the transforms of a dataset run before the cache, if there are random steps among them."""
     random = [step_name(step) for leaf in makers(dataset) for step in random_steps(open_pipelines(leaf, False))]
     if random:
@@ -199,7 +199,7 @@ def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], 
 
 
 def plan_split(
-    dataset: Any,
+    dataset: object,
     length: int,
     limit: int,
     cut: Cut,
@@ -296,7 +296,7 @@ class _Planner:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: object,
         tree: DatasetTree,
         length: int,
         encoded: bool,
@@ -490,7 +490,7 @@ class _Planner:
                 )  # fmt: skip
 
 
-def _begins_with(steps: Sequence[Any], beginning: Sequence[Any]) -> bool:
+def _begins_with(steps: Sequence[object], beginning: Sequence[object]) -> bool:
     return len(steps) >= len(beginning) and all(map(same_step, beginning, steps))
 
 

@@ -130,7 +130,7 @@ class Program:
         """The inputs that have no place in the sample."""
         return sorted({*range(self.inputs)} - {*self.homes.values()})
 
-    def separate(self, sample: Any, inputs: Mapping[int, Any]) -> Any:
+    def separate(self, sample: object, inputs: Mapping[int, object]) -> Any:
         """Return the value to cache: a sample with inputs in their homes; in a tuple with the other inputs, if any."""
         for path in self._paths:
             sample = with_part(sample, path, inputs[self.homes[path]] if path in self.homes else None)
@@ -173,7 +173,7 @@ class Program:
         places = tuple((path, merge(mine, theirs)) for (path, mine), (_, theirs) in zip(self.places, other.places, strict=True))
         return Program(tuple(steps), places, count)
 
-    def run(self, cached: Any, open_rest: Callable[[Rest], Callable[..., Any]]) -> Any:
+    def run(self, cached: Any, open_rest: Callable[[Rest], Callable[..., object]]) -> Any:
         """Return a sample.
 
         Args:
@@ -212,7 +212,7 @@ def _outline(step: Step) -> Any:
     return step.function, len(step.args), tuple(step.kwargs), step.answer
 
 
-def _call(function: Callable[..., Any], step: Step, values: list[Any], inputs: Any) -> Any:
+def _call(function: Callable[..., object], step: Step, values: list[Any], inputs: Any) -> Any:
     args = [_build(template, values, inputs) for template in step.args]
     return function(*args, **{key: _build(template, values, inputs) for key, template in step.kwargs.items()})
 
@@ -227,13 +227,13 @@ def _build(template: Template, values: list[Any], inputs: Any) -> Any:
     return template.container.unflatten_fn()([_build(child, values, inputs) for child in template.children])
 
 
-def _checked(step: Step, result: Any) -> Any:
+def _checked(step: Step, result: object) -> Any:
     if (result is None) if step.answer is None else not _same(result, step.answer[0]):
         raise Deviation
     return result
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and repr(one) == repr(other))
 
 
@@ -250,7 +250,7 @@ class Recorder:
     """
 
     def __init__(
-        self, program: Program | None, open_rest: Callable[[Rest], Callable[..., Any]], own: Sequence[Any] = ()
+        self, program: Program | None, open_rest: Callable[[Rest], Callable[..., object]], own: Sequence[object] = ()
     ) -> None:
         self._program, self._open_rest, self._own = program, open_rest, own
         self._steps: list[Step] = []
@@ -266,7 +266,9 @@ class Recorder:
         self._problem = self._problem or f"its code needs {what} of the output of a random transform"
         raise NeedsValue(self._problem)
 
-    def record(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}, *, answered: bool = False) -> Any:
+    def record(
+        self, function: Any, args: tuple[object, ...], kwargs: Mapping[str, object] = {}, *, answered: bool = False
+    ) -> Any:
         """Record a step, and return its result: `Deferred`, or where it is ``answered``, the result itself."""
         step = Step(function, tuple(map(self._take, args)), {key: self._take(value) for key, value in kwargs.items()})
         number = len(self._steps)
@@ -289,7 +291,7 @@ class Recorder:
         self._problem = self._problem or "it does something else with the output of a random transform for each sample"
         raise Deviation(self._problem)
 
-    def _take(self, value: Any, depth: int = 0) -> Template:
+    def _take(self, value: object, depth: int = 0) -> Template:
         """Return the template of an argument."""
         if type(value) is Deferred:
             return Ref(value._step_)
@@ -326,11 +328,11 @@ class Recorder:
         elif planned != found:
             self._deviate()
 
-    def _find_places(self, sample: Any) -> tuple[tuple[Path, Template], ...]:
+    def _find_places(self, sample: object) -> tuple[tuple[Path, Template], ...]:
         wanted = lambda part: type(part) is Deferred or id(part) in self._numbers  # noqa: E731
         return tuple((path, self._take(part)) for path, part in find_parts(sample, wanted))
 
-    def plan(self, sample: Any) -> Program:
+    def plan(self, sample: object) -> Program:
         """Return the program of a sample that was loaded.
 
         Raises:
@@ -340,7 +342,7 @@ class Recorder:
             raise NeedsValue(self._problem)
         return Program(tuple(self._steps), self._find_places(sample), len(self._captured))
 
-    def separate(self, sample: Any) -> Any:
+    def separate(self, sample: object) -> Any:
         """Return the value to cache, for a sample that was loaded as planned.
 
         Raises:
@@ -356,7 +358,7 @@ class Recorder:
             self._match(mine, its)
         return program.separate(sample, self._inputs)
 
-    def separate_as(self, program: Program, sample: Any) -> Any:
+    def separate_as(self, program: Program, sample: object) -> Any:
         """Return the value to cache, for a sample that was loaded to plan ``program``."""
         self._program = program
         for planned, found in zip(program.steps, self._steps, strict=True):
@@ -371,7 +373,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     """Whether a value may be a part of a program: it cannot change, and has a short repr."""
     if type(value) is tuple:
         return len(value) <= 16 and all(map(_is_constant, value))

@@ -190,14 +190,14 @@ class BoundPlan:
             return self.dataset[idx]
 
 
-def next_arguments(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def next_arguments(result: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the next step, after the result of a step that was called with ``args`` and ``kwargs``."""
     if kwargs:
         return (), result
     return ((result,) if len(args) == 1 else tuple(result)), {}
 
 
-def _take_snapshot(dataset: Any) -> list[tuple[dict[str, Any], str, Any, list[Any] | None]]:
+def _take_snapshot(dataset: object) -> list[tuple[dict[str, Any], str, Any, list[Any] | None]]:
     """Return the attributes that hold a transform, or could: the ``__dict__``, the name, the value, and its items."""
     snapshot = {}
     for site in find_sites(dataset):
@@ -211,13 +211,13 @@ def _items(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else list(value)
 
 
-def open_pipelines(dataset: Any, encoded: bool) -> dict[Site, Pipeline]:
+def open_pipelines(dataset: object, encoded: bool) -> dict[Site, Pipeline]:
     """Return the transforms of a dataset as pipelines; with its loader, where files are cached ``encoded``."""
     pipelines = {site: open_pipeline(transform) for site, transform in find_sites(dataset).items() if transform is not None}
     return pipelines | (open_loader(dataset) if encoded else {})
 
 
-def _bind(leaf: Any, plan: CutPlan) -> "BoundPlan | ReadTransform":
+def _bind(leaf: object, plan: CutPlan) -> "BoundPlan | ReadTransform":
     read_transform = find_read_transform(leaf, plan.encoded) if plan.reads else None
     return BoundPlan(leaf, plan) if read_transform is None else read_transform
 
@@ -281,7 +281,7 @@ class Split:
         number, leaf_idx = self._bind().locate(idx)
         return self._bound[number].load(leaf_idx)
 
-    def finish(self, idx: int, sample: Any) -> Any:
+    def finish(self, idx: int, sample: object) -> Any:
         """Return sample ``idx`` after the rest of its transforms."""
         number, leaf_idx = self._bind().locate(idx)
         return self._bound[number].finish(leaf_idx, sample)
@@ -291,7 +291,7 @@ class Split:
         batch = self._batch(indices)
         return map(self.load, indices) if batch is None else batch[0].load_many(batch[1])
 
-    def finish_many(self, indices: Sequence[int], samples: Iterable[Any]) -> Iterable[Any]:
+    def finish_many(self, indices: Sequence[int], samples: Iterable[object]) -> Iterable[Any]:
         """Return, or yield, the samples ``indices`` after the rest of their transforms."""
         batch = self._batch(indices)
         return map(self.finish, indices, samples) if batch is None else batch[0].finish_many(list(samples))
@@ -315,7 +315,7 @@ ALL_BEFORE = ""
 """The text of `Split.before_text` where all transforms run before the cache."""
 
 
-def steps_text(before: Mapping[int, Mapping[Site, tuple[Any, ...]]]) -> str:
+def steps_text(before: Mapping[int, Mapping[Site, tuple[object, ...]]]) -> str:
     """Return the steps of each transform as text; ``before`` has them by kind of leaf and by site."""
     return (
         "; ".join(

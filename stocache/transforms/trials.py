@@ -54,7 +54,7 @@ class Example(NamedTuple):
         return self.turn % 4 in (0, 3)
 
     @contextlib.contextmanager
-    def seeded(self, leaf: Any, encoded: bool) -> Iterator[None]:
+    def seeded(self, leaf: object, encoded: bool) -> Iterator[None]:
         """Seed the generators. In every second turn, the random steps of the leaf happen for certain."""
         seed_all([self.turn] * len(GENERATORS))
         chances: list[tuple[dict[str, Any], str, float]] = []
@@ -160,7 +160,7 @@ def load_examples(
 
 
 def record_examples(
-    dataset: Any, tree: DatasetTree, examples: Sequence[Example], plans: Mapping[int, CutPlan], allow_pickle: bool
+    dataset: object, tree: DatasetTree, examples: Sequence[Example], plans: Mapping[int, CutPlan], allow_pickle: bool
 ) -> Iterator[SecondLoads | None]:
     """Load samples for the second time. Yield None after each load, and at the end the results.
 
@@ -246,7 +246,7 @@ def _bound(
 class _Meter:
     """Loads samples of a leaf, and measures each step of the deterministic beginnings of their transforms."""
 
-    def __init__(self, leaf: Any, encoded: bool, allow_pickle: bool) -> None:
+    def __init__(self, leaf: object, encoded: bool, allow_pickle: bool) -> None:
         self._allow_pickle, self._overhead_s = allow_pickle, 0.0
         self._calls: list[tuple[MeasuredCall, Any]] = []  # with their results
         pipelines = open_pipelines(leaf, encoded)
@@ -286,7 +286,7 @@ class _Meter:
         self._calls.append((MeasuredCall(site, style, upstream, decodes, count, *measured), result))
         return result
 
-    def _upstream(self, inputs: Sequence[Any]) -> int | None:
+    def _upstream(self, inputs: Sequence[object]) -> int | None:
         """Return the number of the last call whose output is one of the inputs."""
         inputs = [value for value in inputs if not isinstance(value, int | float | str | bytes | None)]
         upstream = None
@@ -296,7 +296,7 @@ class _Meter:
                 upstream = number
         return upstream
 
-    def _size(self, value: Any) -> int | None:
+    def _size(self, value: object) -> int | None:
         began = time.perf_counter()
         try:
             data, integers = EncodedSample(value, allow_pickle=self._allow_pickle).pack()

@@ -66,7 +66,7 @@ class _Mover:
         self.tensors: list[Tensor] = []  # on the device, whose memory has to be kept
         self._done: dict[int, Any] = {}  # a batch may have the same tensor twice
 
-    def moved(self, value: Any) -> Any:
+    def moved(self, value: object) -> Any:
         """Return a value with its tensors on the device."""
         if type(value) is PartialBatch:
             assert self._gatherer is not None
@@ -107,7 +107,7 @@ class _Mover:
                 return value.to(self._cuda.device)
 
     @staticmethod
-    def _changed(value: Any, parts: dict[Any, Any]) -> Any:
+    def _changed(value: object, parts: dict[Any, Any]) -> Any:
         """Return a copy of a container with other parts."""
         if not isinstance(value, MutableMapping | MutableSequence):
             return parts
@@ -137,7 +137,7 @@ class DeviceStage:
         if self.gatherer is None:
             self.gatherer = DeviceGatherer(cache, self.cuda, limit)
 
-    def delivered(self, batches: Any) -> "DeviceBatches":
+    def delivered(self, batches: object) -> "DeviceBatches":
         """Return an iterator over the batches of another one, on the device."""
         if self.gatherer is not None:
             self.gatherer.begin_epoch()

@@ -49,7 +49,7 @@ def record(everywhere: Everywhere, given: str) -> None:
     mode, steps, path = given.split(":", 2)
     everywhere.use.without, left, pid = mode == "without", [int(steps)], os.getpid()
 
-    def compared(number: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def compared(number: int, batches: Iterator[object]) -> Iterator[Any]:
         import zlib
 
         from stocache.system.describe import describe

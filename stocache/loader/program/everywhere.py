@@ -136,7 +136,7 @@ def _property_of(name: str) -> property:
 
         return ProgramLoader
 
-    def set_(module: types.ModuleType, value: Any) -> None:
+    def set_(module: types.ModuleType, value: object) -> None:
         module.__class__ = types.ModuleType
         setattr(module, name, value)
 
@@ -189,7 +189,7 @@ class _AfterImport:
     def __init__(self, name: str, then: Callable[[str], None]) -> None:
         self._name, self._then = name, then
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)

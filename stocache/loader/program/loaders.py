@@ -124,7 +124,7 @@ def _loaders_of(use: Use) -> "ProgramLoaders":
 class _Dataset:
     """A dataset of the program, which is not kept alive."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.name, self.length = type(dataset).__qualname__, length_of(dataset)
         self.iterations = 0
         self.problem = ""  # why it is not cached
@@ -182,7 +182,7 @@ class ProgramLoaders:
         self._last_us[number] = now_ns / 1e3
         note(now_ns, duration_ns, worker)
 
-    def _of(self, dataset: Any) -> _Dataset:
+    def _of(self, dataset: object) -> _Dataset:
         known = self._datasets.get(id(dataset))
         if known is None or known.reference() is not dataset:
             known = self._datasets[id(dataset)] = _Dataset(dataset)
@@ -267,7 +267,7 @@ class ProgramLoaders:
         )
 
 
-def _why_not(dataset: Any) -> str:
+def _why_not(dataset: object) -> str:
     """Return why a dataset cannot be cached; "" if that has to be tried."""
     if isinstance(dataset, IterableDataset):
         return "it is iterable. Prepare its samples (stocache prepare), or read text with StreamLoader."

@@ -238,7 +238,7 @@ def _report(everywhere: Everywhere, given: argparse.Namespace, pid: int) -> None
         _write(given.trace, rank, lambda: {"traceEvents": getattr(everywhere.use.loaders, "events", [])})
 
 
-def _write(path: str, rank: int, content: Callable[[], Any]) -> None:
+def _write(path: str, rank: int, content: Callable[[], object]) -> None:
     if rank:
         path = f"{path}.{rank}"
     try:

@@ -70,10 +70,12 @@ class Collator:
         make_info: returns the worker info with an ``rng``.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], Any], states: WorkerGlobals, make_info: Callable[[WorkerRng], Any]) -> None:
+    def __init__(
+        self, collate_fn: Callable[[Any], object], states: WorkerGlobals, make_info: Callable[[WorkerRng], object]
+    ) -> None:
         self._collate_fn, self._states, self._make_info, self._rng = collate_fn, states, make_info, CollateRng()
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> Any:
         """Return the batch of some samples."""
         self._rng.draws = self._states.generators
         with worker_info(self._make_info(self._rng)), self._states:

@@ -73,12 +73,12 @@ _OF_PYTHON = {kind for module in (builtins, types) for kind in vars(module).valu
 _ITERATOR_MODULES = "builtins", "itertools", "_csv", "posix"  # the modules of iterators
 
 
-def copy_dataset(dataset: Any) -> Any:
+def copy_dataset(dataset: object) -> Any:
     """Return a dataset for one more thread; see NOTE [ A dataset for each thread ]."""
     return _copy(dataset, {}, 0)
 
 
-def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
+def _copy(value: object, memo: dict[int, Any], depth: int) -> Any:
     if id(value) in memo:
         return memo[id(value)][1]
     copied = _copied(value, memo, depth) if depth < _DEEPEST else value
@@ -150,7 +150,7 @@ def _held(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     return None
 
 
-def _is_opened(value: Any) -> bool:
+def _is_opened(value: object) -> bool:
     """Whether the items and attributes of a value are copied."""
     return _is_followed(value) if type(value) in _CONTAINERS else _is_plain(value) and _safety(value) is not True
 
@@ -217,7 +217,7 @@ def _is_followed(value: Any) -> bool:
     return isinstance(next(iter(kind.values(value) if isinstance(value, dict) else kind.__iter__(value))), Dataset)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether a value is an object of attributes only, which may be copied without its class."""
     kind = type(value)
     container = _container_of(kind)
@@ -233,7 +233,7 @@ def _is_plain(value: Any) -> bool:
     return not shared and not (_names(kind) & _SPECIAL and _is_global(value))
 
 
-def _is_global(value: Any) -> bool:
+def _is_global(value: object) -> bool:
     """Whether an object is a global of the module of its class, and so may be known by its identity."""
     module = sys.modules.get(type(value).__module__)
     return any(item is value for item in vars(module).values()) if module is not None else False
@@ -257,33 +257,33 @@ def _safety(value: Any) -> Any:
     return value.thread_safe if defined else None
 
 
-def holds_environment(dataset: Any) -> bool:
+def holds_environment(dataset: object) -> bool:
     """Whether a dataset holds an open environment of LMDB, which a process may open only once."""
     return _find(dataset, "", is_environment, set(), 0) is not None
 
 
-def is_environment(value: Any) -> bool:
+def is_environment(value: object) -> bool:
     """Whether a value is an environment of LMDB, which is for all threads."""
     lmdb = sys.modules.get("lmdb")
     return lmdb is not None and isinstance(value, lmdb.Environment)
 
 
-def find_open_handle(dataset: Any) -> str | None:
+def find_open_handle(dataset: object) -> str | None:
     """Return where a dataset holds a handle; None if it holds none. See NOTE [ A dataset for each thread ]."""
     return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
 
 
-def holds_generator(dataset: Any) -> bool:
+def holds_generator(dataset: object) -> bool:
     """Whether a dataset holds a random number generator: its numbers depend on the order of the samples."""
     return _find(dataset, "", lambda value: isinstance(value, GENERATOR_TYPES), set(), 0) is not None
 
 
-def holds_dataset(collate_fn: Any) -> bool:
+def holds_dataset(collate_fn: object) -> bool:
     """Whether a collate function refers to a dataset: then it may depend on the attributes of that dataset."""
     return _find(collate_fn, "", lambda value: isinstance(value, Dataset), set(), 0) is not None
 
 
-def _find(value: Any, where: str, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> str | None:
+def _find(value: object, where: str, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> str | None:
     if id(value) in seen or depth > _DEEPEST:
         return None
     seen.add(id(value))
@@ -326,7 +326,7 @@ def _items(value: Any, kind: Any, where: str) -> list[tuple[str, Any]]:
     return [(f"{where}[{key!r:.30}]", item) for key, item in items]
 
 
-def _is_handle(value: Any) -> bool:
+def _is_handle(value: object) -> bool:
     """Whether a value is an open handle, or an object with ``thread_safe = False`` or ``__del__``."""
     if _is_plain(value) and (_safety(value) is False or (_safety(value) is not True and _releases_resources(type(value)))):
         return True
@@ -337,7 +337,7 @@ def _is_handle(value: Any) -> bool:
     return _refuses(value)
 
 
-def _refuses(value: Any) -> bool:
+def _refuses(value: object) -> bool:
     """Whether an object's class is written in C, and the object cannot be pickled: it holds more than values."""
     kind = type(value)
     base = base_of(kind)
@@ -353,12 +353,12 @@ def _refuses(value: Any) -> bool:
     return False
 
 
-def find_running(dataset: Any) -> str | None:
+def find_running(dataset: object) -> str | None:
     """Return where a dataset holds an iterator, or an object of the thread that made it; None if it holds none."""
     return _find(dataset, type(dataset).__name__, lambda value: _is_running(value) or _is_of_this_thread(value), set(), 0)
 
 
-def _is_running(value: Any) -> bool:
+def _is_running(value: object) -> bool:
     """Whether a value is a generator, coroutine or iterator; not one that has ended, nor a counter, which all may use."""
     kind = type(value)
     if kind is GeneratorType or kind is AsyncGeneratorType or kind is CoroutineType:
@@ -366,7 +366,7 @@ def _is_running(value: Any) -> bool:
     return kind.__module__ in _ITERATOR_MODULES and isinstance(value, Iterator) and kind is not itertools.count
 
 
-def _is_of_this_thread(value: Any) -> bool:
+def _is_of_this_thread(value: object) -> bool:
     """Whether a value is a database or cursor of sqlite3 that no other thread may use."""
     sqlite3 = sys.modules.get("sqlite3")
     if sqlite3 is not None and isinstance(value, sqlite3.Cursor):

@@ -98,7 +98,7 @@ class ThreadWorker:
         except BaseException as error:
             self.error = wrap_error(error, self.number)
 
-    def use(self, dataset: Any) -> None:
+    def use(self, dataset: object) -> None:
         """Set the dataset of this worker, and the worker info of this thread."""
         self.dataset = dataset
         set_worker_info(self.info(self.rng))

@@ -38,7 +38,7 @@ def _get_worker_info() -> Any:  # the body that torch's function gets: its names
     return _stocache_info_here() or _worker_info  # type: ignore[name-defined]  # noqa: F821
 
 
-def set_worker_info(info: Any) -> None:
+def set_worker_info(info: object) -> None:
     """Set what `get_worker_info` returns in this thread.
 
     Raises:
@@ -55,7 +55,7 @@ def set_worker_info(info: Any) -> None:
 
 
 @contextmanager
-def worker_info(info: Any) -> Iterator[None]:
+def worker_info(info: object) -> Iterator[None]:
     """Have `get_worker_info` return ``info`` in this thread, in a ``with`` block."""
     before = _here.info
     set_worker_info(info)
@@ -162,7 +162,7 @@ class WorkerRng:
         return self.draws.generators().torch_generator
 
 
-def make_worker_info(number: int, count: int, seed: int, dataset: Any, rng: WorkerRng) -> Any:
+def make_worker_info(number: int, count: int, seed: int, dataset: object, rng: WorkerRng) -> Any:
     """Return a `WorkerInfo` for worker thread ``number`` of ``count``."""
     facts: dict[str, Any] = {"id": number, "num_workers": count, "seed": seed, "dataset": dataset}
     return torch_worker.WorkerInfo(**facts, rng=rng, worker_method="thread")  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ _DATASET_ERRORS = (TypeError, AttributeError, LookupError, NameError, NotImpleme
 
 
 def in_children_or_here(
-    dataset: Any, jobs: Sequence[Job], proven: bool = False, patience_s: float | None = None
+    dataset: object, jobs: Sequence[Job], proven: bool = False, patience_s: float | None = None
 ) -> Generator[Any, None, None]:
     """Yield the items of ``jobs``, which load samples in child processes; or in this one if children cannot load them.
 
@@ -77,7 +77,7 @@ def run_here(job: Job) -> Generator[Any, None, None]:
             yield pickle.loads(pickle.dumps(item, 5))
 
 
-def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
+def loads_only_here(load: Callable[[], object], error: Exception) -> bool:
     """Whether ``load``, which raised ``error`` in a child, works here: with a GPU, or a dataset that forbids forks."""
     if isinstance(error, (*_DATASET_ERRORS, WorkerError)):
         return False
@@ -88,7 +88,7 @@ def loads_only_here(load: Callable[[], Any], error: Exception) -> bool:
     return True
 
 
-def would_stall(dataset: Any) -> bool:
+def would_stall(dataset: object) -> bool:
     """Whether a forked process that loads a sample would stall."""
     with contextlib.suppress(Exception):  # of the sample: it is raised again when the sample is requested
         list(in_children([partial(_call, partial(_load_first, dataset))], dataset, _PATIENCE_S))
@@ -99,7 +99,7 @@ def _load_first(dataset: Any) -> None:
     next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
 
 
-def _call(load: Callable[[], Any]) -> Iterator[None]:
+def _call(load: Callable[[], object]) -> Iterator[None]:
     load()
     yield None
 

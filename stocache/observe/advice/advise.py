@@ -82,8 +82,8 @@ def advise(
     step_ms: float = 0.0,
     batch_size: int | Sequence[int] = 32,
     time_limit_s: float = 60.0,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    collate_fn: Callable[[list[Any]], object] | None = None,
+    transform: Callable[[Any], object] | None = None,
     allow_pickle: bool = False,
     progress: bool = True,
 ) -> Advice:
@@ -158,7 +158,7 @@ def advise(
 _BAR = "{desc}: {n:.0f} of at most {total} s |{bar}|"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -183,7 +183,7 @@ def _step_s(step_ms: float, size: int, first_size: int) -> float:
     return step_ms / 1000 * size / first_size
 
 
-def _advised(forecast: Forecast, cached: str, collate_fn: Any) -> Advised:
+def _advised(forecast: Forecast, cached: str, collate_fn: object) -> Advised:
     """Return a setting; ``cached`` has more arguments of `CachedDataset`."""
     setting = forecast.setting
     limit = float(f"{setting.limit_bytes / GIB:.3g}")

@@ -90,7 +90,7 @@ class EpochCounter:
     def _living(self) -> list[Any]:
         return [loader for loop in self._loops if (loader := loop()) is not None]
 
-    def loop_begins(self, cache: HasCounts, loader: Any, expected: bool) -> None:
+    def loop_begins(self, cache: HasCounts, loader: object, expected: bool) -> None:
         """Note that a loop over a loader begins. ``expected``: whether an earlier one must have asked the cache for samples."""
         again, gone = any(each is loader for each in self._living), bool(self._loops) and not self._living
         self._note_requests(cache, "loop", "a loop over a loader" if again and expected else None)

@@ -17,7 +17,7 @@ _EACH_S, _SOON_S = 0.02, 0.001  # between looks; between the first ones, so that
 _FIRST = 16
 
 
-def look(wait: Callable[[float], Any] = time.sleep) -> tuple[Any, bool]:
+def look(wait: Callable[[float], object] = time.sleep) -> tuple[Any, bool]:
     """Return the result of ``wait(LOOK_S)``, and whether it ended late, because another thread held the GIL.
 
     A thread that sleeps for a moment has to take the GIL to go on. Time spent waiting for a CPU does not count, because other

@@ -24,12 +24,12 @@ def span(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
-def in_spans(name: str, values: Iterable[Any]) -> Iterable[Any]:
+def in_spans(name: str, values: Iterable[object]) -> Iterable[Any]:
     """Return an iterable of the same values, each made within `span`. A list is complete already, and is returned as it is."""
     return _in_spans(name, values) if profiler._is_profiler_enabled and not isinstance(values, list) else values
 
 
-def _in_spans(name: str, values: Iterable[Any]) -> Iterator[Any]:
+def _in_spans(name: str, values: Iterable[object]) -> Iterator[Any]:
     iterator = iter(values)
     while True:
         with span(name):

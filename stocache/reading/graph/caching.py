@@ -139,7 +139,7 @@ class SharedCacher(IterDataPipe[Any]):
                 key = operator.index(key_fn(element))
             yield self._value(key, element)
 
-    def _value(self, key: int, element: Any) -> Any:
+    def _value(self, key: int, element: object) -> Any:
         if self.key_fn is None and key >= self._dataset_len:  # the source is longer than its length
             return self._maps(element)
         if self._audit.is_due(1):
@@ -171,7 +171,7 @@ class SharedCacher(IterDataPipe[Any]):
 class _RandomError(Exception):
     """A value was made with random numbers, so it is not kept."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         super().__init__(value)
         self.value = value
 
@@ -189,12 +189,12 @@ class Maps:
             twin.datapipe = self._end
             self._end = twin
 
-    def __call__(self, element: Any) -> Any:
+    def __call__(self, element: object) -> Any:
         """Return the result for an element."""
         self.take(element)
         return self[0]
 
-    def take(self, element: Any) -> None:
+    def take(self, element: object) -> None:
         """Set the element that is mapped next."""
         self._element[:] = [element]
 
@@ -282,5 +282,5 @@ def _passes_through(pipe: Any) -> bool:
     return type(pipe) in _PASS_THROUGH or is_dispatching(pipe)
 
 
-def _is_map(pipe: Any) -> bool:
+def _is_map(pipe: object) -> bool:
     return type(pipe) is Mapper and holds_no_generator(pipe.fn)

@@ -106,7 +106,7 @@ class Feed(IterDataPipe[Any]):
         self._waiting: deque[Any] = deque()
         self._closed = False
 
-    def add(self, elements: Iterable[Any], closed: bool) -> None:
+    def add(self, elements: Iterable[object], closed: bool) -> None:
         """Add elements; ``closed`` says that they are the last."""
         self._waiting.extend(elements)
         self._closed = closed

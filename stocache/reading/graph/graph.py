@@ -75,7 +75,7 @@ def list_dps(graph: DataPipeGraph, exclude_dps: DataPipe | list[DataPipe] | None
     return found
 
 
-def find_dps(graph: DataPipeGraph, dp_type: type[Any]) -> list[DataPipe]:
+def find_dps(graph: DataPipeGraph, dp_type: type[object]) -> list[DataPipe]:
     """Return the pipes of a graph whose type is exactly ``dp_type``."""
     return [pipe for pipe in list_dps(graph) if type(pipe) is dp_type]
 
@@ -133,7 +133,7 @@ def sources(datapipe: DataPipe) -> list[DataPipe]:
     return _pipes_in(vars(datapipe).values())
 
 
-def _pipes_in(values: Iterable[Any]) -> list[DataPipe]:
+def _pipes_in(values: Iterable[object]) -> list[DataPipe]:
     # see NOTE [ How the graph is walked ]
     found: dict[int, DataPipe] = {}
     seen: set[int] = set()
@@ -164,7 +164,7 @@ def relink(holder: DataPipe, old: DataPipe, new: DataPipe) -> None:
             setattr(holder, name, _relinked(value, old, new))
 
 
-def _relinked(value: Any, old: DataPipe, new: DataPipe) -> Any:
+def _relinked(value: object, old: DataPipe, new: DataPipe) -> Any:
     """Return a value with ``new`` for ``old``. Lists, dicts and sets are changed in place; tuples are rebuilt."""
     if value is old:
         return new
@@ -218,7 +218,7 @@ def _clone_pipes(datapipe: DataPipe) -> DataPipe:
     return copies[id(datapipe)]
 
 
-def _unshared(value: Any) -> Any:
+def _unshared(value: object) -> Any:
     """Return a copy of a container, and of those inside it that hold pipes; other values unchanged."""
     if not isinstance(value, _CONTAINERS):
         return value

@@ -159,7 +159,7 @@ class PinMemory(Prefetcher):
     """
 
     def __init__(
-        self, source_datapipe: IterDataPipe[Any], device: Any = None, pin_memory_fn: Callable[[Any, Any], Any] = _pin
+        self, source_datapipe: IterDataPipe[Any], device: Any = None, pin_memory_fn: Callable[[Any, Any], object] = _pin
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError("pin_memory needs CUDA, and torch.cuda.is_available() is False. Leave the pipe out.")

@@ -37,7 +37,7 @@ class Skip(IterDataPipe[Any]):
         yield from iterator
 
 
-def drop(iterator: Iterator[Any], count: int) -> None:
+def drop(iterator: Iterator[object], count: int) -> None:
     """Take the first ``count`` elements of an iterator, or all if it has fewer."""
     for _ in zip(range(count), iterator, strict=False):  # islice takes no count above sys.maxsize, which a state may have
         pass

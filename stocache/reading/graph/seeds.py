@@ -153,7 +153,7 @@ def dist_share_seed(seed: int, process_group: Any = None) -> int:
     return int(shared.item()) + _LIMIT // 2
 
 
-def holds_no_generator(fn: Any) -> bool:
+def holds_no_generator(fn: object) -> bool:
     """Whether a function, with all objects it refers to, holds no random number generator."""
     seen: set[int] = set()
     waiting: list[Any] = [fn]

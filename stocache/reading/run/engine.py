@@ -226,7 +226,7 @@ def _pickled(epoch: ReplicaEpoch | None) -> bytes:
 class _Requests:
     """A sampler that calls a method for each element, until it returns None. It does not keep the method's object alive."""
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
+    def __init__(self, ask: Callable[[], object]) -> None:
         self._ask = weakref.WeakMethod(ask)
 
     def __iter__(self) -> Iterator[Any]:
