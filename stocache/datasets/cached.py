@@ -28,7 +28,6 @@ from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import follow, is_part
 from stocache.datasets.proxy import DatasetProxy
 from stocache.datasets.stored import StorageDataset
-from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap
 from stocache.disk.tiers import Tiers
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.loading import in_children_or_here, run_here
@@ -172,6 +171,8 @@ class CachedDataset(DatasetProxy[_T]):
         on_change: OnChange = "uncached",
     ) -> None:
         given = locals()
+        from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap  # here: loaders start faster
+
         self._len = check_dataset(dataset)
         self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
@@ -507,7 +508,7 @@ class CachedDataset(DatasetProxy[_T]):
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
 
 
-def _those_of(options: type[CacheOptions | SampleOptions], given: dict[str, Any]) -> dict[str, Any]:
+def _those_of(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return those of the given arguments that are fields of a class of options."""
     return {field.name: given[field.name] for field in dataclasses.fields(options) if field.name in given}
 

@@ -40,7 +40,6 @@ from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
-from stocache.observe.choice import GilTrial, choose_method, with_chosen_workers
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
@@ -56,9 +55,10 @@ from stocache.system.objects import TorchLoader
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
 
-if TYPE_CHECKING:  # nothing of a GPU is imported without ``device``
+if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
     from stocache.loader.device.batches import DeviceStage
     from stocache.loader.device.gathering import DeviceStats
+    from stocache.observe.choice import GilTrial
 
 logger = logging.getLogger("stocache")
 
@@ -191,6 +191,8 @@ class DataLoader(ResumableLoader[_T]):
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
         if arguments.get("num_workers") == "auto":
+            from stocache.observe.choice import with_chosen_workers  # here, as imports are half of the time of `stocache run`
+
             arguments = with_chosen_workers(dataset, arguments, DataLoader)
             args, kwargs = (), arguments
         alone = arguments.get("num_workers", 0) == 0
@@ -207,7 +209,8 @@ class DataLoader(ResumableLoader[_T]):
         self.sample_seed = as_sample_seed(sample_seed, dataset)
         if worker_method not in METHODS:
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
-        self.worker_method, self._trial = worker_method, GilTrial(self._start_method == "fork")
+        self.worker_method = worker_method
+        self._trial: GilTrial | None = None  # of worker_method="auto"
         self.device, self.device_limit_gib = None if device is None else _as_device(device), device_limit_gib
         self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
         self._warned: set[str] = set()  # warnings about worker threads that were logged
@@ -292,6 +295,9 @@ class DataLoader(ResumableLoader[_T]):
             self._pool = Pool(self._pins)
         method = self.worker_method
         if method == "auto" and not alone:
+            from stocache.observe.choice import GilTrial, choose_method
+
+            self._trial = self._trial or GilTrial(self._start_method == "fork")
             method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
         self._uses_threads = method == "thread" and not alone
         order = self._order()

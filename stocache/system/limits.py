@@ -16,8 +16,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import psutil
-
 from stocache.errors import LimitError
 
 logger = logging.getLogger("stocache")
@@ -243,6 +241,8 @@ def memory() -> Memory:
 
 
 def _machine_memory() -> Memory:
+    import psutil  # here: a loader without a cache starts faster
+
     try:
         machine = psutil.virtual_memory()
     except OSError:  # /proc is hidden: then the free bytes, without those of the page cache
