@@ -112,7 +112,7 @@ def test_a_test_that_leaves_something_fails_and_a_failure_says_how_to_repeat_it(
     )
     (tmp_path / "pytest.ini").write_text("[pytest]")
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "--seed", "7", "-n", "0", tmp_path]
+    command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "no:randomly", "--seed", "7", "-n", "0", tmp_path]
     run = run_python(*command, ok=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout_s=200)
     assert re.findall(r"^ERROR .*::test_leaves_(\w+)", run.stdout, re.MULTILINE) == ["a_descriptor", "a_file"], run.stdout
     assert "1 failed, 3 passed, 2 errors" in run.stdout

@@ -102,6 +102,11 @@ class Server(ThreadingMixIn, WSGIServer):
         finally:
             self._free.release()
 
+    def service_actions(self) -> None:
+        """End where a signal has asked for it; see `until_ended`."""
+        if _ended:
+            raise KeyboardInterrupt
+
     def handle_error(self, request: object, client_address: Any) -> None:
         """Do not print a traceback of a client's error."""
         logger.debug("a scrape failed", exc_info=True)
@@ -154,17 +159,29 @@ def open_server(addresses: list[_Address], registry: CollectorRegistry) -> Serve
     raise OSError(errno.EADDRNOTAVAIL, "there is no address")
 
 
+_ended = False
+
+
 @contextlib.contextmanager
 def until_ended() -> Iterator[None]:
-    """Leave the block at Ctrl-C and at SIGTERM, without an error."""
+    """Leave the block at Ctrl-C and at SIGTERM, without an error.
+
+    An error that a signal's handler raises is lost if the signal comes within a finalizer. So a `Server` looks again.
+    """
+    global _ended
+    _ended = False
 
     def end(*_: Any) -> None:
+        global _ended
+        _ended = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    numbers = signal.SIGTERM, *([signal.SIGINT] if signal.getsignal(signal.SIGINT) != signal.SIG_IGN else [])
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -379,6 +379,18 @@ def test_a_block_that_is_ended_by_ctrl_c_is_left_without_an_error():
     assert signal.getsignal(signal.SIGTERM) == at_sigterm
 
 
+def test_a_signal_within_a_finalizer_ends_the_server(monkeypatch):
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)  # the error of its handler is lost here
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
+    opened = metrics_server.open_server(metrics_server.resolve("0", False), metrics.registry_of())
+    with metrics_server.until_ended(), opened:
+        Dying()
+        opened.serve_forever(poll_interval=0.02)
+
+
 @pytest.fixture
 def server():
     """A server of this process."""

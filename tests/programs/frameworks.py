@@ -169,9 +169,30 @@ def ultralytics(wrap, folder):
     return losses, labels
 
 
+def steps(wrap, folder):
+    """Train for a number of steps, whatever an epoch is, as gsplat's trainer does."""
+    loader = torch.utils.data.DataLoader(
+        wrap(Points(64, as_dict=True)), 8, shuffle=True, num_workers=2, persistent_workers=True
+    )
+    layer, batches, losses = nn.Linear(8, 3), iter(loader), []
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _step in range(24):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            batch = next(batches)
+        loss = functional.cross_entropy(layer(batch["x"]), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 FRAMEWORKS = {
     function.__name__: function for function in (lightning, accelerate, transformers, ignite, torchvision, timm, ultralytics)
-}
+} | {"torch.steps": steps}
 
 
 def main(wrap, folder, of):
