@@ -2,6 +2,7 @@
 
 from . import errors as errors
 from . import loader as loader
+from .cache.keyed.cache import KeyedCache as KeyedCache
 from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
@@ -13,6 +14,8 @@ from .cache.states import SlotState as SlotState
 from .compat import SharedCacheDDP as SharedCacheDDP
 from .compat import get_shm_size as get_shm_size
 from .datasets.cached import CachedDataset as CachedDataset
+from .datasets.functions import cache_method as cache_method
+from .datasets.functions import cached as cached
 
 # Preparing
 from .datasets.stored import StorageDataset as StorageDataset

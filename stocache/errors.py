@@ -8,6 +8,7 @@ StocacheError
 ├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype does not fit the slots
 ├── SampleIndexError  (IndexError)                  an index is not an integer, or lies outside the dataset or the cache
 ├── SlotError         (RuntimeError)                a slot is empty and cannot be read, or is set and cannot be overwritten
+├── CacheKeyError     (TypeError, ValueError)       a key of a KeyedCache is of another type, or NaN
 ├── CacheNameError    (ValueError)                  a name cannot name a cache, or options need a name
 ├── CodecError        (ValueError)                  a codec does not exist, or is not installed
 ├── DatasetError      (TypeError)                   a dataset cannot be cached by index
@@ -50,6 +51,10 @@ class SlotError(StocacheError, RuntimeError):
 
 class SegmentError(StocacheError, OSError):
     """Shared memory cannot be allocated or attached to."""
+
+
+class CacheKeyError(StocacheError, TypeError, ValueError):
+    """A key of a `KeyedCache` is of a type whose bytes may differ between processes or change, or it is NaN."""
 
 
 class CacheNameError(StocacheError, ValueError):

@@ -90,7 +90,7 @@ def test_the_package_exports_a_sorted_all_that_exists_and_shares_no_name_with_a_
 
 def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     classes = [item for item in vars(errors).values() if isinstance(item, type)]
-    assert len(classes) == 19
+    assert len(classes) == 20
     for item in classes:
         assert issubclass(item, errors.StocacheError)
         assert item.__name__ in errors.__doc__

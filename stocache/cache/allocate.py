@@ -196,8 +196,12 @@ class Proof:
         return {**self.facts, "probed": " ".join(f"{idx}:{digest}" for idx, digest in self.samples.items())}
 
 
-def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None = None) -> tuple[Segment, int]:
+def open_memory(
+    layout: CacheLayout, options: CacheOptions, proof: Proof | None = None, job: Job | None = None
+) -> tuple[Segment, int]:
     """Return the segment of a cache, and its capacity. It may be one that exists: of that name, or of another rank of this job.
+
+    ``job``: the processes that share a cache without a name, if they are others than the ranks of this job.
 
     If the machine gives no shared memory, the backing of the segment is "none", and the capacity 0.
 
@@ -210,7 +214,7 @@ def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None 
     """
     limit, name = options.size_limit_gib, options.name
     if name is None:
-        return _open_shared(layout, options, proof)
+        return _open_shared(layout, options, proof, job or job_here())
     identity = {"dataset_len": layout.dataset_len, **layout.identity}
     if limit != "auto":  # which differs from rank to rank: they look at different moments
         identity[layout.unit] = layout.capacity_of(limit)
@@ -249,9 +253,8 @@ def open_memory(layout: CacheLayout, options: CacheOptions, proof: Proof | None 
     return segment, capacity
 
 
-def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None) -> tuple[Segment, int]:
+def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> tuple[Segment, int]:
     """Return the segment of a cache without a name, and its capacity: that of another rank, or a new one."""
-    job = job_here()
     if not options.share_ranks or job.alone:
         if job.alone:
             _warn_of_containers(job.ranks)

@@ -45,16 +45,57 @@ logger = logging.getLogger("stocache")
 _PART_S = 0.02  # samples that were loaded in this time are published together
 
 _T = TypeVar("_T", default=Any)  # the samples
+_K = TypeVar("_K")  # what identifies them
 _Indices = NDArray[np.int64]
 
 
-class _Loading(threading.local):
+class Nesting(threading.local):
     """Whether this thread is loading samples, or a block, under its own claims; see NOTE [ Nested loads ]."""
 
     samples = block = False
 
 
-_loading = _Loading()
+nesting = Nesting()
+
+
+def load_in_parts(
+    keys: list[_K], load: Callable[[list[_K]], Iterable[object]], segment: Segment
+) -> Iterator[tuple[list[_K], list[Any], list[float]]]:
+    """Load samples, in parts that take `_PART_S` each. Yield the keys of a part, its samples, and their costs.
+
+    The keys, such as indices, are all different. The cost of a sample is its share of the call, and the seconds that the result
+    of the call takes to yield it. Misses are counted in the segment.
+
+    Raises:
+        ValueError: there are fewer or more samples than keys.
+    """
+    if not keys:
+        return
+    started = began = time.perf_counter()
+    with span(LOAD):
+        values = load(keys)
+    segment.count(MISSES, len(keys))
+    share_s, began = (time.perf_counter() - began) / len(keys), time.perf_counter()
+    part: list[_K] = []
+    loaded: list[Any] = []
+    costs_s: list[float] = []
+    try:
+        for key, value in zip(keys, in_spans(LOAD, values), strict=True):
+            part.append(key)
+            loaded.append(value)
+            now = time.perf_counter()
+            costs_s.append(share_s + now - began)
+            began = now
+            if now - started > _PART_S and type(values) is not list:  # a list was made at once
+                yield part, loaded, costs_s
+                part, loaded, costs_s = [], [], []
+                started = began = time.perf_counter()
+    except Exception:
+        if part:
+            yield part, loaded, costs_s
+        raise
+    if part:
+        yield part, loaded, costs_s
 
 
 class SampleCache(PublishingCache[_T]):
@@ -125,14 +166,14 @@ class SampleCache(PublishingCache[_T]):
         if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
-        outer, taken = _loading.samples, set[int]()
+        outer, taken = nesting.samples, set[int]()
         try:
             if self.fillable(idx):
-                if outer or _loading.block:  # see NOTE [ Nested loads ]
+                if outer or nesting.block:  # see NOTE [ Nested loads ]
                     self._claims.to_load([idx], taken)
                 else:
                     self._claims.wait_to_load(idx, taken, timeout_s, lambda: self._states[idx] == SET)
-            _loading.samples = outer or bool(taken)
+            nesting.samples = outer or bool(taken)
             value = self.hit(idx, copy)
             if value is MISSING:
                 began = time.perf_counter()
@@ -145,7 +186,7 @@ class SampleCache(PublishingCache[_T]):
                 self._judge(idx, value)
             return value
         finally:
-            _loading.samples = outer
+            nesting.samples = outer
             if taken:
                 self._claims.end_loading(taken)
 
@@ -212,16 +253,16 @@ class SampleCache(PublishingCache[_T]):
         for row, idx in enumerate(indices.tolist()):
             if samples[row] is MISSING:
                 rows.setdefault(idx, row)
-        outer, taken, states = _loading.samples, set[int](), self._states
+        outer, taken, states = nesting.samples, set[int](), self._states
         try:
             empty = [idx for idx in rows if states[idx] == EMPTY and idx not in claimed]
             if empty:
                 self._claims.to_load(empty, taken)
-            _loading.samples = outer or bool(taken)
+            nesting.samples = outer or bool(taken)
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
             if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET or self._is_doubted(idx)]  # set meanwhile
-            for part, values, costs_s in self._loaded(missing, load):
+            for part, values, costs_s in load_in_parts(missing, load, self._segment):
                 self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
                 places = [rows[idx] for idx in part]
                 for row, value in zip(places, values, strict=True):
@@ -231,7 +272,7 @@ class SampleCache(PublishingCache[_T]):
                     for idx, value in zip(part, values, strict=True):
                         self._judge(idx, value)
         finally:
-            _loading.samples = outer
+            nesting.samples = outer
             if taken:
                 self._claims.end_loading(taken)
 
@@ -256,41 +297,6 @@ class SampleCache(PublishingCache[_T]):
                 sample = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict)
             yield sample
 
-    def _loaded(
-        self, indices: list[int], load: Callable[[list[int]], Iterable[object]]
-    ) -> Iterator[tuple[list[int], list[Any], list[float]]]:
-        """Load samples, in parts that take `_PART_S` each. Yield the indices of a part, its samples, and their costs.
-
-        The cost of a sample is its share of the call, and the seconds that the result of the call takes to yield it.
-        """
-        if not indices:
-            return
-        started = began = time.perf_counter()
-        with span(LOAD):
-            values = load(indices)
-        self._segment.count(MISSES, len(indices))
-        share_s, began = (time.perf_counter() - began) / len(indices), time.perf_counter()
-        part: list[int] = []
-        loaded: list[Any] = []
-        costs_s: list[float] = []
-        try:
-            for idx, value in zip(indices, in_spans(LOAD, values), strict=True):
-                part.append(idx)
-                loaded.append(value)
-                now = time.perf_counter()
-                costs_s.append(share_s + now - began)
-                began = now
-                if now - started > _PART_S and type(values) is not list:  # a list was made at once
-                    yield part, loaded, costs_s
-                    part, loaded, costs_s = [], [], []
-                    started = began = time.perf_counter()
-        except Exception:
-            if part:
-                yield part, loaded, costs_s
-            raise
-        if part:
-            yield part, loaded, costs_s
-
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
         """Claim samples that are not cached; add to ``taken`` those that can be, and that nobody else is loading.
 
@@ -311,11 +317,11 @@ class SampleCache(PublishingCache[_T]):
 
     def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
-        outer, _loading.samples = _loading.samples, True
+        outer, nesting.samples = nesting.samples, True
         try:
             return list(load(indices))
         finally:
-            _loading.samples = outer
+            nesting.samples = outer
 
     def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
@@ -346,36 +352,36 @@ class SampleCache(PublishingCache[_T]):
     @contextlib.contextmanager
     def free_to_wait(self) -> Iterator[None]:
         """Let this thread wait for samples, although it loads those of another cache. See NOTE [ Nested loads ]."""
-        outer, _loading.samples = _loading.samples, False
+        outer, nesting.samples = nesting.samples, False
         try:
             yield
         finally:
-            _loading.samples = outer
+            nesting.samples = outer
 
     @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
         """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Yield these."""
-        outer, taken = _loading.samples, set[int]()
+        outer, taken = nesting.samples, set[int]()
         try:
             self.claim_to_load(list(indices), taken)
-            _loading.samples = outer or bool(taken)
+            nesting.samples = outer or bool(taken)
             yield sorted(taken)
         finally:
-            _loading.samples = outer
+            nesting.samples = outer
             self.end_loading(taken)
 
     @contextlib.contextmanager
     def claim(self, number: int, timeout_s: float = 10.0) -> Iterator[None]:
         """Exclude all threads and processes that claim the same number, say of a block. Wait ``timeout_s`` at most for them."""
-        outer, taken = _loading.block, set[int]()
+        outer, taken = nesting.block, set[int]()
         try:
             if self._segment.holder:
                 word = self._dataset_len + number % BLOCKS
                 self._claims.wait_to_load(word, taken, 0.0 if outer else timeout_s, lambda: False)
-            _loading.block = True
+            nesting.block = True
             yield
         finally:
-            _loading.block = outer
+            nesting.block = outer
             self.end_loading(taken)
 
     def clear(self) -> None:

@@ -22,7 +22,7 @@ from stocache.shm.segment import FREE_THREADED, Segment
 
 logger = logging.getLogger("stocache")
 
-_Self = TypeVar("_Self", bound="SampleStates")
+_Self = TypeVar("_Self", bound="Attached")
 _Indices = NDArray[np.int64]
 
 
@@ -89,19 +89,51 @@ class SampleStore(Protocol):
         """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples."""
 
 
-class SampleStates:
+class Attached:
+    """What is attached to a segment until it is closed."""
+
+    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_claims")
+    """Attributes that hold memory. close() deletes them."""
+
+    _segment: Segment
+
+    @property
+    def shared_name(self) -> str | None:
+        """The name under which other processes find the cache; None for a cache without a name."""
+        return None if self._segment.path is None else os.path.basename(self._segment.path)
+
+    def close(self) -> None:
+        """Release the memory in this process. The machine has it back when all processes have done so. Twice is fine.
+
+        Views of the memory (``copy=False``) stay valid, and keep it.
+        """
+        for name in self._RELEASED:
+            self.__dict__.pop(name, None)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called in this process."""
+        return "_segment" not in self.__dict__
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:  # else every misspelt attribute would pass
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Called only for missing attributes; a check in each method would cost time
+            if name in self._RELEASED:
+                raise ClosedError("the cache is closed. Make a new one, or close it later.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class SampleStates(Attached):
     """The state of each sample of a cache, and the samples that are set. `SampleCache` is the whole cache."""
 
-    _RELEASED: ClassVar[tuple[str, ...]] = (
-        "_segment",
-        "_states",
-        "_aux",
-        "_store",
-        "_load",
-        "_claims",
-        "_agreement",
-    )
-    """Attributes that hold memory. close() deletes them."""
+    _RELEASED = (*Attached._RELEASED, "_states", "_aux", "_store", "_load", "_agreement")
 
     thread_safe = True  # worker threads share it
 
@@ -213,11 +245,6 @@ class SampleStates:
         return self._dataset_len
 
     @property
-    def shared_name(self) -> str | None:
-        """The name under which other processes find the cache; None for a cache without a name."""
-        return None if self._segment.path is None else os.path.basename(self._segment.path)
-
-    @property
     def aux_array(self) -> Tensor:
         """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
         return self._aux
@@ -226,33 +253,6 @@ class SampleStates:
     def _own(self) -> Any:
         """The cache of this rank alone; None where there is no agreement with other ranks. See NOTE [ Ranks that agree ]."""
         return None if self._agreement is None else self._agreement.own
-
-    def close(self) -> None:
-        """Release the memory in this process. The machine has it back when all processes have done so. Twice is fine.
-
-        Views of the memory (``copy=False``) stay valid, and keep it.
-        """
-        for name in self._RELEASED:
-            self.__dict__.pop(name, None)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called in this process."""
-        return "_segment" not in self.__dict__
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    if not TYPE_CHECKING:  # else every misspelt attribute would pass
-
-        def __getattr__(self, name: str) -> NoReturn:
-            # Called only for missing attributes; a check in each method would cost time
-            if name in self._RELEASED:
-                raise ClosedError("the cache is closed. Make a new one, or close it later.")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _index(self, idx: Any, call: str) -> int:
         self._segment  # noqa: B018  raises when closed

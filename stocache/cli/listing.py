@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import psutil
 
 from stocache.cache import arena
+from stocache.cache.keyed.layout import BY_KEY, count_keys
+from stocache.cache.keyed.layout import CONTROL_BYTES as KEYED_CONTROL
 from stocache.cache.stats import OOB, SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
@@ -228,6 +230,11 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
         if "disk" in identity:
             folder, limit = str(identity["disk"]), parse_size(str(identity.get("limit")), "disk_limit")
             amounts = _amounts_on_disk(fd, layout, samples, filled, limit) | {"slots": samples - outside}
+        elif identity.get("samples") == BY_KEY:
+            control = os.pread(fd, min(KEYED_CONTROL, layout.control_bytes), layout.control_at)
+            samples = filled = count_keys(control)
+            used = arena.amounts(control, filled, facts["capacity"], filled)
+            amounts = {"reserved_bytes": layout.count_reserved(fd)} | used
         else:
             amounts = {"reserved_bytes": layout.count_reserved(fd)} | _amounts(fd, layout, facts, filled)
         stats = CacheStats.of(sum_rows(rows), dataset_len=samples, filled=filled, **amounts)

@@ -24,7 +24,7 @@ from stocache.system.limits import MIB, format_size
 
 logger = logging.getLogger("stocache")
 
-REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING = 1, 2, 4  # bits of the byte of given warnings
+REFUSED_WARNING, REJECTED_WARNING, DISK_WARNING, FULL_WARNING = 1, 2, 4, 8  # bits of the byte of given warnings
 
 _AT_ONCE = 16 * MIB  # bytes that are reserved under one lock
 _LOOKED_AT_EVERY = 16 * MIB  # bytes that a process reserves at most before it looks again how much memory is left

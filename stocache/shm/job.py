@@ -33,6 +33,7 @@ _OF_RAY = ("RAY_RAYLET_PID",)  # also in tasks that are not ranks
 _RANKS = (_OF_TORCH, _OF_MPI, _OF_SLURM, _OF_RAY)
 """Variables that a launcher sets for each rank. Those of torchrun come first: Slurm may have started torchrun."""
 _RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
+_ROOT = "STOCACHE_ROOT"  # of a tree of processes: the number and the start time of the first
 _STARTS_ONE_JOB = "python"  # programs with such a name start one job each
 
 
@@ -64,6 +65,15 @@ def job_here() -> Job:
     if parent is not None and parent.pid is not None and (_is_rank() or get_worker_info() is not None):
         return Job(_key(parent.pid), True, max(1, ranks))
     return Job(_key(pid), ranks > 1 and _is_rank(), max(1, ranks))
+
+
+def job_of_process_tree() -> Job:
+    """Return this process and all that it starts, as a job. The first process to ask is the root.
+
+    Its children inherit a variable. So a module that is imported in a spawned child finds what it has made in the parent.
+    """
+    root = os.environ.setdefault(_ROOT, _key(os.getpid()))
+    return Job(f"tree {root}", True, 1)
 
 
 def _is_rank() -> bool:

@@ -59,11 +59,12 @@ def callable_text(function: Any) -> str:
     if code is None or not ("<" in named.__qualname__ or named.__module__ in ("__main__", "__mp_main__")):
         return text
     cells = [_value_text(cell.cell_contents) for cell in named.__closure__ or () if cell != CellType()]
-    values = [_code_text(code), _value_text(named.__defaults__), _value_text(named.__kwdefaults__), *cells]
+    values = [code_text(code), _value_text(named.__defaults__), _value_text(named.__kwdefaults__), *cells]
     return f"{text.replace('__mp_main__', '__main__')} {checksum(repr(values).encode('utf-8', 'surrogatepass'))}"
 
 
-def _code_text(code: CodeType) -> str:
+def code_text(code: CodeType) -> str:
+    """Return a text that is the same for code that does the same: its instructions, names and constants."""
     values = [_value_text(value) for value in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, values))
 
@@ -71,7 +72,7 @@ def _code_text(code: CodeType) -> str:
 def _value_text(value: object) -> str:
     """Return the text of a value that code refers to; for other objects their type, because a repr may hold an address."""
     if isinstance(value, CodeType):
-        return _code_text(value)
+        return code_text(value)
     if isinstance(value, frozenset | set):
         return f"set({sorted(map(_value_text, value))})"
     if isinstance(value, tuple | list):
@@ -81,5 +82,5 @@ def _value_text(value: object) -> str:
     if isinstance(value, str | bytes | int | float | complex | None):
         return repr(value)
     if isinstance(value, FunctionType):  # which may close over itself
-        return f"{value.__module__}.{value.__qualname__} {_code_text(value.__code__)}"
+        return f"{value.__module__}.{value.__qualname__} {code_text(value.__code__)}"
     return f"{type(value).__module__}.{type(value).__qualname__}"

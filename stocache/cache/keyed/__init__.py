@@ -1,0 +1,1 @@
+"""Parts of samples, cached by key."""

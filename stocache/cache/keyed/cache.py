@@ -1,0 +1,502 @@
+"""KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
+from typing import Any, Generic, Literal
+
+from typing_extensions import TypeVar
+
+from stocache.cache.allocate import CacheLayout, open_memory
+from stocache.cache.arena import MEMORY_REFUSED, NO_ROOM
+from stocache.cache.base import load_in_parts, nesting
+from stocache.cache.keyed.keys import Key, decode, key_of
+from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
+from stocache.cache.keyed.table import KeyTable
+from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.records import RecordStore
+from stocache.cache.states import Attached
+from stocache.cache.stats import FILLS, HITS, LOAD_NS, MISSES, MISSING, RACES, REFUSED, REJECTED, CacheStats
+from stocache.errors import BusyError, SampleError, SlotError
+from stocache.observe.recording.spans import LOAD, span
+from stocache.samples.record_encoder import HEAD, EncodedRecord
+from stocache.shm.claims import BLOCKS, Claims
+from stocache.shm.extents import FULL_WARNING, REJECTED_WARNING
+from stocache.shm.job import Job, job_of_process_tree
+from stocache.shm.segment import FREE_THREADED, Segment
+from stocache.system.limits import format_size
+from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
+
+logger = logging.getLogger("stocache")
+
+_CLAIMS = 1 << 14
+"""Words of claims. Keys whose hashes have one word exclude each other: one is loaded after the other."""
+_RACED = -4  # in place of an offset, beside NO_ROOM and MEMORY_REFUSED: the key is there by now
+_MOST_MISSED = 1 << 16  # keys that a process remembers to have missed
+
+_K = TypeVar("_K", default=Any)
+_T = TypeVar("_T", default=Any)
+
+
+class KeyedStore(RecordStore):
+    """Records of values, behind the bytes of their keys. The slot of a value is the offset of its record."""
+
+    def __init__(self, segment: Segment, options: CacheOptions) -> None:
+        super().__init__(segment, 0, options)
+        self._offsets: Any = range(segment.data_bytes)  # each slot is its own offset
+
+    def place(self, key: Key, record: EncodedRecord) -> tuple[int, int]:
+        """Take room for a key and its record: as `RecordStore.write_many` does for samples. With the arena's lock held."""
+        number = self.arena.number_of(record.treedef)
+        return (self.arena.take(len(key[0]) + record.room) if number >= 0 else number), number
+
+    def write(self, key: Key, record: EncodedRecord, at: int, number: int) -> None:
+        """Write a key and its record."""
+        head = HEAD.pack(record.nbytes, number, record.packed)
+        self._write(at, [key[0], head, *record.leaves, record.tail], len(key[0]) + record.room)
+
+
+class KeyedCache(Attached, Generic[_K, _T]):
+    """A cache in shared memory for values that have keys: one copy for all samples, workers, ranks and runs that need one.
+
+        frames = KeyedCache(size_limit_gib=32)
+        frame = frames.get_or_load((path, number), lambda key: decode(*key))
+
+    A key is a str, bytes, int, bool, None, float, enum member or path, or a tuple of these. 1, 1.0 and True are three keys. A
+    value is what a sample of a `RaggedCache` may be: tensors, arrays, numbers, texts, images, in any containers. It comes back
+    equal. Nothing is evicted. When the cache is full, further keys are loaded each time, with one warning.
+
+    Make it before worker processes start, or give it a name: a cache without a name is shared with the processes that get it,
+    by fork or pickled, and with no others.
+
+    Args:
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
+        codec: "zstd" or "lz4" to compress values without loss.
+        allow_pickle: True to pickle objects that cannot be stored otherwise.
+        name, persist, fingerprint, on_busy: to share the cache with other ranks, jobs and later runs. `CacheOptions` describes
+            all options in full.
+
+    Raises:
+        LimitError: the limit is not a size, or leaves no room.
+        CodecError: the codec is unknown, or not installed.
+        CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
+    """
+
+    _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load")
+
+    thread_safe = True  # worker threads share it
+
+    def __init__(
+        self,
+        size_limit_gib: float | str = "auto",
+        *,
+        name: str | None = None,
+        persist: bool = False,
+        fingerprint: str | None = None,
+        on_busy: OnBusy = "uncached",
+        codec: Literal["zstd", "lz4"] | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        options = CacheOptions(
+            size_limit_gib,
+            name=name,
+            persist=persist,
+            fingerprint=fingerprint,
+            on_busy=on_busy,
+            codec=codec,
+            allow_pickle=allow_pickle,
+            share_ranks=fingerprint is not None,  # else nothing says that their values are equal
+        )
+        self._open(options)
+
+    def _open(self, options: CacheOptions, job: Job | None = None) -> None:
+        codec, allow_pickle = options.codec, options.allow_pickle
+        layout = CacheLayout(_CLAIMS, CONTROL_BYTES, {"samples": BY_KEY, "codec": codec, "allow_pickle": allow_pickle})
+        segment, _ = open_memory(layout, options, job=job)
+        self.__setstate__((options, segment))
+        logger.info("%r", self)
+
+    @classmethod
+    def of_process_tree(cls, options: CacheOptions) -> "KeyedCache[Any, Any]":
+        """Return a cache with these options, among them a fingerprint; in children of this process, the same cache."""
+        cache = cls.__new__(cls)
+        cache._open(options, job_of_process_tree())
+        return cache
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._options, self._segment
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._options, segment = state
+        self._segment: Segment = segment
+        self._store = KeyedStore(segment, self._options)
+        self._arena, self._load = self._store.arena, self._store.load
+        self._table = KeyTable(segment, self._arena)
+        self._claims = Claims(segment, _CLAIMS)
+        self._missed: set[bytes] = set()  # prefixes of keys that this process has missed, and not yet put
+        self._full = segment.data_bytes == 0
+        if self._full:
+            segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
+        self._warned_of_unreadable = False
+
+    # ------------------------------------------------------------------------------------------------ reading
+
+    def get(self, key: _K, default: Any = None, *, copy: bool = True) -> Any:
+        """Return the value of a key, or ``default`` where it is not cached.
+
+        Args:
+            key: see the class.
+            copy: False returns a view of the shared memory itself: writing to it changes what others read.
+
+        Raises:
+            CacheKeyError: the key is of another type, or NaN.
+
+        Safe from any process and thread; a hit takes no lock. Copies the bytes of the value.
+        """
+        found = key_of(key)
+        value = self.hit(found, copy)
+        if value is not MISSING:
+            return value
+        self._segment.count(MISSES)
+        if self._fillable() and len(self._missed) < _MOST_MISSED:
+            self._missed.add(found[0])
+        return default
+
+    def __contains__(self, key: _K) -> bool:
+        return self._table.find(key_of(key)) >= 0
+
+    def __len__(self) -> int:
+        """Return how many keys are cached."""
+        return len(self._table)
+
+    def keys(self) -> Iterator[_K]:
+        """Yield the keys that are cached, in no order. Paths come as `Path`, and numbers of numpy as Python's.
+
+        Raises:
+            CacheKeyError: one is a member of an enum whose module is not imported here.
+        """
+        return map(decode, self._table.texts())
+
+    def as_mapping(self) -> "KeyedMapping":
+        """Return the cache as a mutable mapping, for programs that keep a dict. Its keys cannot be deleted or set again."""
+        return KeyedMapping(self)
+
+    def hit(self, key: Key, copy: bool) -> Any:
+        """Return the value of a stored key, else MISSING. Other methods try this first. A miss is not counted."""
+        slot = self._table.find(key)
+        if slot < 0:
+            return MISSING
+        value = self._load(slot, copy)
+        if value is not MISSING:
+            if FREE_THREADED:
+                self._segment.count(HITS)
+            else:
+                self._segment.counters[HITS] += 1  # faster, and the GIL keeps other threads from it
+        elif not self._warned_of_unreadable:
+            self._warned_of_unreadable = True
+            logger.warning("%s Until then such values are loaded again, and count as misses.", self._store.unreadable)
+        return value
+
+    # ------------------------------------------------------------------------------------------------ loading
+
+    def get_or_load(
+        self, key: _K, load: Callable[[_K], _T], *, copy: bool = True, strict: bool = True, timeout_s: float = 10.0
+    ) -> _T:
+        """Return the value of a key from the cache, or else from ``load(key)``, which is then cached.
+
+        If several threads, processes or jobs want a key that is not cached, one loads it and the others wait. A load may itself
+        ask for other keys: then it waits for nobody.
+
+        Args:
+            key: see the class.
+            load: called with ``key``. Its errors pass through; then the next caller loads the value.
+            copy: as in `get`.
+            strict: False returns a value that cannot be stored all the same: uncached, counted (``rejected``), and the first
+                one with a warning.
+            timeout_s: seconds to wait for another process that is loading the key, and may be stopped. Then this process loads
+                it too. A process that has died is not waited for.
+
+        Returns:
+            The value: a private copy, or the object that ``load`` returned.
+
+        Raises:
+            CacheKeyError: the key is of another type, or NaN.
+            SampleError: the value cannot be stored.
+        """
+        found = key_of(key)
+        value: _T = self.hit(found, copy)
+        if value is not MISSING:
+            return value
+        outer, taken, word = nesting.samples, set[int](), found[1] % _CLAIMS
+        try:
+            if self._fillable():
+                if outer or nesting.block:  # see NOTE [ Nested loads ]
+                    self._claims.to_load([word], taken)
+                else:
+                    self._claims.wait_to_load(word, taken, timeout_s, lambda: self._table.find(found) >= 0)
+            nesting.samples = outer or bool(taken)
+            value = self.hit(found, copy)
+            if value is MISSING:
+                began = time.perf_counter()
+                self._segment.count(MISSES)
+                with span(LOAD):
+                    value = load(key)
+                self._segment.count(LOAD_NS, int(1e9 * (time.perf_counter() - began)))
+                self._keep([found], [value], strict)
+            return value
+        finally:
+            nesting.samples = outer
+            if taken:
+                self._claims.end_loading(taken)
+
+    def get_or_load_many(
+        self,
+        keys: Sequence[_K],
+        load_missing: Callable[[list[_K]], Iterable[_T]],
+        *,
+        copy: bool = True,
+        strict: bool = True,
+        timeout_s: float = 10.0,
+    ) -> list[_T]:
+        """Return the values of keys. Load those that are not cached with one call of ``load_missing``, and cache them.
+
+        Args:
+            keys: in any order, repeats allowed.
+            load_missing: called with the missing keys in their order, each once; returns or yields their values. Keys that
+                another process is loading are waited for after that, and loaded with further calls if needed.
+            copy, strict, timeout_s: as in `get_or_load`.
+
+        Raises:
+            CacheKeyError, SampleError: as `get_or_load`.
+            ValueError: ``load_missing`` gives fewer or more values than keys. Those before are cached.
+        """
+        found = [key_of(key) for key in keys]
+        values = [self.hit(each, copy) for each in found]
+        missing: dict[Key, Any] = {}
+        for each, key, value in zip(found, keys, values, strict=True):
+            if value is MISSING:
+                missing.setdefault(each, key)
+        outer, taken = nesting.samples, set[int]()
+        loaded: dict[Key, Any] = {}
+        try:
+            fillable = bool(missing) and self._fillable()
+            if fillable:
+                self._claims.to_load(list({each[1] % _CLAIMS for each in missing}), taken)
+                nesting.samples = outer or bool(taken)
+            wanted = [each for each in missing if not fillable or each[1] % _CLAIMS in taken]
+            wanted = [each for each in wanted if self._table.find(each) < 0 or self._store.unreadable]  # put meanwhile
+            for part, made, costs_s in load_in_parts(
+                wanted, lambda part: load_missing([missing[each] for each in part]), self._segment
+            ):
+                self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
+                loaded.update(zip(part, made, strict=True))
+                self._keep(part, made, strict)
+        finally:
+            nesting.samples = outer
+            if taken:
+                self._claims.end_loading(taken)
+        for row, (each, key) in enumerate(zip(found, keys, strict=True)):
+            if values[row] is MISSING:
+                values[row] = loaded.pop(each, MISSING)
+            if values[row] is MISSING:  # another process has it, or it is a repeat
+                load = partial(_load_one, load_missing)
+                values[row] = self.get_or_load(key, load, copy=copy, strict=strict, timeout_s=timeout_s)
+        return values
+
+    def _fillable(self) -> bool:
+        """Return whether another key may be cached. A process without its own counter row caches nothing."""
+        return not self._full and self._segment.holder > 0 and not self._arena.refused
+
+    # ------------------------------------------------------------------------------------------------ writing
+
+    def put(self, key: _K, value: _T) -> bool:
+        """Cache the value of a key. Return whether it is cached now: not if the cache is full.
+
+        If several processes put one key, the first wins. A tensor on a GPU is copied to memory once.
+
+        Raises:
+            CacheKeyError: the key is of another type, or NaN.
+            SampleError: the value would not come back unchanged. Nothing is stored.
+            SlotError: the key is cached, and this process has not missed it before. Ask `get` first.
+        """
+        found = key_of(key)
+        missed = found[0] in self._missed
+        self._missed.discard(found[0])
+        if self._table.find(found) >= 0:
+            if not missed:
+                raise SlotError(f"put({key!r:.100}): the key is cached, and its value does not change. Ask get first.")
+            return True
+        if self._fillable():
+            self._publish([found], [self._store.encode(_on_cpu(value), f"put({key!r:.100})")])
+        return self._table.find(found) >= 0
+
+    def _keep(self, keys: list[Key], values: list[Any], strict: bool) -> None:
+        """Cache loaded values. One that cannot be stored raises SampleError, if ``strict``; else it is counted."""
+        if not self._fillable() and not strict:
+            return
+        kept, records = [], []
+        for key, value in zip(keys, values, strict=True):
+            try:
+                records.append(self._store.encode(value, "value"))
+                kept.append(key)
+            except SampleError as error:
+                if strict:
+                    self._publish(kept, records)
+                    raise
+                self._reject(error)
+        self._publish(kept, records)
+
+    def _reject(self, error: SampleError) -> None:
+        with self._segment.guard:
+            self._segment.counters[REJECTED] += 1
+            first = self._segment.extents.first_to_warn(REJECTED_WARNING)
+        if first:
+            logger.warning(
+                "a value cannot be stored and stays uncached. So will others like it, without a warning: %s", str(error)
+            )
+
+    def _publish(self, keys: list[Key], records: list[EncodedRecord]) -> None:
+        """Store values, and count the outcomes; see NOTE [ The table of keys ]."""
+        segment, taken = self._segment, set[int]()
+        refused: list[int | None] = [REFUSED] * len(keys)
+        if not keys or not self._fillable():
+            return
+        try:
+            word = keys[0][1] % BLOCKS
+            while not taken:  # any word does: `clear` waits until none is taken
+                self._claims.to_write([_CLAIMS + word], taken)
+                word = (word + 1) % BLOCKS
+            with segment.guard:
+                places = self._arena.run_locked(lambda: list(map(self._place, keys, records)), None)
+            places = self._write(keys, records, places or [(MEMORY_REFUSED, 0)] * len(keys))
+            with segment.guard:
+                outcomes = self._arena.run_locked(lambda: self._add_all(keys, records, places), refused)
+                for counter in (FILLS, RACES, REFUSED):
+                    segment.counters[counter] += outcomes.count(counter)
+            if any(at == NO_ROOM for at, _ in places):
+                self._fill_up()
+        finally:
+            self._claims.end_writing(taken)
+
+    def _place(self, key: Key, record: EncodedRecord) -> tuple[int, int]:
+        return (_RACED, 0) if self._table.find(key) >= 0 else self._store.place(key, record)
+
+    def _write(self, keys: list[Key], records: list[EncodedRecord], places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Write records at their places. Reserved memory does not run out; if it does, the job goes on."""
+        for row, (key, record, (at, number)) in enumerate(zip(keys, records, places, strict=True)):
+            if at >= 0:
+                try:
+                    self._store.write(key, record, at, number)
+                except OSError as error:
+                    logger.warning("a value stays uncached: %s", str(error))
+                    places[row] = MEMORY_REFUSED, 0
+        return places
+
+    def _add_all(self, keys: list[Key], records: list[EncodedRecord], places: list[tuple[int, int]]) -> list[int | None]:
+        """Make written values known. With the arena's lock held. Return for each the counter to raise."""
+        outcomes: list[int | None] = []
+        for key, record, (at, _) in zip(keys, records, places, strict=True):
+            if at < 0:
+                outcomes.append({_RACED: RACES, MEMORY_REFUSED: REFUSED}.get(at))
+            elif self._table.find(key) >= 0:  # another process was faster
+                outcomes.append(RACES)
+            else:
+                outcomes.append(FILLS if self._table.add(key, at, record.room) else None)
+        return outcomes
+
+    def _fill_up(self) -> None:
+        """Note that the cache is full, and warn once."""
+        self._full = True
+        with self._segment.guard:
+            first = self._segment.extents.first_to_warn(FULL_WARNING)
+        if first:
+            stats = self.stats()
+            logger.warning(
+                "the cache of keys is full: %d keys of %s each in %s, hit rate %.0f %%. Further keys are loaded each time. "
+                "For n such keys, a limit of n times %d bytes is needed.",
+                stats.filled, format_size(stats.slot_bytes), format_size(stats.capacity_bytes), 100 * stats.hit_rate,
+                stats.slot_bytes,
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        """Forget all keys; the memory stays reserved. Wait for writers. No process may read values meanwhile.
+
+        Raises:
+            BusyError: another process, which may be stopped, is writing a value. Nothing is cleared.
+        """
+        if self._segment.backing == "none":
+            return
+
+        def drop() -> None:
+            self._table.clear()
+            self._arena.clear()
+            self._segment.extents.clear()
+
+        if not wait_until(lambda: self._claims.run_unwritten(drop), LOCK_TIMEOUT_S):
+            raise BusyError(
+                f"clear: {describe_process(self._segment.pid_of(self._claims.writer()))} is writing a value. Resume or end it."
+            )
+        self._full = self._segment.data_bytes == 0
+
+    # ------------------------------------------------------------------------------------------------ statistics
+
+    def stats(self) -> CacheStats:
+        """Return the current counts and sizes, summed over all processes. ``dataset_len`` and ``slots`` are the cached keys."""
+        filled = len(self._table)
+        return CacheStats.of(
+            self._segment.totals(),
+            dataset_len=filled,
+            filled=filled,
+            slots=filled,
+            slot_bytes=self._arena.used // max(1, filled),
+            capacity_bytes=self._segment.data_bytes,
+            reserved_bytes=self._segment.extents.reserved_bytes,
+        )
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "<KeyedCache, closed>"
+        stats = self.stats()
+        return (
+            f"<KeyedCache: {stats.filled} keys, {format_size(self._arena.used)} of {format_size(stats.capacity_bytes)} in "
+            f"{self._segment.path or self._segment.backing}, hit rate {stats.hit_rate:.0%}>"
+        )
+
+
+class KeyedMapping(MutableMapping[Any, Any]):
+    """A `KeyedCache` as a mutable mapping."""
+
+    def __init__(self, cache: KeyedCache[Any, Any]) -> None:
+        self.cache = cache
+
+    def __getitem__(self, key: object) -> Any:
+        value = self.cache.get(key, MISSING)
+        if value is MISSING:
+            raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.cache.put(key, value)
+
+    def __delitem__(self, key: object) -> None:
+        raise SlotError(f"{key!r:.100} stays: a KeyedCache evicts nothing. clear() empties it.")
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.cache
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.cache.keys()
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+
+def _load_one(load_missing: Callable[[list[_K]], Iterable[_T]], key: _K) -> _T:
+    (value,) = load_missing([key])
+    return value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a tensor that lies on a device as one in memory; anything else as it is."""
+    return value.detach().cpu() if hasattr(value, "is_cpu") and not value.is_cpu else value

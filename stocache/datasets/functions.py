@@ -1,0 +1,362 @@
+"""Cache the results of functions and methods: `cached` and `cache_method`.
+
+NOTE [ What a result depends on ]
+    The key of a result is made of the arguments, with defaults applied. A method reads attributes of its object, too. Those it
+    reads when it is first called enter the key: small values as they are, plain data (lists, dicts, arrays, tensors) by a
+    digest, which is made again where another object or length takes its place. An attribute that is neither is refused, because
+    nobody would notice that it has changed. ``key=`` takes the place of all that.
+
+    A function that draws random numbers, or sets attributes of its object, does more than return a result: it is not cached. As
+    samples are (NOTE [ The audit ]), results are compared: the first that a process would serve, and more as long as that takes
+    a hundredth of the time. If one differs, no process serves results of this function any more. Global variables and what a
+    function closes over are noticed by that alone.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import MethodType, ModuleType
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from stocache.cache.keyed.cache import KeyedCache
+from stocache.cache.keyed.keys import key_of
+from stocache.cache.options import CacheOptions
+from stocache.cache.stats import MISSING, CacheStats
+from stocache.errors import CacheKeyError, DatasetError
+from stocache.system.describe import describe, difference
+from stocache.system.generators import in_worker_thread
+from stocache.system.hashing import callable_text, checksum, code_text
+from stocache.system.objects import recorded_reads, vars_of
+from stocache.system.rng import RngMonitor
+
+logger = logging.getLogger("stocache")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_AUDIT = 0.01  # the share of the time for comparing results
+_REFUSED = (
+    "stocache",
+    "refused",
+)  # the key of the reason why no results are served; no arguments make it, as theirs has 2 parts
+_LONGEST = 1000  # characters of a text that is a small value
+_MOST_DIGESTS = 64  # of attributes that are kept
+_PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
+
+
+def cached(
+    size_limit_gib: float | str | Callable[..., Any] = "auto",
+    *,
+    name: str | None = None,
+    persist: bool = False,
+    fingerprint: str | None = None,
+    codec: Literal["zstd", "lz4"] | None = None,
+    allow_pickle: bool = False,
+    files: bool = False,
+    key: Callable[..., Any] | None = None,
+) -> Any:
+    """Cache the results of a function or method in shared memory, once for all processes that this one starts.
+
+        @stocache.cached("8GiB", files=True)
+        def decode(path, number): ...
+
+    Each set of arguments is computed once: by one process, while others that want it wait. The arguments must be keys of a
+    `KeyedCache`; a call with others is not cached. The attributes that a method reads are part of the key. Results are what a
+    `RaggedCache` can store, and come back equal. A function is not cached, with one warning, if it draws random numbers, sets
+    attributes of its object, or returns something else for the same arguments.
+
+    Args:
+        size_limit_gib, name, persist, fingerprint, codec, allow_pickle: as for `KeyedCache`. Ranks and other jobs share the
+            results by a name. Without a name, the processes that this one forks or spawns share them.
+        files: True adds the size and the time of change of each file that an argument names to the key.
+        key: called with the same arguments; returns the key, and nothing else is part of it.
+
+    Returns:
+        A decorator; or for ``@cached`` without parentheses, the cached function. It has ``cache`` (the `KeyedCache`),
+        ``stats()`` and ``close()``, and ``__wrapped__`` is the function itself.
+
+    Raises:
+        LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as `KeyedCache`.
+    """
+    if callable(size_limit_gib):
+        return cached()(size_limit_gib)
+
+    def decorate(function: _F) -> "CachedFunction":
+        code = getattr(function, "__code__", None)
+        identity = f"{fingerprint or ''} {callable_text(function)} {code and checksum(code_text(code).encode())}"
+        options = CacheOptions(
+            size_limit_gib,
+            name=name,
+            persist=persist,
+            fingerprint=identity,
+            codec=codec,
+            allow_pickle=allow_pickle,
+        )
+        return CachedFunction(function, KeyedCache.of_process_tree(options), files, key)
+
+    return decorate
+
+
+def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **options: Any) -> "CachedFunction":
+    """Cache a method of one object, say ``load_image`` of a dataset of a library. The class is not changed.
+
+        method = stocache.cache_method(dataset, "load_image", "8GiB")
+
+    Do it before workers start: they share what is cached then, forked or spawned.
+
+    Args:
+        obj: the object, which gets an attribute with the method's name.
+        name: of the method.
+        size_limit_gib, options: as for `cached`.
+
+    Returns:
+        The cached method. ``close()`` gives the object its own method back, and releases the memory.
+
+    Raises:
+        DatasetError: the object has no such method, or no attribute can be set.
+        LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as `KeyedCache`.
+    """
+    function = inspect.getattr_static(type(obj), name, None)
+    kind = type(obj).__name__
+    if not inspect.isfunction(function):
+        raise DatasetError(f"{kind} has no method {name!r} that is written in Python.")
+    if isinstance(vars(obj).get(name) if vars_of(obj) is not None else None, CachedFunction):
+        raise DatasetError(f"{kind}.{name} is cached already. Close that first.")
+    method: CachedFunction = cached(size_limit_gib, **options)(function)
+    method.bind(obj, name)
+    try:
+        setattr(obj, name, method)
+    except AttributeError as error:
+        method.close()
+        raise DatasetError(f"{kind} takes no attribute {name!r}: {error}. Decorate the method with stocache.cached.") from None
+    return method
+
+
+class CachedFunction:
+    """A function whose results are cached, or a method: of all objects of its class, or of one."""
+
+    thread_safe = True
+
+    def __init__(self, function: Callable[..., Any], cache: KeyedCache[Any, Any], files: bool, key: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.cache = cache
+        self._function, self._files, self._key = function, files, key
+        self._object: Any = None  # of a method of one object
+        self._name = ""
+        self._is_method = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._signature = inspect.signature(self._function)
+        kinds = {parameter.kind for parameter in self._signature.parameters.values()}
+        self._plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        self._reads: tuple[str, ...] | None = None  # attributes that the method reads, once it was called
+        self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # of attributes: the value, its length, the digest
+        self._reason = ""  # why results are not served
+        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._next_s = 0.0  # when to compare the next result
+        self._warned = False
+
+    def bind(self, obj: object, name: str) -> None:
+        """Make this a method of one object, until it is closed."""
+        self._object, self._name, self._is_method = obj, name, True
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._is_method = True
+
+    def __get__(self, obj: object, cls: type | None = None) -> Any:
+        return self if obj is None else MethodType(self, obj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("cache", "_function", "_files", "_key", "_object", "_name", "_is_method")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        functools.update_wrapper(self, self._function)
+        self._begin()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A function of a module is found there by its name, which this object has taken
+        if self._object is None and not self._is_method:
+            return self._function.__qualname__
+        return super().__reduce_ex__(protocol)
+
+    # ------------------------------------------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result for the arguments: from the cache, or from the function, which is then cached."""
+        if self._object is not None:
+            args = self._object, *args
+        if self._reason or self.cache.closed:
+            return self._function(*args, **kwargs)
+        if self._owner != os.getpid():  # a forked child compares for itself
+            self._owner, self._next_s, self._lock = os.getpid(), 0.0, threading.RLock()
+        try:
+            key = self._key_of(args, kwargs)
+        except CacheKeyError as error:
+            self._warn_of_call(str(error))
+            return self._function(*args, **kwargs)
+        if key is None:
+            return self._first_call(args, kwargs)
+        value = self.cache.hit(key_of(key), copy=True)
+        if value is MISSING:
+            return self.cache.get_or_load(key, lambda _: self._computed(args, kwargs), strict=False)
+        return value if time.monotonic() < self._next_s else self._compared(value, args, kwargs)
+
+    def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the key of a call; None if the attributes that the method reads are not known yet."""
+        if self._key is not None:
+            return (self._key(*args, **kwargs),)
+        if kwargs or not self._plain or len(args) != len(self._signature.parameters):
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = tuple(_flat(value, self._signature.parameters[name].kind) for name, value in bound.arguments.items())
+        attributes: tuple[Any, ...] = ()
+        if self._is_method:
+            if self._reads is None:
+                return None
+            attributes, args = tuple(self._attribute(args[0], name) for name in self._reads), args[1:]
+        return args, attributes, tuple(map(_stamp, args)) if self._files else ()
+
+    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the method, and notice which attributes it reads."""
+        obj = args[0]
+        with self._lock:  # `recorded_reads` is for one thread at a time
+            if self._reads is not None or self._reason:
+                return self(*(args if self._object is None else args[1:]), **kwargs)
+            before = _marks(obj)
+            with recorded_reads(obj) as reads:
+                value = self._function(*args, **kwargs)
+            changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
+            own = vars_of(obj) or {}
+            names = tuple(sorted(name for name in reads if name in own and own[name] is not self))
+            problem = f"it sets {changed[0]!r} of its object" if changed else ""
+            try:
+                for name in names:
+                    self._attribute(obj, name)
+            except CacheKeyError as error:
+                problem = problem or str(error)
+            if problem:
+                self._refuse(problem)
+            else:
+                self._reads = names
+        return value
+
+    def _attribute(self, obj: Any, name: str) -> Any:
+        """Return what stands for an attribute in the key. Raises CacheKeyError."""
+        value = getattr(obj, name, None)
+        if isinstance(value, str | bytes) and len(value) > _LONGEST:
+            return checksum(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
+        if not isinstance(value, _PLAIN):
+            if callable(value) or isinstance(value, ModuleType):
+                return callable_text(value) if callable(value) else value.__name__
+            try:
+                key_of(value)
+            except CacheKeyError:
+                raise CacheKeyError(
+                    f"it reads {name!r}, of type {type(value).__name__}, whose changes nobody would notice. Pass key=, a "
+                    f"function of the same arguments that returns what the result depends on"
+                ) from None
+            return value
+        length = len(value) if isinstance(value, list | tuple | dict | set | frozenset | bytearray) else value.nbytes
+        known = self._digests.get((name, id(value)))  # which holds the value, so no other one has its id
+        if known is None or known[1] != length:
+            if len(self._digests) >= _MOST_DIGESTS:
+                self._digests.clear()
+            known = value, length, checksum(repr(describe(value, strides=False)).encode("utf-8", "surrogatepass"))
+            self._digests[name, id(value)] = known
+        return known[2]
+
+    # ------------------------------------------------------------------------------------------------ checking
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function, and notice if it draws random numbers."""
+        if in_worker_thread():  # others draw from the same generators meanwhile
+            return self._function(*args, **kwargs)
+        monitor = RngMonitor()
+        value = self._function(*args, **kwargs)
+        if monitor.changed():
+            self._refuse("it draws random numbers")
+        return value
+
+    def _compared(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a result that would be served, after comparing it with a new one; the new one if they differ."""
+        reason = self.cache.get(_REFUSED)
+        if reason is not None:
+            self._reason = str(reason)
+            return self._function(*args, **kwargs)
+        began = time.monotonic()
+        fresh = self._computed(args, kwargs)
+        place = difference(describe(value, strides=False), describe(fresh, strides=False))
+        took_s = time.monotonic() - began
+        self._next_s = time.monotonic() + took_s / _AUDIT
+        if place is None:
+            return value
+        self._refuse(f"its result for the same arguments is another one now ({place:.300})")
+        return fresh
+
+    def _warn_of_call(self, problem: str) -> None:
+        """Warn once of a call that cannot be cached."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("a call of %s is not cached: %s", self._shown, problem)
+
+    @property
+    def _shown(self) -> str:
+        return getattr(self, "__qualname__", "") or repr(self._function)
+
+    def _refuse(self, reason: str) -> None:
+        """Serve no results from now on, in any process."""
+        if self._reason:
+            return
+        self._reason = reason
+        if self.cache.get(_REFUSED) is None and not self.cache.closed:
+            self.cache.put(_REFUSED, reason)
+            logger.warning("%s is not cached: %s.", self._shown, reason)
+
+    def stats(self) -> CacheStats:
+        """Return the counts of its cache, over all processes."""
+        return self.cache.stats()
+
+    def close(self) -> None:
+        """Release the memory; the function runs uncached from now on. An object gets its own method back. Twice is fine."""
+        if self._object is not None and (vars_of(self._object) or {}).get(self._name) is self:
+            delattr(self._object, self._name)
+        self.cache.close()
+
+    def __enter__(self) -> "CachedFunction":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _flat(value: Any, kind: Any) -> Any:
+    """Return the values of ``*args`` and ``**kwargs`` as a tuple; others as they are."""
+    return tuple(sorted(value.items())) if kind is inspect.Parameter.VAR_KEYWORD else value
+
+
+def _stamp(value: object) -> Any:
+    """Return the size and the time of change of the file that an argument names; None if it names none."""
+    if isinstance(value, str | bytes | os.PathLike):
+        try:
+            status = os.stat(value)
+        except (OSError, ValueError):
+            return None
+        return status.st_size, status.st_mtime_ns
+    return None
+
+
+def _marks(obj: object) -> dict[str, Any]:
+    """Return for each attribute of an object which value it is, and how long."""
+    return {name: (id(value), len(value) if isinstance(value, _PLAIN[:6]) else 0) for name, value in _items(obj)}
+
+
+def _items(obj: object) -> Iterator[tuple[str, Any]]:
+    yield from list((vars_of(obj) or {}).items())

@@ -1,0 +1,361 @@
+"""Values by key: keys that differ have values of their own, each is loaded once by all processes, and nothing is ever wrong."""
+
+import enum
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+import torch
+
+from stocache import ClosedError, KeyedCache, SampleError, SlotError
+from stocache.cache.keyed import keys
+from stocache.cli import listing
+from stocache.errors import CacheKeyError
+from tests.support.equality import same
+from tests.support.processes import in_child, run_all, stopped
+
+N = 200
+
+
+class Camera(enum.Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Loss(str, enum.Enum):
+    L1 = "l1"
+
+
+KEYS = [
+    1, True, 1.0, "1", b"1", None, 0, False, 0.0, -0.0, "", b"", -1, 255, 256, 2**70, -(2**70), float("inf"), "ä€\udc80",
+    Camera.LEFT, Camera.RIGHT, Loss.L1, "l1", Path("l1"), Path("a/b"), (), ("a",), ("a", "b"), ("ab",), (("a",), "b"),
+    ("a", ("b",)), ((), ()), (Path("v.mp4"), 3), ("v.mp4", 3), ("v.mp4", 3.0), "x" * (1 << 20), ("slide", 1, 2, 3),
+]  # fmt: skip
+
+
+@pytest.fixture
+def cache():
+    with KeyedCache("8MB") as cache:
+        yield cache
+
+
+def value(key):
+    return {"of": repr(key)[:50], "data": torch.full((1 + len(repr(key)) % 7,), hash(repr(key)) % 251, dtype=torch.uint8)}
+
+
+def test_each_key_has_its_own_value_and_comes_back(cache):
+    for key in KEYS:
+        assert key not in cache
+        assert cache.get(key) is None
+        assert cache.put(key, value(key))
+    assert len(cache) == len(KEYS)
+    for key in KEYS:
+        assert key in cache
+        assert same(cache.get(key), value(key))
+    assert sorted(map(repr, cache.keys())) == sorted(map(repr, KEYS))
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.fills, stats.filled) == (len(KEYS),) * 4
+
+
+@pytest.mark.parametrize("key", [
+    float("nan"), (1, float("nan")), [1], {1: 2}, {1}, np.zeros(2), torch.tensor(1), object(), (1, [2]), bytearray(b"x"), 1j,
+])  # fmt: skip
+def test_what_changes_or_equals_nothing_is_no_key(cache, key):
+    for use in (
+        lambda: cache.get(key), lambda: cache.put(key, 1), lambda: key in cache, lambda: cache.get_or_load(key, str),
+        lambda: cache.get_or_load_many([1, key], str),
+    ):  # fmt: skip
+        with pytest.raises(CacheKeyError, match=r"a key|NaN"):
+            use()
+    deep = ()
+    for _ in range(1000):
+        deep = (deep,)
+    with pytest.raises(CacheKeyError, match="flatter"):
+        cache.get(deep)
+
+
+def test_numbers_of_numpy_and_subclasses_are_the_keys_that_they_equal(cache):
+    class Name(str):
+        pass
+
+    for key, again in ((np.int64(7), 7), (np.float32(0.5), 0.5), (np.str_("a"), "a"), (np.bool_(True), True), (Name("b"), "b"),
+                       (PurePosixPath("c"), Path("c"))):  # fmt: skip
+        cache.put(key, repr(again))
+        assert cache.get(again) == repr(again)
+        assert again in list(cache.keys())
+
+
+def test_keys_whose_hashes_are_equal_keep_their_values(cache, monkeypatch):
+    monkeypatch.setattr(keys, "xxh3_128_intdigest", lambda text: 5)
+    for number in range(N):
+        assert cache.get_or_load(number, lambda number: number * 2) == number * 2
+    assert [cache.get(number) for number in range(N)] == [number * 2 for number in range(N)]
+    assert len(cache) == N
+
+
+def test_the_table_grows_when_later_values_are_smaller_than_the_first(cache):
+    cache.put("large", torch.zeros(1 << 20, dtype=torch.uint8))
+    numbers = range(20_000)
+    for number in numbers:
+        cache.put(number, number)
+    assert [cache.get(number) for number in numbers] == list(numbers)
+    assert len(cache) == cache.stats().fills == len(numbers) + 1
+    assert cache._table._state > 2
+    copy = pickle.loads(pickle.dumps(cache))
+    assert copy.get(19_999) == 19_999
+
+
+def test_a_full_cache_loads_further_keys_each_time_and_says_so_once(caplog):
+    loads = []
+
+    def load(key):
+        loads.append(key)
+        return torch.full((50_000,), key, dtype=torch.uint8)
+
+    with KeyedCache("1MB") as cache:
+        for _ in range(2):
+            for key in range(40):
+                assert same(cache.get_or_load(key, load), torch.full((50_000,), key, dtype=torch.uint8))
+        kept = len(cache)
+        assert 10 < kept < 20
+        assert len(loads) == 40 + 40 - kept
+        assert not cache.put(39, 1)
+        assert cache.put("small", 1) == ("small" in cache)
+        stats = cache.stats()
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(
+        rf"full: {kept} keys of .* KiB each in .*, hit rate \d+ %.*a limit of n times \d+ bytes", record.getMessage()
+    )
+    assert stats.filled * stats.slot_bytes <= stats.capacity_bytes
+
+
+def test_nothing_is_cached_where_there_is_no_room():
+    with KeyedCache(0) as cache:
+        assert cache.get_or_load("a", str.upper) == "A"
+        assert (cache.put("a", 1), cache.get("a"), len(cache), cache.clear()) == (False, None, 0, None)
+
+
+def test_many_are_loaded_in_one_call_in_their_order_and_each_once(cache):
+    calls = []
+
+    def load(missing):
+        calls.append(missing)
+        yield from (value(key) for key in missing)
+
+    cache.put("c", value("c"))
+    wanted = ["b", "a", "c", "b", ("a",), "a"]
+    assert same(cache.get_or_load_many(wanted, load), list(map(value, wanted)))
+    assert calls == [["b", "a", ("a",)]]
+    assert same(cache.get_or_load_many(wanted, load), list(map(value, wanted)))
+    assert len(calls) == 1
+    assert cache.get_or_load_many([], load) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_load_that_gives_too_few_or_too_many_is_an_error(cache, count):
+    with pytest.raises(ValueError, match="zip"):
+        cache.get_or_load_many(["a", "b"], lambda missing: list(range(count)))
+    assert cache.get_or_load_many(["a", "b"], lambda missing: [value(key) for key in missing])[1] is not None
+
+
+def test_an_error_of_a_load_passes_and_the_next_caller_loads(cache):
+    def fail(keys):
+        yield 1
+        raise OSError("the disk is gone")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="gone"):
+            cache.get_or_load("x", lambda key: next(fail(key)) and list(fail(key)))
+    with pytest.raises(OSError, match="gone"):
+        cache.get_or_load_many(["a", "b"], fail)
+    assert (cache.get("a"), cache.get("b"), cache.get("x")) == (1, None, None)
+    assert cache.get_or_load("b", str.upper) == "B"
+    bad = torch.zeros(1, requires_grad=True)
+    with pytest.raises(SampleError, match="gradient"):
+        cache.get_or_load("bad", lambda key: bad)
+    assert cache.get_or_load("bad", lambda key: bad, strict=False) is bad
+    assert cache.stats().rejected == 1
+
+
+def test_a_load_may_ask_for_itself_and_for_others(cache):
+    def fibonacci(number):
+        if number < 2:
+            return number
+        return sum(cache.get_or_load(number - step, fibonacci) for step in (1, 2))
+
+    assert cache.get_or_load(60, fibonacci) == 1548008755920
+    assert cache.stats().fills == 61
+
+    def endless(key, depth=0):
+        return cache.get_or_load(key, lambda key: endless(key, depth + 1)) if depth < 5 else depth
+
+    assert cache.get_or_load("same", endless) == 5
+
+
+def test_a_value_does_not_change_and_its_bytes_can_be_looked_at(cache):
+    assert cache.get("a") is None
+    assert cache.get("a") is None
+    cache.put("a", torch.zeros(4))
+    with pytest.raises(SlotError, match=r"put\('a'\): the key is cached"):
+        cache.put("a", torch.ones(4))
+    cache.get("a").fill_(7)
+    assert same(cache.get("a"), torch.zeros(4))
+    cache.get("a", copy=False).fill_(9)
+    assert same(cache.get("a"), torch.full((4,), 9.0))
+    other = pickle.loads(pickle.dumps(cache))
+    assert other.get("b") is None
+    assert cache.put("b", 1)
+    assert other.put("b", 2)  # the first wins
+    assert cache.get("b") == other.get("b") == 1
+
+
+def test_as_a_mapping_it_serves_programs_that_keep_a_dict(cache):
+    kept = cache.as_mapping()
+    assert kept.setdefault("a", [1]) == [1]
+    kept["b"] = {"x": 2}
+    assert (dict(kept), len(kept), "b" in kept, kept.get("c"), kept.pop("c", 5)) == (
+        {"a": [1], "b": {"x": 2}},
+        2,
+        True,
+        None,
+        5,
+    )
+    with pytest.raises(KeyError):
+        kept["c"]
+    with pytest.raises(SlotError, match="evicts nothing"):
+        del kept["a"]
+    with pytest.raises(SlotError, match="does not change"):
+        kept["a"] = 3
+
+
+def test_clear_forgets_all_and_the_memory_is_used_again(cache):
+    for turn in range(5):
+        for key in range(300):
+            found = cache.get_or_load((turn, key), lambda key: torch.full((2_000,), sum(key)))
+            assert found.sum() == 2_000 * (key + turn)
+        cache.clear()
+        assert (len(cache), cache.get(1)) == (0, None)
+
+
+def test_a_closed_cache_says_so(cache):
+    cache.put("a", torch.zeros(4))
+    view = cache.get("a", copy=False)
+    cache.close()
+    cache.close()
+    for use in (
+        lambda: cache.get("a"), lambda: cache.put("b", 1), lambda: "a" in cache, lambda: len(cache), lambda: list(cache.keys()),
+        lambda: cache.get_or_load("a", str), lambda: cache.get_or_load_many(["a"], str), cache.stats, cache.clear,
+        lambda: pickle.dumps(cache),
+    ):  # fmt: skip
+        with pytest.raises(ClosedError):
+            use()
+    assert (repr(cache), view.tolist()) == ("<KeyedCache, closed>", [0] * 4)
+
+
+def test_by_a_name_other_processes_and_later_runs_find_it():
+    def fill():
+        with KeyedCache("2MB", name="keyed", persist=True, fingerprint="v1") as cache:
+            for key in KEYS[:20]:
+                cache.get_or_load(key, value)
+
+    assert in_child(fill) == 0
+    (found,) = listing.find()
+    assert (found.name, found.samples, found.stats.filled, found.state) == ("keyed", "values by key", 20, "kept")
+    with KeyedCache("2MB", name="keyed", fingerprint="v1") as cache:
+        assert all(same(cache.get(key), value(key)) for key in KEYS[:20])
+    with KeyedCache("2MB", name="keyed", fingerprint="v2") as cache:  # of other data
+        assert len(cache) == 0
+
+
+def load_and_note(key):
+    with open(os.environ["TEST_LOG"], "a") as log:
+        log.write(f"{key}\n")
+    time.sleep(0.001)
+    return value(key)
+
+
+def take_all(number, cache, many):
+    order = random.Random(number).sample(range(N), N)
+    for begin in range(0, N, 20):
+        part = order[begin : begin + 20]
+        if many:
+            values = cache.get_or_load_many(part, lambda missing: map(load_and_note, missing), timeout_s=60)
+        else:
+            values = [cache.get_or_load(key, load_and_note, timeout_s=60) for key in part]
+        assert same(values, list(map(value, part)))
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_that_want_the_same_keys_load_each_once(tmp_path, cache, many, method, monkeypatch):
+    monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
+    run_all(multiprocessing.get_context(method), 4, take_all, cache, many)
+    assert sorted(map(int, (tmp_path / "log").read_text().split())) == list(range(N))
+    stats = cache.stats()
+    assert (stats.fills, stats.filled, stats.misses, stats.hits) == (N, N, N, 3 * N)
+
+
+def test_threads_that_want_the_same_keys_load_each_once(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: take_all(number, cache, number % 2), range(4)))
+    assert cache.stats().fills == N == len((tmp_path / "log").read_text().split())
+
+
+def test_a_process_that_loads_is_waited_for_until_it_dies_or_the_time_is_over(cache):
+    def hold():
+        cache.get_or_load("a", lambda key: os.kill(os.getpid(), signal.SIGSTOP))
+
+    with stopped(hold) as pid:
+        assert cache.get_or_load("a", str.upper, timeout_s=0.05) == "A"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    with stopped(lambda: cache.get_or_load("b", lambda key: os.kill(os.getpid(), signal.SIGSTOP))) as pid:
+        os.kill(pid, signal.SIGKILL)
+        assert cache.get_or_load("b", str.upper, timeout_s=60) == "B"
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_any_moment_leaves_right_values_only(cache, seed):
+    rng = random.Random(seed)
+
+    def fill(pipe):
+        os.write(pipe, b"x")
+        for key in range(100_000):
+            cache.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
+
+    for _ in range(5):
+        ready, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            fill(tell)
+        os.read(ready, 1)
+        time.sleep(rng.random() * 0.03)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(tell)
+    for key in list(cache.keys()):
+        assert same(cache.get(key), value(key))
+    count = len(cache)
+    for key in range(count // 2 + 100):
+        assert same(cache.get_or_load(key, value), value(key))
+    assert cache.stats().filled > count // 2
+
+
+def test_a_damaged_table_is_an_error_and_no_crash(cache):
+    cache.put("a", 1)
+    other = pickle.loads(pickle.dumps(cache))
+    other._table._state = -1
+    cache._table._words[1] = 1 << 40  # where the first level is
+    with pytest.raises(Exception, match="damaged: its table of keys"):
+        other.get("a")
