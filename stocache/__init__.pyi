@@ -26,6 +26,9 @@ from .errors import (
     BusyError as BusyError,
 )
 from .errors import (
+    CacheKeyError as CacheKeyError,
+)
+from .errors import (
     CacheNameError as CacheNameError,
 )
 from .errors import (

@@ -12,6 +12,7 @@ NOTE [ What a result depends on ]
     function closes over are noticed by that alone.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -174,12 +175,14 @@ class CachedFunction:
         return self if obj is None else MethodType(self, obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("cache", "_function", "_files", "_key", "_object", "_name", "_is_method")}
+        names = "cache", "_function", "_files", "_key", "_object", "_name", "_is_method", "_reads"
+        return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        functools.update_wrapper(self, self._function)
+        functools.update_wrapper(self, state["_function"])
+        self._function = state["_function"]
         self._begin()
+        vars(self).update(state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A function of a module is found there by its name, which this object has taken
@@ -199,12 +202,13 @@ class CachedFunction:
             self._owner, self._next_s, self._lock = os.getpid(), 0.0, threading.RLock()
         try:
             key = self._key_of(args, kwargs)
+            if key is None:
+                return self._first_call(args, kwargs)
+            found = key_of(key)
         except CacheKeyError as error:
             self._warn_of_call(str(error))
             return self._function(*args, **kwargs)
-        if key is None:
-            return self._first_call(args, kwargs)
-        value = self.cache.hit(key_of(key), copy=True)
+        value = self.cache.hit(found, copy=True)
         if value is MISSING:
             return self.cache.get_or_load(key, lambda _: self._computed(args, kwargs), strict=False)
         return value if time.monotonic() < self._next_s else self._compared(value, args, kwargs)
@@ -232,20 +236,21 @@ class CachedFunction:
                 return self(*(args if self._object is None else args[1:]), **kwargs)
             before = _marks(obj)
             with recorded_reads(obj) as reads:
-                value = self._function(*args, **kwargs)
+                value = self._computed(args, kwargs)
             changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
             own = vars_of(obj) or {}
             names = tuple(sorted(name for name in reads if name in own and own[name] is not self))
-            problem = f"it sets {changed[0]!r} of its object" if changed else ""
+            if changed:
+                self._refuse(f"it sets {changed[0]!r} of its object")
             try:
                 for name in names:
                     self._attribute(obj, name)
             except CacheKeyError as error:
-                problem = problem or str(error)
-            if problem:
-                self._refuse(problem)
-            else:
-                self._reads = names
+                self._refuse(str(error))
+            self._reads = names
+        if not self._reason:
+            with contextlib.suppress(CacheKeyError):  # of an argument: the next call says so
+                self.cache.get_or_load(self._key_of(args, kwargs), lambda _: value, strict=False)
         return value
 
     def _attribute(self, obj: Any, name: str) -> Any:
