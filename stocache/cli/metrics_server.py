@@ -169,7 +169,6 @@ def until_ended() -> Iterator[None]:
     An error that a signal's handler raises is lost if the signal comes within a finalizer. So a `Server` looks again.
     """
     global _ended
-    _ended = False
 
     def end(*_: Any) -> None:
         global _ended
@@ -185,3 +184,4 @@ def until_ended() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _ended = False

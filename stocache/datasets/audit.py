@@ -77,8 +77,7 @@ class Audit:
     def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange, any_sample: bool = True) -> None:
         if on_change not in ("uncached", "raise", "keep"):
             raise LimitError(f"on_change={on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
+        check_share(share)
         self.on_change: OnChange = on_change
         self._assemble(dataset, length, share, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
 
@@ -322,6 +321,12 @@ class Audit:
             return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
         log_draws_without_effect(self._dataset, idx)
         return None
+
+
+def check_share(share: object) -> None:
+    """Raise LimitError unless this is a share of the time."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
 
 
 class _SharedWords:

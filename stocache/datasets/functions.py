@@ -8,14 +8,15 @@ NOTE [ What a result depends on ]
 
     A function that draws random numbers, or sets attributes of its object, does more than return a result: it is not cached. As
     samples are (NOTE [ The audit ]), results are compared: the first that a process would serve, and more as long as that takes
-    a hundredth of the time. If one differs, no process serves results of this function any more. Global variables and what a
-    function closes over are noticed by that alone.
+    a small share of the time. If one differs, no process serves results of this function any more. Global variables, and what a
+    function closes over, are noticed by that alone.
 """
 
 import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.keyed.keys import key_of
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import MISSING, CacheStats
+from stocache.datasets.audit import check_share
 from stocache.errors import CacheKeyError, DatasetError
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
@@ -41,7 +43,6 @@ logger = logging.getLogger("stocache")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_AUDIT = 0.01  # the share of the time for comparing results
 _REFUSED = (
     "stocache",
     "refused",
@@ -61,6 +62,7 @@ def cached(
     allow_pickle: bool = False,
     files: bool = False,
     key: Callable[..., Any] | None = None,
+    audit: float = 0.01,
 ) -> Any:
     """Cache the results of a function or method in shared memory, once for all processes that this one starts.
 
@@ -77,6 +79,8 @@ def cached(
             results by a name. Without a name, the processes that this one forks or spawns share them.
         files: True adds the size and the time of change of each file that an argument names to the key.
         key: called with the same arguments; returns the key, and nothing else is part of it.
+        audit: the share of the time for computing results that are cached as well, to compare them. The first that each process
+            would serve is compared in any case; with 0 none is.
 
     Returns:
         A decorator; or for ``@cached`` without parentheses, the cached function. It has ``cache`` (the `KeyedCache`),
@@ -87,6 +91,7 @@ def cached(
     """
     if callable(size_limit_gib):
         return cached()(size_limit_gib)
+    check_share(audit)
 
     def decorate(function: _F) -> "CachedFunction":
         code = getattr(function, "__code__", None)
@@ -99,7 +104,7 @@ def cached(
             codec=codec,
             allow_pickle=allow_pickle,
         )
-        return CachedFunction(function, KeyedCache.of_process_tree(options), files, key)
+        return CachedFunction(function, KeyedCache.of_process_tree(options), files, key, audit)
 
     return decorate
 
@@ -144,24 +149,24 @@ class CachedFunction:
 
     thread_safe = True
 
-    def __init__(self, function: Callable[..., Any], cache: KeyedCache[Any, Any], files: bool, key: Any) -> None:
+    def __init__(self, function: Callable[..., Any], cache: KeyedCache[Any, Any], files: bool, key: Any, audit: float) -> None:
         functools.update_wrapper(self, function)
         self.cache = cache
-        self._function, self._files, self._key = function, files, key
+        self._function, self._files, self._key, self._audit = function, files, key, audit
         self._object: Any = None  # of a method of one object
         self._name = ""
         self._is_method = False
+        self._reads: tuple[str, ...] | None = None  # attributes that the method reads, once it was called
         self._begin()
 
     def _begin(self) -> None:
         self._signature = inspect.signature(self._function)
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        self._reads: tuple[str, ...] | None = None  # attributes that the method reads, once it was called
         self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # of attributes: the value, its length, the digest
         self._reason = ""  # why results are not served
         self._lock, self._owner = threading.RLock(), os.getpid()
-        self._next_s = 0.0  # when to compare the next result
+        self._next_s = 0.0 if self._audit else math.inf  # when to compare the next result
         self._warned = False
 
     def bind(self, obj: object, name: str) -> None:
@@ -175,14 +180,13 @@ class CachedFunction:
         return self if obj is None else MethodType(self, obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "cache", "_function", "_files", "_key", "_object", "_name", "_is_method", "_reads"
+        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads"
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        functools.update_wrapper(self, state["_function"])
-        self._function = state["_function"]
-        self._begin()
         vars(self).update(state)
+        functools.update_wrapper(self, self._function)
+        self._begin()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A function of a module is found there by its name, which this object has taken
@@ -199,7 +203,8 @@ class CachedFunction:
         if self._reason or self.cache.closed:
             return self._function(*args, **kwargs)
         if self._owner != os.getpid():  # a forked child compares for itself
-            self._owner, self._next_s, self._lock = os.getpid(), 0.0, threading.RLock()
+            self._owner, self._lock = os.getpid(), threading.RLock()
+            self._next_s = 0.0 if self._audit else math.inf
         try:
             key = self._key_of(args, kwargs)
             if key is None:
@@ -300,7 +305,7 @@ class CachedFunction:
         fresh = self._computed(args, kwargs)
         place = difference(describe(value, strides=False), describe(fresh, strides=False))
         took_s = time.monotonic() - began
-        self._next_s = time.monotonic() + took_s / _AUDIT
+        self._next_s = time.monotonic() + took_s / self._audit
         if place is None:
             return value
         self._refuse(f"its result for the same arguments is another one now ({place:.300})")

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import stocache
-from stocache import DataLoader, DatasetError, cache_method, cached
+from stocache import DataLoader, DatasetError, LimitError, cache_method, cached
 from stocache.datasets import functions
 from tests.support import decorated
 from tests.support.decorated import Mosaics, Windows, frame
@@ -35,7 +35,9 @@ def calls():
 @pytest.fixture(autouse=True)
 def _compared_once(monkeypatch):
     """Have each process and object compare one result, however long that takes."""
-    monkeypatch.setattr(functions, "_AUDIT", 1e-9)
+    defaults = functions.cached.__kwdefaults__
+    monkeypatch.setattr(functions.cached, "__kwdefaults__", defaults | {"audit": 1e-9})
+    monkeypatch.setattr(frame, "_audit", 1e-9)
 
 
 def warnings_of(caplog):
@@ -64,6 +66,21 @@ def test_each_set_of_arguments_is_computed_once_however_they_are_given(calls):
     count = len(calls)
     assert scaled(3) == [6, {}]  # closed: it runs as before
     assert len(calls) == count + 1
+
+
+def test_none_is_compared_if_that_is_asked_for(calls):
+    @cached("1MB", audit=0)
+    def once(key):
+        calls.append(key)
+        return key
+
+    with once:
+        assert [once("a"), once("a"), once("b"), once("b")] == ["a", "a", "b", "b"]
+        assert in_child(lambda: [once("a"), calls.append("child")]) == 0
+        assert calls == ["a", "b"]
+    for share in (-1, 2, True, "1"):
+        with pytest.raises(LimitError, match="not a share of the time"):
+            cached("1MB", audit=share)
 
 
 def test_without_parentheses_and_with_none_as_a_result(calls):
