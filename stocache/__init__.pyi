@@ -3,6 +3,8 @@
 from . import errors as errors
 from . import loader as loader
 from .cache.keyed.cache import KeyedCache as KeyedCache
+from .cache.keyed.functions import cache_method as cache_method
+from .cache.keyed.functions import cached as cached
 from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
@@ -14,8 +16,6 @@ from .cache.states import SlotState as SlotState
 from .compat import SharedCacheDDP as SharedCacheDDP
 from .compat import get_shm_size as get_shm_size
 from .datasets.cached import CachedDataset as CachedDataset
-from .datasets.functions import cache_method as cache_method
-from .datasets.functions import cached as cached
 
 # Preparing
 from .datasets.stored import StorageDataset as StorageDataset

@@ -95,3 +95,9 @@ class CacheOptions:
         if not isinstance(self.fingerprint, str | None):
             kind = type(self.fingerprint).__name__
             raise CacheNameError(f"fingerprint={self.fingerprint!r:.100} is a {kind}. Give a str, or None.")
+
+
+def check_share(share: object) -> None:
+    """Raise LimitError unless this is a share of the time."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")

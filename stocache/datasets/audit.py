@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from stocache.cache.options import check_share
 from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
@@ -321,12 +322,6 @@ class Audit:
             return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
         log_draws_without_effect(self._dataset, idx)
         return None
-
-
-def check_share(share: object) -> None:
-    """Raise LimitError unless this is a share of the time."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
 
 
 class _SharedWords:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from stocache.datasets.steady import hint_of
 from stocache.errors import SampleError, WorkerError
 from stocache.loader.threads.loading import loads_only_here, run_here, warn_of_this_process
 from stocache.samples.indices import spread
@@ -87,12 +88,16 @@ class _Loaded(NamedTuple):
 
 
 class _LoadedAgain(NamedTuple):
-    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``drawn``: the line that drew numbers."""
+    """Sent by the child after it loaded a sample again.
+
+    ``place``: where it differs. ``drawn``: the line that drew numbers. ``hint``: what could be cached in its place.
+    """
 
     idx: int
     place: str | None
     drawn: str | None
     reads: frozenset[str] = frozenset()
+    hint: str = ""
 
 
 def probe_samples(dataset: object, length: int, count: int, load: Callable[[int], object] | None = None) -> Probe:
@@ -185,7 +190,8 @@ def _finding(dataset: object, again: _LoadedAgain) -> str | None:
     drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
     if again.place is not None:
         name = type(dataset).__name__
-        return f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
+        finding = f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
+        return f"{finding}. {again.hint}" if again.hint else finding
     if drawn:
         log_draws_without_effect(dataset, again.idx, drawn)
     return None
@@ -241,7 +247,9 @@ def _load_all(
         idx, first, times = drawn[0]
         with recorded_reads(dataset) as reads, LineOfDraw() as line:
             place = load_again(load, idx, first)
-        yield _LoadedAgain(idx, place or load_again(load, idx, first, times), line.text, frozenset(reads - new))
+        place = place or load_again(load, idx, first, times)
+        hint = "" if place is None else hint_of(dataset, load, idx)
+        yield _LoadedAgain(idx, place, line.text, frozenset(reads - new), hint)
         began = time.monotonic()
         for idx, first, times in drawn[1:]:
             if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, times or 1)) is not None:

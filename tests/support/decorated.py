@@ -15,7 +15,7 @@ def note(what):
     time.sleep(0.001)
 
 
-@stocache.cached("4MB")
+@stocache.cached("4MB", audit=1e-9)  # each process compares one result
 def frame(video, number):
     note(f"{video} {number}")
     return torch.full((3, 8), number, dtype=torch.uint8)

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.keyed.keys import key_of
-from stocache.cache.options import CacheOptions
+from stocache.cache.options import CacheOptions, check_share
 from stocache.cache.stats import MISSING, CacheStats
-from stocache.datasets.audit import check_share
 from stocache.errors import CacheKeyError, DatasetError
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
