@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from stocache.datasets.steady import hint_of
+from stocache.datasets.steady import CallRecorder
 from stocache.errors import SampleError, WorkerError
 from stocache.loader.threads.loading import loads_only_here, run_here, warn_of_this_process
 from stocache.samples.indices import spread
@@ -214,13 +214,15 @@ def _load_all(
     began, count = time.monotonic(), 0
     drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
     new: set[str] = set()  # attributes that were set by the first load
+    calls = CallRecorder(dataset)  # of the first sample, which is loaded twice if it is random
     for idx in indices:
         if count > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
         before, monitor, loading = dict(vars_of(dataset)), RngMonitor(), time.monotonic()
         try:
-            sample = load(idx)
+            with contextlib.nullcontext() if count else calls:
+                sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
@@ -245,10 +247,10 @@ def _load_all(
             drawn.append((idx, first, AGAIN if quick else 0))
     if drawn:  # now, when others have been loaded, too: some mix a sample with recent ones
         idx, first, times = drawn[0]
-        with recorded_reads(dataset) as reads, LineOfDraw() as line:
+        with recorded_reads(dataset) as reads, LineOfDraw() as line, calls:
             place = load_again(load, idx, first)
         place = place or load_again(load, idx, first, times)
-        hint = "" if place is None else hint_of(dataset, load, idx)
+        hint = "" if place is None else calls.hint()
         yield _LoadedAgain(idx, place, line.text, frozenset(reads - new), hint)
         began = time.monotonic()
         for idx, first, times in drawn[1:]:

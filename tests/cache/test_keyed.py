@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from stocache import ClosedError, KeyedCache, SampleError, SlotError
-from stocache.cache.keyed import keys
+from stocache.cache.keyed import disk, keys
 from stocache.cli import listing
-from stocache.errors import CacheKeyError
+from stocache.errors import CacheKeyError, DiskError, LimitError
 from tests.support.equality import same
 from tests.support.processes import in_child, run_all, stopped
 
@@ -361,3 +361,78 @@ def test_a_damaged_table_is_an_error_and_no_crash(cache):
     cache._table._words[1] = 1 << 40  # where the first level is
     with pytest.raises(Exception, match="damaged: its table of keys"):
         other.get("a")
+
+
+def on_disk(folder, fingerprint="v1", memory="200KB", **options):
+    return KeyedCache(memory, disk=folder, disk_limit="20MB", fingerprint=fingerprint, **options)
+
+
+def picture(key):
+    return torch.full((5000,), key % 251, dtype=torch.uint8)
+
+
+def test_what_memory_has_no_room_for_is_on_the_disk_and_stays_for_the_next_run(tmp_path, caplog):
+    loads = []
+
+    def load(missing):
+        loads.extend(missing)
+        return list(map(picture, missing))
+
+    with on_disk(tmp_path / "d") as cache:
+        for _ in range(2):
+            for begin in range(0, 200, 20):
+                keys = range(begin, begin + 20)
+                assert same(cache.get_or_load_many(keys, load), list(map(picture, keys)))
+        assert loads == list(range(200))
+        assert 0 < len(cache) < 50
+        assert same(cache.get(199), picture(199))
+        assert 199 in cache
+        with pytest.raises(SlotError, match="does not change"):
+            cache.put(199, 0)
+        copy = pickle.loads(pickle.dumps(cache))
+        assert same(copy.get_or_load(150, None), picture(150))
+        copy.close()
+    with on_disk(tmp_path / "d", codec=None) as cache:  # memory is empty, and takes from the disk what it has room for
+        assert same(cache.get_or_load_many(range(100, 200), load), list(map(picture, range(100, 200))))
+        assert (len(loads), len(cache) > 0) == (200, True)
+    with on_disk(tmp_path / "d", "v2") as cache:
+        assert cache.get(199) is None
+    assert any("left behind for other data" in record.getMessage() for record in caplog.records)
+
+
+def test_processes_share_the_disk_and_load_each_key_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
+    with on_disk(tmp_path / "d", memory="8KB") as cache:
+        assert cache.get("before the fork") is None
+        run_all(multiprocessing.get_context("fork"), 3, take_all, cache, True)
+        assert cache.get_or_load(7, load_and_note)["of"] == "7"
+    assert sorted(map(int, (tmp_path / "log").read_text().split())) == list(range(N))
+
+
+def test_a_full_disk_and_a_wrong_folder(tmp_path, caplog, monkeypatch):
+    with KeyedCache("100KB", disk=tmp_path / "small", disk_limit="200KB") as cache:
+        for key in range(100):
+            assert same(cache.get_or_load(key, picture), picture(key))
+        assert cache.get(99) is None
+    assert sum("take no more" in record.getMessage() for record in caplog.records) == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="cannot be the folder"):
+        on_disk(tmp_path / "file")
+    with pytest.raises(LimitError, match="go together"):
+        KeyedCache("1MB", disk=tmp_path)
+    monkeypatch.setattr(disk.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DiskError, match=r"pip install 'stocache\[disk\]'"):
+        on_disk(tmp_path / "d")
+
+
+def test_a_repeated_key_of_a_full_cache_is_loaded_once_in_a_call():
+    calls = []
+
+    def load(missing):
+        calls.append(missing)
+        return [[key] for key in missing]
+
+    with KeyedCache(0) as cache:
+        values = cache.get_or_load_many(["a", "b", "a"], load)
+        values[0].append(1)
+        assert (values, calls) == ([["a", 1], ["b"], ["a"]], [["a", "b"]])

@@ -1,8 +1,10 @@
 """KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any, Generic, Literal
 
@@ -11,6 +13,7 @@ from typing_extensions import TypeVar
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.arena import MEMORY_REFUSED, NO_ROOM
 from stocache.cache.base import load_in_parts, nesting
+from stocache.cache.keyed.disk import DiskValues
 from stocache.cache.keyed.keys import Key, decode, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
 from stocache.cache.keyed.table import KeyTable
@@ -74,16 +77,19 @@ class KeyedCache(Attached, Generic[_K, _T]):
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         codec: "zstd" or "lz4" to compress values without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
+        disk, disk_limit: a folder on a local disk for values that memory has no room for, and the bytes that it may have. It
+            stays for the next run with the same fingerprint, and needs ``pip install 'stocache[disk]'`` (LMDB).
         name, persist, fingerprint, on_busy: to share the cache with other ranks, jobs and later runs. `CacheOptions` describes
             all options in full.
 
     Raises:
         LimitError: the limit is not a size, or leaves no room.
         CodecError: the codec is unknown, or not installed.
+        DiskError: the folder cannot be used, or lmdb is not installed.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
     """
 
-    _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load")
+    _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load", "_disk")
 
     thread_safe = True  # worker threads share it
 
@@ -97,6 +103,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
         on_busy: OnBusy = "uncached",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
+        disk: str | os.PathLike[str] | None = None,
+        disk_limit: float | str | None = None,
     ) -> None:
         options = CacheOptions(
             size_limit_gib,
@@ -106,6 +114,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
             on_busy=on_busy,
             codec=codec,
             allow_pickle=allow_pickle,
+            disk=disk,
+            disk_limit=disk_limit,
             share_ranks=fingerprint is not None,  # else nothing says that their values are equal
         )
         self._open(options)
@@ -113,8 +123,9 @@ class KeyedCache(Attached, Generic[_K, _T]):
     def _open(self, options: CacheOptions, job: Job | None = None) -> None:
         codec, allow_pickle = options.codec, options.allow_pickle
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, {"samples": BY_KEY, "codec": codec, "allow_pickle": allow_pickle})
+        disk = None if options.disk is None else DiskValues(options)
         segment, _ = open_memory(layout, options, job=job)
-        self.__setstate__((options, segment))
+        self.__setstate__((options, segment, disk))
         logger.info("%r", self)
 
     @classmethod
@@ -125,10 +136,10 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return cache
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._options, self._segment
+        return self._options, self._segment, self._disk
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._options, segment = state
+        self._options, segment, self._disk = state
         self._segment: Segment = segment
         self._store = KeyedStore(segment, self._options)
         self._arena, self._load = self._store.arena, self._store.load
@@ -156,6 +167,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
         """
         found = key_of(key)
         value = self.hit(found, copy)
+        if value is MISSING:
+            value = self._from_disk(found)
         if value is not MISSING:
             return value
         self._segment.count(MISSES)
@@ -164,14 +177,17 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return default
 
     def __contains__(self, key: _K) -> bool:
-        return self._table.find(key_of(key)) >= 0
+        return self._holds(key_of(key))
+
+    def _holds(self, key: Key) -> bool:
+        return self._table.find(key) >= 0 or (self._disk is not None and self._disk.read(key) is not MISSING)
 
     def __len__(self) -> int:
-        """Return how many keys are cached."""
+        """Return how many keys are cached in memory."""
         return len(self._table)
 
     def keys(self) -> Iterator[_K]:
-        """Yield the keys that are cached, in no order. Paths come as `Path`, and numbers of numpy as Python's.
+        """Yield the keys that are cached in memory, in no order. Paths come as `Path`, and numbers of numpy as Python's.
 
         Raises:
             CacheKeyError: one is a member of an enum whose module is not imported here.
@@ -196,6 +212,14 @@ class KeyedCache(Attached, Generic[_K, _T]):
         elif not self._warned_of_unreadable:
             self._warned_of_unreadable = True
             logger.warning("%s Until then such values are loaded again, and count as misses.", self._store.unreadable)
+        return value
+
+    def _from_disk(self, key: Key) -> Any:
+        """Return the value of a stored key from the disk, or MISSING. Keep it in memory, where there is room by now."""
+        if self._disk is None or (value := self._disk.read(key)) is MISSING:
+            return MISSING
+        self._segment.count(HITS)
+        self._keep([key], [value], strict=False, on_disk=True)
         return value
 
     # ------------------------------------------------------------------------------------------------ loading
@@ -237,6 +261,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
                     self._claims.wait_to_load(word, taken, timeout_s, lambda: self._table.find(found) >= 0)
             nesting.samples = outer or bool(taken)
             value = self.hit(found, copy)
+            if value is MISSING:
+                value = self._from_disk(found)
             if value is MISSING:
                 began = time.perf_counter()
                 self._segment.count(MISSES)
@@ -286,6 +312,9 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 nesting.samples = outer or bool(taken)
             wanted = [each for each in missing if not fillable or each[1] % _CLAIMS in taken]
             wanted = [each for each in wanted if self._table.find(each) < 0 or self._store.unreadable]  # put meanwhile
+            if self._disk is not None:
+                loaded = {each: value for each in wanted if (value := self._from_disk(each)) is not MISSING}
+                wanted = [each for each in wanted if each not in loaded]
             for part, made, costs_s in load_in_parts(
                 wanted, lambda part: load_missing([missing[each] for each in part]), self._segment
             ):
@@ -296,17 +325,25 @@ class KeyedCache(Attached, Generic[_K, _T]):
             nesting.samples = outer
             if taken:
                 self._claims.end_loading(taken)
+        given = set[Key]()
         for row, (each, key) in enumerate(zip(found, keys, strict=True)):
-            if values[row] is MISSING:
-                values[row] = loaded.pop(each, MISSING)
-            if values[row] is MISSING:  # another process has it, or it is a repeat
+            if values[row] is not MISSING:
+                continue
+            if each not in loaded:  # another process loads it
                 load = partial(_load_one, load_missing)
                 values[row] = self.get_or_load(key, load, copy=copy, strict=strict, timeout_s=timeout_s)
+            elif each not in given:
+                values[row] = loaded[each]
+            else:  # each row has a value of its own
+                value = self.hit(each, copy)
+                values[row] = deepcopy(loaded[each]) if value is MISSING else value
+            given.add(each)
         return values
 
     def _fillable(self) -> bool:
         """Return whether another key may be cached. A process without its own counter row caches nothing."""
-        return not self._full and self._segment.holder > 0 and not self._arena.refused
+        has_room = not (self._full or self._arena.refused) or (self._disk is not None and self._disk.takes)
+        return has_room and self._segment.holder > 0
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -323,22 +360,25 @@ class KeyedCache(Attached, Generic[_K, _T]):
         found = key_of(key)
         missed = found[0] in self._missed
         self._missed.discard(found[0])
-        if self._table.find(found) >= 0:
+        if self._holds(found):
             if not missed:
                 raise SlotError(f"put({key!r:.100}): the key is cached, and its value does not change. Ask get first.")
             return True
         if self._fillable():
-            self._publish([found], [self._store.encode(_on_cpu(value), f"put({key!r:.100})")])
-        return self._table.find(found) >= 0
+            self._keep([found], [_on_cpu(value)], strict=True, where=f"put({key!r:.100})")
+        return self._holds(found)
 
-    def _keep(self, keys: list[Key], values: list[Any], strict: bool) -> None:
-        """Cache loaded values. One that cannot be stored raises SampleError, if ``strict``; else it is counted."""
+    def _keep(self, keys: list[Key], values: list[Any], strict: bool, where: str = "value", on_disk: bool = False) -> None:
+        """Cache loaded values: in memory, or else on the disk, unless they came from there.
+
+        One that cannot be stored raises SampleError, if ``strict``, whose message begins with ``where``; else it is counted.
+        """
         if not self._fillable() and not strict:
             return
         kept, records = [], []
         for key, value in zip(keys, values, strict=True):
             try:
-                records.append(self._store.encode(value, "value"))
+                records.append(self._store.encode(value, where))
                 kept.append(key)
             except SampleError as error:
                 if strict:
@@ -346,6 +386,11 @@ class KeyedCache(Attached, Generic[_K, _T]):
                     raise
                 self._reject(error)
         self._publish(kept, records)
+        if self._disk is not None and not on_disk:
+            stored = set(kept)
+            for key, value in zip(keys, values, strict=True):
+                if key in stored and self._table.find(key) < 0:
+                    self._disk.write(key, value)
 
     def _reject(self, error: SampleError) -> None:
         with self._segment.guard:
@@ -360,7 +405,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         """Store values, and count the outcomes; see NOTE [ The table of keys ]."""
         segment, taken = self._segment, set[int]()
         refused: list[int | None] = [REFUSED] * len(keys)
-        if not keys or not self._fillable():
+        if not keys or self._full or self._segment.holder == 0 or self._arena.refused:
             return
         try:
             word = keys[0][1] % BLOCKS
@@ -420,7 +465,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
             )  # fmt: skip
 
     def clear(self) -> None:
-        """Forget all keys; the memory stays reserved. Wait for writers. No process may read values meanwhile.
+        """Forget all keys in memory, which stays reserved. Wait for writers. No process may read values meanwhile.
 
         Raises:
             BusyError: another process, which may be stopped, is writing a value. Nothing is cleared.
