@@ -5,7 +5,9 @@ import inspect
 import pickle
 import random
 import re
+import threading
 import time
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -270,6 +272,31 @@ def test_a_method_of_one_object_is_undone_by_close_and_travels_with_the_object(l
     method.close()
     assert (vars(dataset).keys(), method.cache.closed) == ({"paths", "scale"}, True)
     assert torch.equal(dataset[0], expected[0])
+
+
+class Owned(Mosaics):
+    """Each copy of it is for one thread, and has a file of its own."""
+
+    def load_image(self, index):
+        owners[id(self)].add(threading.get_ident())
+        return super().load_image(index)
+
+
+owners = defaultdict(set)
+
+
+def test_worker_threads_have_copies_of_the_object_and_share_the_results(log):
+    dataset, plain = Owned(), Mosaics()
+    expected = torch.stack([plain[idx] for idx in range(len(plain))])
+    before = len(log())
+    with cache_method(dataset, "load_image", "1MB", key=lambda self, index: index) as method:
+        loader = DataLoader(dataset, 4, num_workers=3, worker_method="thread")
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(loader)), expected)
+        assert method.stats().filled == len(plain)
+        assert len(log()) - before <= len(plain) + 3 * 2  # each copy compares one
+    assert id(dataset) not in owners
+    assert all(len(threads) == 1 for threads in owners.values())
 
 
 @pytest.mark.parametrize(("obj", "name", "message"), [

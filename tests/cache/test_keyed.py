@@ -110,7 +110,7 @@ def test_the_table_grows_when_later_values_are_smaller_than_the_first(cache):
         cache.put(number, number)
     assert [cache.get(number) for number in numbers] == list(numbers)
     assert len(cache) == cache.stats().fills == len(numbers) + 1
-    assert cache._table._state > 2
+    assert len(cache._table._seen[1]) > 2
     copy = pickle.loads(pickle.dumps(cache))
     assert copy.get(19_999) == 19_999
 
@@ -247,6 +247,15 @@ def test_clear_forgets_all_and_the_memory_is_used_again(cache):
         assert (len(cache), cache.get(1)) == (0, None)
 
 
+def test_a_process_that_found_the_cache_full_fills_it_again_after_another_has_cleared_it():
+    with KeyedCache("200KB") as cache:
+        for key in range(100):
+            cache.get_or_load(key, picture)
+        assert cache.get(99) is None
+        assert in_child(cache.clear) == 0
+        assert cache.put(99, 1)
+
+
 def test_a_closed_cache_says_so(cache):
     cache.put("a", torch.zeros(4))
     view = cache.get("a", copy=False)
@@ -357,7 +366,7 @@ def test_a_kill_at_any_moment_leaves_right_values_only(cache, seed):
 def test_a_damaged_table_is_an_error_and_no_crash(cache):
     cache.put("a", 1)
     other = pickle.loads(pickle.dumps(cache))
-    other._table._state = -1
+    other._table._seen = -1, []
     cache._table._words[1] = 1 << 40  # where the first level is
     with pytest.raises(Exception, match="damaged: its table of keys"):
         other.get("a")

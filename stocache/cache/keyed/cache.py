@@ -36,6 +36,7 @@ logger = logging.getLogger("stocache")
 _CLAIMS = 1 << 14
 """Words of claims. Keys whose hashes have one word exclude each other: one is loaded after the other."""
 _RACED = -4  # in place of an offset, beside NO_ROOM and MEMORY_REFUSED: the key is there by now
+_TRIES = 8  # to claim one of the words that say that somebody writes
 _MOST_MISSED = 1 << 16  # keys that a process remembers to have missed
 
 _K = TypeVar("_K", default=Any)
@@ -146,8 +147,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
         self._table = KeyTable(segment, self._arena)
         self._claims = Claims(segment, _CLAIMS)
         self._missed: set[bytes] = set()  # prefixes of keys that this process has missed, and not yet put
-        self._full = segment.data_bytes == 0
-        if self._full:
+        self._full_in = -1  # the generation of the table in which this process has found the cache full
+        if segment.data_bytes == 0:
             segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
         self._warned_of_unreadable = False
 
@@ -340,6 +341,10 @@ class KeyedCache(Attached, Generic[_K, _T]):
             given.add(each)
         return values
 
+    @property
+    def _full(self) -> bool:
+        return self._segment.data_bytes == 0 or self._full_in == self._table.generation
+
     def _fillable(self) -> bool:
         """Return whether another key may be cached. A process without its own counter row caches nothing."""
         has_room = not (self._full or self._arena.refused) or (self._disk is not None and self._disk.takes)
@@ -408,10 +413,13 @@ class KeyedCache(Attached, Generic[_K, _T]):
         if not keys or self._full or self._segment.holder == 0 or self._arena.refused:
             return
         try:
-            word = keys[0][1] % BLOCKS
-            while not taken:  # any word does: `clear` waits until none is taken
-                self._claims.to_write([_CLAIMS + word], taken)
-                word = (word + 1) % BLOCKS
+            first = keys[0][1] % BLOCKS
+            for word in range(first, first + _TRIES):  # any will do: `clear` waits until none is taken
+                self._claims.to_write([_CLAIMS + word % BLOCKS], taken)
+                if taken:
+                    break
+            else:  # a process that is stopped holds the lock of claims
+                return
             with segment.guard:
                 places = self._arena.run_locked(lambda: list(map(self._place, keys, records)), None)
             places = self._write(keys, records, places or [(MEMORY_REFUSED, 0)] * len(keys))
@@ -452,7 +460,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
 
     def _fill_up(self) -> None:
         """Note that the cache is full, and warn once."""
-        self._full = True
+        self._full_in = self._table.generation
         with self._segment.guard:
             first = self._segment.extents.first_to_warn(FULL_WARNING)
         if first:
@@ -482,7 +490,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
             raise BusyError(
                 f"clear: {describe_process(self._segment.pid_of(self._claims.writer()))} is writing a value. Resume or end it."
             )
-        self._full = self._segment.data_bytes == 0
 
     # ------------------------------------------------------------------------------------------------ statistics
 

@@ -146,8 +146,6 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
 class CachedFunction:
     """A function whose results are cached, or a method: of all objects of its class, or of one."""
 
-    thread_safe = True
-
     def __init__(self, function: Callable[..., Any], cache: KeyedCache[Any, Any], files: bool, key: Any, audit: float) -> None:
         functools.update_wrapper(self, function)
         self.cache = cache
@@ -167,6 +165,11 @@ class CachedFunction:
         self._lock, self._owner = threading.RLock(), os.getpid()
         self._next_s = 0.0 if self._audit else math.inf  # when to compare the next result
         self._warned = False
+
+    @property
+    def thread_safe(self) -> bool:
+        """Whether worker threads share it. That of one object is copied with the object."""
+        return self._object is None
 
     def bind(self, obj: object, name: str) -> None:
         """Make this a method of one object, until it is closed."""

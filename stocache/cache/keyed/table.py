@@ -14,6 +14,7 @@ NOTE [ The table of keys ]
 """
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,6 +30,10 @@ _SHARE = 64  # of the capacity that the first level takes at most
 _RECORD = (1 << 48) - 1  # of a cell: the offset of its record, divided by 8, plus 1
 
 
+_Levels: TypeAlias = tuple[int, list[tuple[memoryview, int]]]
+"""The state word that they were read with, and for each level, the newest first, the cells and their number less one."""
+
+
 class KeyTable:
     """The table of keys, as one process sees it."""
 
@@ -36,18 +41,18 @@ class KeyTable:
         self._segment, self._arena = segment, records
         self._words = segment.control[AT:CONTROL_BYTES].cast("Q")
         self._memory = segment.view(0, segment.data_bytes)
-        self._state = 0
-        self._levels: list[tuple[memoryview, int]] = []  # the cells and their number less one, the newest first
+        self._seen: _Levels = 0, []  # in one attribute, as other threads set it meanwhile
 
     def find(self, key: Key) -> int:
         """Return the offset of the record of a key; -1 if it is not there. Takes no lock."""
-        if self._words[STATE] != self._state:
-            self._read()
+        state, levels = self._seen
+        if self._words[STATE] != state:
+            _, levels = self._read()
         if WEAKLY_ORDERED:
             fence()
         prefix, number = key
         tag, memory, size = number >> 112, self._memory, len(prefix)
-        for cells, mask in self._levels:
+        for cells, mask in levels:
             at = number & mask
             while word := cells[at]:
                 if word >> 48 == tag:
@@ -62,10 +67,10 @@ class KeyTable:
 
         ``room``: the bytes of the record. Returns False if there is no room for a cell.
         """
-        level = self._newest(room)
-        if level < 0:
+        state, levels = self._with_room(self._read(), room)
+        if not levels:
             return False
-        cells, mask = self._levels[0]
+        level, (cells, mask) = (state & 255) - 1, levels[0]
         number = key[1]
         at = number & mask
         while cells[at]:
@@ -75,40 +80,39 @@ class KeyTable:
         cells[at] = number >> 112 << 48 | (record >> 3) + 1
         return True
 
-    def _newest(self, room: int) -> int:
-        """Return the number of the newest level, which has room for a cell; -1 if there is none."""
-        if self._words[STATE] != self._state:
-            self._read()
-        level = (self._state & 255) - 1
-        if level < 0:
+    def _with_room(self, found: "_Levels", room: int) -> "_Levels":
+        """Return the levels, of which the newest has room for a cell; none if there is no room."""
+        state, levels = found
+        if not levels:
             keys = self._arena.capacity // max(64, room)
             most = (self._arena.capacity // (8 * _SHARE)).bit_length() - 1
-            return 0 if self._grow(max(_LEAST_BITS, min((4 * keys // 3).bit_length(), most))) else -1
-        cells, count = len(self._levels[0][0]), self._words[FIRST + WORDS_OF_LEVEL * level + COUNT]
-        if 4 * count >= 3 * cells and self._grow(cells.bit_length() + 1):
-            return level + 1
-        return level if count < cells - 1 else -1
+            return self._grow(state, max(_LEAST_BITS, min((4 * keys // 3).bit_length(), most)))
+        cells, count = len(levels[0][0]), self._words[FIRST + WORDS_OF_LEVEL * (len(levels) - 1) + COUNT]
+        if 4 * count >= 3 * cells and (grown := self._grow(state, cells.bit_length() + 1))[1]:
+            return grown
+        return found if count < cells - 1 else (state, [])
 
-    def _grow(self, bits: int) -> bool:
-        """Add a level of ``1 << bits`` cells, if there is room and memory for it."""
-        level = self._state & 255
+    def _grow(self, state: int, bits: int) -> "_Levels":
+        """Add a level of ``1 << bits`` cells. Return all levels; none if there is no room or memory for it."""
+        level = state & 255
         at = self._arena.take(8 << bits) if level < LEVELS else -1
         if at < 0:
-            return False
+            return state, []
         begin = FIRST + WORDS_OF_LEVEL * level
         self._words[begin + OFFSET], self._words[begin + BITS], self._words[begin + COUNT] = at, bits, 0
         fence()
-        self._words[STATE] = self._state + 1
-        self._read()
-        return True
+        self._words[STATE] = state + 1
+        return self._read()
 
-    def _read(self) -> None:
+    def _read(self) -> "_Levels":
         """Look where the levels are.
 
         Raises:
             SegmentError: one lies outside of the reserved memory.
         """
         state = self._words[STATE]
+        if state == self._seen[0]:
+            return self._seen
         if WEAKLY_ORDERED:
             fence()
         levels: list[tuple[memoryview, int]] = []
@@ -117,18 +121,20 @@ class KeyTable:
             if bits > _MOST_BITS or not self._segment.extents.has(at, at + (8 << bits)):
                 raise SegmentError("the cache is damaged: its table of keys lies outside of its memory.")
             levels.insert(0, (self._segment.view(at, 8 << bits).cast("Q"), (1 << bits) - 1))
-        self._levels, self._state = levels, state
+        self._seen = state, levels
+        return self._seen
+
+    @property
+    def generation(self) -> int:
+        """How often all keys were dropped."""
+        return self._words[STATE] >> 8
 
     def __len__(self) -> int:
-        if self._words[STATE] != self._state:
-            self._read()
-        return sum(int(np.count_nonzero(np.frombuffer(cells, np.uint64))) for cells, _ in self._levels)
+        return sum(int(np.count_nonzero(np.frombuffer(cells, np.uint64))) for cells, _ in self._read()[1])
 
     def texts(self) -> Iterator[bytes]:
         """Yield the bytes of each key."""
-        if self._words[STATE] != self._state:
-            self._read()
-        for cells, _ in self._levels:
+        for cells, _ in self._read()[1]:
             numbers = np.frombuffer(cells, np.uint64)
             for word in numbers[numbers != 0].tolist():
                 at = (word & _RECORD) - 1 << 3
