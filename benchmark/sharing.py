@@ -2,6 +2,7 @@
 
 python -m benchmark sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
 python -m benchmark sharing jobs      # K jobs at once: reads of the source
+python -m benchmark sharing lists     # 8 workers over a dataset with a list of paths: memory, and the first batch
 python -m benchmark sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
 """
 
@@ -17,12 +18,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from benchmark.support.measuring import pss, settle
-from stocache import SharedCache, SharedCacheDDP
+from stocache import SharedCache, SharedCacheDDP, share
 from stocache.cli import listing
 from stocache.shm import named
 
@@ -282,6 +284,49 @@ print(json.dumps([attached * 1000, reads, len(cache)]))
     )
 
 
+class Paths(Dataset[int]):
+    """A dataset that reads its list, and gives the length of a path."""
+
+    def __init__(self, paths: Any) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, idx: int) -> int:
+        return len(self.paths[idx])
+
+
+def _lists(way: str, method: str, count: int) -> None:
+    """Read the whole list with 8 workers; print the memory at its peak, and the seconds until the first batch."""
+    paths: Any = [f"data/train/class{number % 1000:04}/{number:010}.jpg" for number in range(count)]
+    if way == "numpy strings":
+        paths = np.array(paths, dtype=np.bytes_)
+    dataset: Dataset[int] = Paths(paths)
+    if way == "share":
+        dataset = share(dataset)
+    del paths
+    loader = DataLoader(dataset, 50_000, shuffle=True, num_workers=8, multiprocessing_context=method)
+    began, first_s, most = time.perf_counter(), 0.0, 0
+    for number, _ in enumerate(loader):
+        first_s = first_s or time.perf_counter() - began
+        if number % max(1, len(loader) // 10) == 0 or number == len(loader) - 2:
+            most = max(most, pss(os.getpid()))
+    print(json.dumps({"bytes": most, "first_s": first_s}))
+
+
+def lists(count: int) -> None:
+    """Print the memory of 8 workers and their parent, for each way to keep a list of paths."""
+    print("| list | workers | memory of all, GiB | first batch, s |\n| --- | --- | ---: | ---: |")
+    code = "from benchmark.sharing import _lists; import sys; _lists(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    for method in ("fork", "spawn"):
+        for way in ("list", "numpy strings", "share"):
+            command = [sys.executable, "-W", "ignore", "-c", code, way, method, str(count)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+            found = json.loads(done.stdout)
+            print(f"| {way} | {method} | {found['bytes'] / 2**30:.2f} | {found['first_s']:.1f} |", flush=True)
+
+
 def main() -> None:
     """Run one of the experiments."""
     if sys.argv[1:2] == ["rank"]:
@@ -293,16 +338,19 @@ def main() -> None:
         _job(float(fraction), int(samples), int(seed), single_flight == "1", float(load_ms))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["ranks", "jobs", "warm"])
+    parser.add_argument("experiment", choices=["ranks", "jobs", "lists", "warm"])
     parser.add_argument("--mib", type=int, default=1024, help="ranks: size of the dataset")
     parser.add_argument("--samples", type=int, default=2000, help="jobs: size of the dataset")
     parser.add_argument("--load-ms", type=float, default=2.0, help="jobs: how long loading a sample takes")
+    parser.add_argument("--paths", type=int, default=10_000_000, help="lists: length of the list")
     parser.add_argument("--gib", type=int, default=4, help="warm: size of the dataset")
     arguments = parser.parse_args()
     if arguments.experiment == "ranks":
         ranks(arguments.mib)
     elif arguments.experiment == "jobs":
         jobs(arguments.samples, arguments.load_ms)
+    elif arguments.experiment == "lists":
+        lists(arguments.paths)
     else:
         warm(arguments.gib)
 

@@ -97,6 +97,9 @@ from .preparation.prepare import prepare as prepare
 from .samplers.block import BlockSampler as BlockSampler
 from .samplers.distributed import StatefulDistributedSampler as StatefulDistributedSampler
 from .samplers.locality import LocalityDistributedSampler as LocalityDistributedSampler
+
+# Sharing
+from .shm.sharing import share as share
 from .storage.storage import (
     DataStorage as DataStorage,
 )

@@ -101,7 +101,8 @@ class CachedDataset(DatasetProxy[_T]):
     Where: ``admission``, ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit`` are those of `CacheOptions`. Admission by
     "cost" and a codec keep samples in a `RaggedCache`.
 
-    Sharing: ``name``, ``persist``, ``fingerprint``, ``on_busy`` and ``share_ranks`` are those of `CacheOptions`.
+    Sharing: ``name``, ``persist``, ``fingerprint``, ``on_busy`` and ``share_ranks`` are those of `CacheOptions`. ``share=True``
+    wraps a copy of the dataset whose lists, dicts and arrays of 1 MiB and more lie in shared memory (`stocache.share`).
 
     Speed:
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
@@ -154,6 +155,7 @@ class CachedDataset(DatasetProxy[_T]):
         fingerprint: str | None = None,
         on_busy: OnBusy = "uncached",
         share_ranks: bool = True,
+        share: bool = False,
         placement: Literal["prefix", "scattered"] | Placement = "scattered",
         variable: bool | None = None,
         probe: int = 8,
@@ -173,6 +175,10 @@ class CachedDataset(DatasetProxy[_T]):
         given = locals()
         from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap  # here: loaders start faster
 
+        if share:
+            from stocache.shm.sharing import share as share_tables
+
+            dataset = share_tables(dataset)
         self._len = check_dataset(dataset)
         self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)

@@ -49,12 +49,27 @@ class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     """The mapping, as one batch sees it. It is not a view of an array: numpy would leave it out of the chain of bases."""
 
 
+def map_privately(fd: int, nbytes: int) -> Any:
+    """Return the bytes of a file, as a ctypes array that may be written to: that changes them for this process alone.
+
+    The descriptor is not kept. (Python's mmap would keep a duplicate, and closing that would drop the locks of this process.)
+
+    Raises:
+        OSError: the kernel does not map the file.
+    """
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), "mmap")
+    memory: Any = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return memory
+
+
 class PrivateViews:
     """A private mapping of a file, whose slots are leased to batches.
 
     Args:
-        fd: descriptor of the file. It is not kept. (Python's mmap would keep a duplicate, and closing that would drop the locks
-            of this process.)
+        fd: descriptor of the file. It is not kept.
         nbytes: size of the file.
         columns: for each column its offset in the file, and the bytes of a slot.
         slots: number of slots of each column.
@@ -64,12 +79,8 @@ class PrivateViews:
     """
 
     def __init__(self, fd: int, nbytes: int, columns: Sequence[tuple[int, int]], slots: int) -> None:
-        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-        self._address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-        if self._address == _FAILED:
-            raise OSError(ctypes.get_errno(), "mmap")
-        self._memory: Any = (ctypes.c_ubyte * nbytes).from_address(self._address)
-        weakref.finalize(self._memory, _libc.munmap, self._address, nbytes).atexit = False
+        self._memory = map_privately(fd, nbytes)
+        self._address = ctypes.addressof(self._memory)
         self._columns, self._slots = columns, slots
         self._leased: set[int] = set()
         self._leases: LeaseTracker[set[int]] = LeaseTracker()

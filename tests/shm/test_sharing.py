@@ -1,0 +1,183 @@
+"""What is shared is read as before, is one copy for all processes, and is never changed for others."""
+
+import copy
+import multiprocessing
+import pickle
+import random
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import stocache
+from stocache import SampleError, share
+from stocache.shm import sharing
+from stocache.system import limits
+from tests.support.equality import same
+from tests.support.processes import in_child, run_all
+
+LISTS = [
+    [f"images/{number:06}.jpg" * (number % 3) for number in range(1000)], [b"", b"\x00ab", b"c" * 5000], ["ä€\udc80", "", "x"],
+    [Path("a/b"), Path("c")], list(range(-500, 500)), [0.5, -0.0, float("inf"), 1e300], [True, False, True], [], ["one"],
+    [-(2**63), 2**63 - 1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("items", LISTS, ids=lambda items: f"{type(items[0] if items else None).__name__}-{len(items)}")
+def test_a_list_is_indexed_sliced_and_walked_as_before(items):
+    shared = share(items)
+    assert len(shared) == len(items)
+    assert list(shared) == items == shared
+    assert [type(item) for item in shared] == [type(item) for item in items]
+    for index in (slice(None), slice(1, -1), slice(None, None, -2), slice(5, 2)):
+        assert shared[index] == items[index]
+    for number in (0, -1, len(items) - 1, len(items) // 2) if items else ():
+        assert shared[number] == items[number]
+        assert shared[np.int64(number)] == items[number]
+    for number in (len(items), -len(items) - 1):
+        with pytest.raises(IndexError):
+            shared[number]
+    with pytest.raises(TypeError):
+        shared[0] = items
+    assert list(reversed(shared)) == items[::-1]
+    assert bool(shared) == bool(items)
+    assert (shared == [*items, 1], shared == tuple(items), shared != items) == (False, True, False)
+    if items:
+        assert items[-1] in shared
+        assert shared.index(items[-1]) == items.index(items[-1])
+    assert len(ForkingPickler.dumps(shared)) <= 200
+    assert pickle.loads(pickle.dumps(shared)) == items
+    assert share(shared) is shared
+    assert repr(shared).startswith(f"<shared list of {len(items)}")
+
+
+def test_a_dict_is_looked_up_as_before(monkeypatch):
+    for items in ({f"k{number}": number for number in range(500)}, {number: str(number) for number in range(-5, 300)}, {},
+                  {0.5: b"x", 2.0: b"y"}, {Path("a"): 1.5}):  # fmt: skip
+        shared = share(items)
+        assert dict(shared) == items == shared
+        assert list(shared) == list(items)
+        assert [shared[key] for key in items] == list(items.values())
+        assert (shared.get("no"), "no" in shared, [1] in [shared], None in shared) == (None, False, False, False)
+        with pytest.raises(KeyError):
+            shared["no"]
+        assert pickle.loads(pickle.dumps(shared)) == items
+    assert share({1: "a", 2: "b"})[1.0] == "a"
+    assert share({2.0: "a"})[2] == "a"
+    monkeypatch.setattr(sharing, "xxh3_64_intdigest", lambda text: 7)
+    assert dict(share({"a": 1, "b": 2, "c": 3})) == {"a": 1, "b": 2, "c": 3}
+
+
+ARRAYS = [
+    np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.arange(12.0).reshape(3, 4)), np.zeros((0, 3)), np.array(5),
+    np.array(["a", "bcd"]), np.arange(10)[::-2], np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]), np.array([1 + 2j]),
+    np.array(["2020-01-01"], "M8[D]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}-{array.shape}".replace("[", "").replace("]", ""))
+def test_an_array_is_read_only_and_what_is_made_of_it_is_ordinary(array):
+    shared = share(array)
+    assert same(np.asarray(shared), array)
+    assert shared.dtype == array.dtype
+    assert not shared.flags.writeable
+    copied = pickle.loads(pickle.dumps(shared))
+    assert np.array_equal(copied, array)
+    assert type(copied) is sharing.SharedArray
+    assert len(pickle.dumps(shared)) <= 250
+    if array.size:
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(shared)[(0,) * array.ndim] = array[(0,) * array.ndim]
+        assert type(shared[..., :1] if array.ndim else shared[()]) is not sharing.SharedArray
+    if array.dtype.kind in "if":
+        assert type(shared + 1) is not sharing.SharedArray
+        assert np.array_equal(shared + 1, array + 1)
+        assert shared.sum() == array.sum()
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.arange(24).view(2, 3, 4), torch.zeros(0, 2), torch.tensor(1.5), torch.arange(12.0).view(3, 4).T, torch.tensor([True]),
+    torch.ones(3, dtype=torch.bfloat16),
+], ids=str)  # fmt: skip
+def test_a_tensor_is_written_to_for_one_process_alone(tensor):
+    shared = share(tensor)
+    assert torch.equal(shared, tensor)
+    assert type(shared + 0) is type(shared[...]) is torch.Tensor
+    copied = pickle.loads(bytes(ForkingPickler.dumps(shared)))
+    assert len(ForkingPickler.dumps(shared)) <= 250
+    if tensor.numel():
+        assert in_child(shared.fill_, 0) == 0
+        shared.fill_(1)
+    assert torch.equal(copied, tensor)
+
+
+class Files(Dataset):
+    def __init__(self):
+        self.paths = [f"folder/{number:09}.jpg" for number in range(30_000)]
+        self.labels = np.arange(200_000)
+        self.objects = [object()] * 200_000
+        self.small = ["a", "b"]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, idx):
+        return self.paths[idx], int(self.labels[idx])
+
+
+def test_a_dataset_is_copied_with_its_large_tables_shared_and_stays_as_it_was():
+    dataset = Files()
+    before = dict(vars(dataset))
+    shared = share(dataset)
+    assert vars(dataset) == before
+    assert [shared[idx] for idx in range(0, 30_000, 997)] == [dataset[idx] for idx in range(0, 30_000, 997)]
+    assert type(shared) is Files
+    assert (shared.small, shared.objects) == (dataset.small, dataset.objects)
+    del shared.objects
+    assert len(ForkingPickler.dumps(shared)) < 1000
+    with stocache.CachedDataset(dataset, "1MB", share=True) as cached:
+        assert cached[5] == dataset[5]
+        assert type(cached.dataset.paths) is sharing.SharedSequence
+    assert type(dataset.paths) is list
+    few = Dataset()
+    assert share(few) is few
+
+
+@pytest.mark.parametrize("value", [
+    [1, "a"], [1, True], [object()], [[1]], [None], [2**63], np.array([object()]), torch.zeros(2, requires_grad=True), 5,
+    "text", None, {"a": 1, "b": "c"}, {(1, 2): 3}, int, torch.zeros(2).to_sparse(),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_what_cannot_be_shared_is_refused(value):
+    with pytest.raises(SampleError, match=r"shared|64 bits"):
+        share(value)
+
+
+def test_where_the_machine_gives_no_shared_memory_that_is_said(monkeypatch):
+    monkeypatch.setattr(limits, "open_memfd", lambda: None)
+    monkeypatch.setattr(limits, "SHM_DIR", "/no/such/folder")
+    with pytest.raises(SampleError, match="gives no shared memory for 24 bytes"):
+        share(["a"])
+
+
+def read(number, paths, lengths):
+    before = psutil.Process().memory_full_info().uss
+    order = random.Random(number).sample(range(len(paths)), len(paths))
+    assert sum(len(paths[idx]) for idx in order) == lengths
+    grown = psutil.Process().memory_full_info().uss - before
+    assert grown < 20_000_000  # the order, and page tables; not the items
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_read_one_copy(method):
+    paths = [f"a/folder/of/images/with/a/long/name/{number:09}.jpg" for number in range(200_000)]
+    run_all(multiprocessing.get_context(method), 2, read, share(paths), sum(map(len, paths)))
+
+
+def test_a_copy_refers_to_the_same_memory():
+    shared = share(["a", "b"])
+    for made in (copy.copy(shared), copy.deepcopy(shared)):
+        assert made._segment is shared._segment
