@@ -6,10 +6,6 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # __init__.pyi lists the names
 _UNLISTED = {"errors", "loader"}  # modules
-_UNLISTED |= {
-    "SlotState",
-    "SharedCacheDDP",
-    "get_shm_size",
-    "InMemoryDataStorage",
-}  # parts, names of stocaching and articles
+_UNLISTED |= {"SlotState", "DataStorage", "InMemoryDataStorage"}  # parts
+_UNLISTED |= {"SharedCacheDDP", "get_shm_size"}  # names of stocaching
 __all__ = [name for name in __all__ if not (name in _UNLISTED or name.endswith("Error"))]

@@ -5,6 +5,7 @@ from . import loader as loader
 from .cache.keyed.cache import KeyedCache as KeyedCache
 from .cache.keyed.functions import cache_method as cache_method
 from .cache.keyed.functions import cached as cached
+from .cache.keyed.iterable import CachedIterable as CachedIterable
 from .cache.options import CacheOptions as CacheOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache

@@ -225,7 +225,8 @@ def check_dataset(dataset: Any) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
-            f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False."
+            f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False. "
+            f"CachedIterable records one that can only be iterated over."
         )
     try:
         length = check_len(len(dataset))

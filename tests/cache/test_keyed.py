@@ -393,7 +393,7 @@ def test_what_memory_has_no_room_for_is_on_the_disk_and_stays_for_the_next_run(t
                 keys = range(begin, begin + 20)
                 assert same(cache.get_or_load_many(keys, load), list(map(picture, keys)))
         assert loads == list(range(200))
-        assert 0 < len(cache) < 50
+        assert 0 < len(cache) < 50  # all are on the disk
         assert same(cache.get(199), picture(199))
         assert 199 in cache
         with pytest.raises(SlotError, match="does not change"):

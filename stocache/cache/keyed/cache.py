@@ -78,8 +78,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         codec: "zstd" or "lz4" to compress values without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
-        disk, disk_limit: a folder on a local disk for values that memory has no room for, and the bytes that it may have. It
-            stays for the next run with the same fingerprint, and needs ``pip install 'stocache[disk]'`` (LMDB).
+        disk, disk_limit: a folder on a local disk behind the memory, and the bytes that it may have. It gets all values, stays
+            for the next run with the same fingerprint, and needs ``pip install 'stocache[disk]'`` (LMDB).
         name, persist, fingerprint, on_busy: to share the cache with other ranks, jobs and later runs. `CacheOptions` describes
             all options in full.
 
@@ -167,15 +167,18 @@ class KeyedCache(Attached, Generic[_K, _T]):
         Safe from any process and thread; a hit takes no lock. Copies the bytes of the value.
         """
         found = key_of(key)
-        value = self.hit(found, copy)
-        if value is MISSING:
-            value = self._from_disk(found)
+        value = self.find(found, copy)
         if value is not MISSING:
             return value
         self._segment.count(MISSES)
         if self._fillable() and len(self._missed) < _MOST_MISSED:
             self._missed.add(found[0])
         return default
+
+    def find(self, key: Key, copy: bool = True) -> Any:
+        """Return the value of a stored key from memory or the disk, else MISSING. A miss is not counted."""
+        value = self.hit(key, copy)
+        return self._from_disk(key) if value is MISSING else value
 
     def __contains__(self, key: _K) -> bool:
         return self._holds(key_of(key))
@@ -261,9 +264,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 else:
                     self._claims.wait_to_load(word, taken, timeout_s, lambda: self._table.find(found) >= 0)
             nesting.samples = outer or bool(taken)
-            value = self.hit(found, copy)
-            if value is MISSING:
-                value = self._from_disk(found)
+            value = self.find(found, copy)
             if value is MISSING:
                 began = time.perf_counter()
                 self._segment.count(MISSES)
@@ -374,7 +375,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return self._holds(found)
 
     def _keep(self, keys: list[Key], values: list[Any], strict: bool, where: str = "value", on_disk: bool = False) -> None:
-        """Cache loaded values: in memory, or else on the disk, unless they came from there.
+        """Cache loaded values in memory, and on the disk, unless they came from there.
 
         One that cannot be stored raises SampleError, if ``strict``, whose message begins with ``where``; else it is counted.
         """
@@ -394,7 +395,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         if self._disk is not None and not on_disk:
             stored = set(kept)
             for key, value in zip(keys, values, strict=True):
-                if key in stored and self._table.find(key) < 0:
+                if key in stored:
                     self._disk.write(key, value)
 
     def _reject(self, error: SampleError) -> None:

@@ -1,4 +1,4 @@
-"""Values of a `KeyedCache` that memory has no room for: in an LMDB database in a folder on a local disk.
+"""The values of a `KeyedCache` on a local disk, behind the memory and for the next run: in an LMDB database in a folder.
 
 NOTE [ The database ]
     LMDB (H. Chu, OpenLDAP) is shared by processes, survives any kill, and reads without a lock. Its keys are short, so a value

@@ -1,0 +1,194 @@
+"""CachedIterable: record the first pass over an iterable dataset, and replay it afterwards.
+
+NOTE [ Parts of a stream ]
+    Each worker of each rank iterates over its own part of the source, as the source divides itself. Samples are kept under the
+    part and their number in it, and at the end of a part its length, in a small cache of its own. A pass that is left early has
+    no length: the next one replays what there is, and goes on behind it in the source. There it compares the last sample that
+    it skips, because a source with another order in each pass cannot be continued.
+
+    With another number of workers, parts that were recorded to their end are divided among them. Else they are recorded again.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from typing_extensions import TypeVar
+
+from stocache.cache.keyed.cache import KeyedCache
+from stocache.cache.keyed.keys import key_of
+from stocache.cache.options import OnBusy
+from stocache.cache.stats import MISSING, CacheStats
+from stocache.errors import DatasetError
+from stocache.system.describe import describe, difference
+from stocache.system.ranks import ranks_here
+
+logger = logging.getLogger("stocache")
+
+_T = TypeVar("_T", default=Any)  # the samples
+_MARKS = "1MB"  # for the lengths of parts
+
+
+class CachedIterable(IterableDataset[_T]):
+    """An iterable dataset, recorded in its first pass and replayed in later ones: of Hugging Face, webdataset, your own.
+
+        dataset = CachedIterable(load_dataset("c4", streaming=True)["train"].map(tokenize), size_limit_gib=32)
+        loader = DataLoader(dataset, batch_size=32, num_workers=4)
+
+    Each worker and rank records its part, in the order in which the samples come. In later passes the source is not read,
+    except for samples that did not fit: then it is iterated over up to them. Samples come back equal. They are those of the
+    first pass: random numbers that the source draws are frozen, so augment afterwards.
+
+    Args:
+        dataset: has ``__iter__``, and gives each worker its part, as iterable datasets do.
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
+        shuffle: True replays a part in another random order each time, if all of it is cached: by ``seed`` and the epoch of
+            `set_epoch`; without an epoch by torch's random numbers, as a sampler.
+        seed: for ``shuffle``.
+        name, persist, fingerprint, on_busy, codec, allow_pickle, disk, disk_limit: as for `KeyedCache`. Without a name, each
+            rank has a cache of its own, with its part of the limit.
+
+    Raises:
+        DatasetError: the dataset cannot be iterated over.
+        LimitError, CodecError, DiskError, CacheNameError, MismatchError, SegmentError, BusyError: as for `KeyedCache`.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[_T],
+        size_limit_gib: float | str = "auto",
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        name: str | None = None,
+        persist: bool = False,
+        fingerprint: str | None = None,
+        on_busy: OnBusy = "uncached",
+        codec: Literal["zstd", "lz4"] | None = None,
+        allow_pickle: bool = False,
+        disk: Any = None,
+        disk_limit: float | str | None = None,
+    ) -> None:
+        if not hasattr(type(dataset), "__iter__"):
+            raise DatasetError(
+                f"{type(dataset).__name__} cannot be iterated over. A map-style dataset goes into CachedDataset."
+            )
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        options: dict[str, Any] = {"persist": persist, "fingerprint": fingerprint, "on_busy": on_busy}
+        samples: dict[str, Any] = {"disk": disk, "disk_limit": disk_limit, "allow_pickle": allow_pickle, "codec": codec}
+        marks: dict[str, Any] = {} if disk is None else {"disk": os.path.join(disk, "lengths"), "disk_limit": _MARKS}
+        self.cache: KeyedCache[Any, _T] = KeyedCache(size_limit_gib, name=name, **samples, **options)
+        self._marks = KeyedCache(_MARKS, name=name and f"{name}.lengths", **marks, **options)  # there when the cache is full
+        self.epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, for ``shuffle`` and for the source, if it has one. Call it before workers start."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[_T]:
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rank, ranks, *_ = ranks_here()
+        recorded = self._marks.find(key_of((rank, ranks)))
+        if recorded is not MISSING:
+            lengths = [self._marks.find(key_of((rank, ranks, recorded, part))) for part in range(recorded)]
+            if MISSING not in lengths:
+                return self._parts((rank, ranks, recorded), range(number, recorded, workers), lengths)
+        part = rank, ranks, workers, number
+        length = self._marks.find(key_of(part))
+        return self._recorded(part) if length is MISSING else self._replayed(part, length)
+
+    def _found(self, *key: Any) -> Any:
+        return self.cache.find(key_of(key))
+
+    def _parts(self, stream: tuple[int, ...], parts: Iterable[int], lengths: list[int]) -> Iterator[_T]:
+        for part in parts:
+            yield from self._replayed((*stream, part), lengths[part])
+
+    def _replayed(self, part: tuple[int, ...], length: int) -> Iterator[_T]:
+        """Yield the samples of a part that was recorded to its end. Those that did not fit are read from the source."""
+        source = _Source(self.dataset)
+        order: Iterable[int] = range(length)
+        if self.shuffle and all((*part, at) in self.cache for at in order):
+            order = self._order(length)
+        for at in order:
+            sample = self._found(*part, at)
+            if sample is MISSING:
+                sample = source.read(at)
+                if sample is MISSING:
+                    logger.warning("%s ends earlier than when it was recorded.", type(self.dataset).__name__)
+                    return
+                self._keep((*part, at), sample)
+            yield sample
+
+    def _recorded(self, part: tuple[int, ...]) -> Iterator[_T]:
+        """Yield the samples of a part, and record them; first those that an earlier pass has recorded from its beginning."""
+        at = 0
+        while (sample := self._found(*part, at)) is not MISSING:
+            yield sample
+            at += 1
+        source = _Source(self.dataset)
+        while (sample := source.read(at, self._found(*part, at - 1) if at else MISSING)) is not MISSING:
+            self._keep((*part, at), sample)
+            yield sample
+            at += 1
+        self._marks.get_or_load(part, lambda _: at)
+        self._marks.get_or_load(part[:2], lambda _: part[2])
+
+    def _keep(self, key: tuple[Any, ...], value: Any) -> None:
+        self.cache.get_or_load(key, lambda _: value, strict=False)
+
+    def _order(self, length: int) -> list[int]:
+        generator = torch.Generator()
+        worker = get_worker_info()
+        if self.epoch is not None:
+            generator.manual_seed(hash((self.seed, self.epoch, 0 if worker is None else worker.id)) % 2**63)
+        else:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if worker is None else worker.seed
+            generator.manual_seed(seed)
+        return torch.randperm(length, generator=generator).tolist()
+
+    def stats(self) -> CacheStats:
+        """Return the counts of the cache, over all processes. Misses are the samples that were read of the source."""
+        return self.cache.stats()
+
+    def close(self) -> None:
+        """Release the memory in this process. Twice is fine."""
+        self.cache.close()
+        self._marks.close()
+
+    def __enter__(self) -> "CachedIterable[_T]":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Source:
+    """One pass over a dataset, which is begun when it is read from."""
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset, self._at = dataset, 0
+        self._items: Iterator[Any] | None = None
+
+    def read(self, at: int, before: Any = MISSING) -> Any:
+        """Return sample ``at``, which is not behind the position; MISSING at the end. ``before``: the sample before it."""
+        first = self._items is None
+        self._items = iter(self._dataset) if self._items is None else self._items
+        last = deque(islice(self._items, at - self._at), maxlen=1)
+        self._at = at + 1
+        if first and last and before is not MISSING:
+            place = difference(describe(before, strides=False), describe(last[0], strides=False))
+            if place is not None:
+                logger.warning(
+                    "sample %d of %s is another one in this pass (%.200s), so the rest of the pass may repeat samples. Give "
+                    "the source one order, and let shuffle=True shuffle.", at - 1, type(self._dataset).__name__, place,
+                )  # fmt: skip
+        return next(self._items, MISSING)

@@ -1,0 +1,161 @@
+"""A stream that was recorded is replayed without its source, whoever reads it, and never has other samples."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+from stocache import CachedDataset, CachedIterable, DataLoader, DatasetError
+from tests.support.equality import same
+
+N = 60
+
+
+class Numbers(IterableDataset):
+    """Numbers, divided among workers, each of which is noted when it is read."""
+
+    def __init__(self, log, length=N, shuffled=False):
+        self.log, self.length, self.shuffled, self.epoch = log, length, shuffled, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        numbers = list(range(number, self.length, workers))
+        if self.shuffled:
+            random.Random(self.epoch).shuffle(numbers)
+        for each in numbers:
+            with self.log.open("a") as log:
+                log.write(f"{each}\n")
+            yield {"x": torch.full((500,), each), "text": str(each)}
+
+
+@pytest.fixture
+def reads(tmp_path):
+    """A function that returns how many samples were read of the source since it was last called."""
+    path, seen = tmp_path / "log", [0]
+    path.touch()
+
+    def count():
+        before, seen[0] = seen[0], len(path.read_text().split())
+        return seen[0] - before
+
+    count.path = path
+    return count
+
+
+def texts(dataset, loader=TorchDataLoader, **options):
+    if options.get("num_workers"):
+        options |= {} if "worker_method" in options else {"multiprocessing_context": "fork"}
+    return [text for batch in loader(dataset, 4, **options) for text in batch["text"]]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
+def test_the_first_pass_reads_the_source_and_later_ones_do_not(reads, options, loader):
+    plain = texts(Numbers(reads.path), **options)
+    reads()
+    with CachedIterable(Numbers(reads.path), "4MB") as dataset:
+        assert [texts(dataset, loader, **options) for _ in range(3)] == [plain] * 3
+        assert reads() == N
+        samples = list(dataset) if not options else [dataset.cache.get((0, 1, options["num_workers"], 0, 1))]
+        assert same(samples[1 if not options else 0]["x"], torch.full((500,), options.get("num_workers", 1)))
+
+
+def test_what_does_not_fit_is_read_again_and_comes_in_its_place(reads):
+    with CachedIterable(Numbers(reads.path), "130KB") as dataset:
+        assert [texts(dataset) for _ in range(3)] == [[str(number) for number in range(N)]] * 3
+        first = dataset.stats().filled
+        assert 5 < first < N
+        assert reads() == 3 * N
+
+
+def test_a_pass_that_was_left_early_goes_on_behind_what_it_has_recorded(reads):
+    with CachedIterable(Numbers(reads.path), "4MB") as dataset:
+        items = iter(dataset)
+        assert [next(items)["text"] for _ in range(10)] == [str(number) for number in range(10)]
+        del items
+        assert reads() == 10
+        assert texts(dataset) == [str(number) for number in range(N)]
+        assert reads() == N  # ten of them to reach the position
+        assert texts(dataset) == [str(number) for number in range(N)]
+        assert reads() == 0
+
+
+def test_a_source_without_one_order_is_found_out_when_a_pass_goes_on(reads, caplog):
+    with CachedIterable(Numbers(reads.path, shuffled=True), "4MB") as dataset:
+        items = iter(dataset)
+        first = [next(items)["text"] for _ in range(10)]
+        del items
+        dataset.set_epoch(1)
+        assert texts(dataset)[:10] == first
+    assert "another one in this pass" in caplog.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 0), (4, 1)])
+def test_with_other_workers_the_recorded_parts_are_divided_among_them(reads, before, after):
+    with CachedIterable(Numbers(reads.path), "4MB") as dataset:
+        texts(dataset, num_workers=before)
+        reads()
+        assert sorted(texts(dataset, num_workers=after)) == sorted(map(str, range(N)))
+        assert reads() == 0
+
+
+def test_it_is_shuffled_by_the_seed_and_the_epoch_or_by_torchs_random_numbers(reads):
+    with CachedIterable(Numbers(reads.path), "4MB", shuffle=True, seed=5) as dataset:
+        plain = texts(dataset)
+        assert plain == [str(number) for number in range(N)]
+        orders = []
+        for epoch in (0, 1, 0):
+            dataset.set_epoch(epoch)
+            orders.append(texts(dataset))
+        assert orders[0] == orders[2] != orders[1]
+        assert sorted(orders[0]) == sorted(plain) != orders[0]
+        dataset.epoch = None
+        torch.manual_seed(3)
+        one, other = texts(dataset), texts(dataset)
+        torch.manual_seed(3)
+        assert one == texts(dataset) != other
+        assert reads() == N
+
+
+def test_by_a_name_and_on_a_disk_the_next_run_reads_nothing(reads, tmp_path):
+    options = {"disk": tmp_path / "d", "disk_limit": "20MB", "fingerprint": "v1"}
+    for expected in (N, 0):
+        with CachedIterable(Numbers(reads.path), "60KB", **options) as dataset:
+            assert texts(dataset) == [str(number) for number in range(N)]
+            assert reads() == expected
+
+
+def test_hugging_face_streams_are_recorded(reads):
+    datasets = pytest.importorskip("datasets")
+
+    def rows():
+        for number in range(20):
+            with reads.path.open("a") as log:
+                log.write(f"{number}\n")
+            yield {"text": str(number)}
+
+    stream = datasets.IterableDataset.from_generator(rows).map(lambda row: {"text": row["text"] + "!"})
+    with CachedIterable(stream, "4MB") as dataset:
+        for _ in range(3):
+            dataset.set_epoch(0)
+            assert texts(dataset) == [f"{number}!" for number in range(20)]
+        assert reads() == 20
+
+
+def test_what_is_no_stream_and_one_that_gets_shorter(reads, caplog):
+    with pytest.raises(DatasetError, match="goes into CachedDataset"):
+        CachedIterable(5)
+    with pytest.raises(DatasetError, match="CachedIterable records"):
+        CachedDataset(Numbers(reads.path), "1MB")
+    source = Numbers(reads.path)
+    with CachedIterable(source, "130KB") as dataset:
+        texts(dataset)
+        source.length = 50
+        assert texts(dataset) == [str(number) for number in range(50)]
+    assert "ends earlier" in caplog.text
