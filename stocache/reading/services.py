@@ -21,7 +21,7 @@ from stocache.reading.graph.graph import Adapt, DataPipe, replaced
 from stocache.reading.graph.pipes import DEFAULT_TIMEOUT_S, FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
 from stocache.reading.graph.seeds import SeedGenerator, Seeding, dist_share_seed, set_graph_random_seed
-from stocache.reading.graph.sharding import CountedPipe, apply_sharding, dispatched_end, replicable_end, share
+from stocache.reading.graph.sharding import CountedPipe, apply_sharding, dispatched_end, replicable_end, worker_share
 from stocache.reading.interfaces import ReadingServiceInterface
 from stocache.reading.run.divide import Length, is_full_sync, max_buffered, without_prefetching
 from stocache.reading.run.engine import GraphPlan, WorkerStream
@@ -107,7 +107,7 @@ class RunningService(StatefulService):
             part = replaced(part, dispatched, CountedPipe(dispatched))
         self._seeding.divide(part)
         buffered, length = max_buffered(datapipe, whole), Length(datapipe, part, 1)
-        replica = Replica(share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
+        replica = Replica(worker_share(part, 1, 0), WorkerInfo(1, 0), init_fn, reset_fn, alone=False)
         return self._put_stream(datapipe, whole, LocalStream(replica, buffered, length))
 
     def _begin_here(self, seed_generator: SeedGenerator, iter_reset_fn: Adapt | None) -> None:

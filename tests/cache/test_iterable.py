@@ -1,5 +1,6 @@
 """A stream that was recorded is replayed without its source, whoever reads it, and never has other samples."""
 
+import multiprocessing
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from stocache import CachedDataset, CachedIterable, DataLoader, DatasetError
 from tests.support.equality import same
+from tests.support.processes import leave_process_group, run_all
 
 N = 60
 
@@ -159,3 +161,30 @@ def test_what_is_no_stream_and_one_that_gets_shorter(reads, caplog):
         source.length = 50
         assert texts(dataset) == [str(number) for number in range(50)]
     assert "ends earlier" in caplog.text
+
+
+def of_rank(rank, dataset, folder):
+    """Take a pass by spawned workers, which know nothing of ranks, as one of two ranks of a group."""
+    torch.distributed.init_process_group("gloo", f"file://{folder}/group", rank=rank, world_size=2)
+    dataset.dataset.first = 100 * rank
+    texts = [
+        text for batch in TorchDataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn") for text in batch["text"]
+    ]
+    assert texts == [str(100 * rank + number) for number in range(8)]
+    leave_process_group()
+
+
+class Ranked(IterableDataset):
+    first = 0
+
+    def __iter__(self):
+        for number in range(8):
+            yield {"text": str(self.first + number)}
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_cache_by_name_have_parts_of_their_own(tmp_path):
+    with CachedIterable(Ranked(), "1MB", name="streams") as dataset:
+        run_all(multiprocessing.get_context("spawn"), 2, of_rank, dataset, tmp_path)
+        run_all(multiprocessing.get_context("spawn"), 2, of_rank, dataset, tmp_path / "..")
+        assert dataset.stats().fills == 16

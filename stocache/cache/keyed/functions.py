@@ -47,7 +47,7 @@ _REFUSED = (
     "refused",
 )  # the key of the reason why no results are served; no arguments make it, as theirs has 2 parts
 _LONGEST = 1000  # characters of a text that is a small value
-_MOST_DIGESTS = 64  # of attributes that are kept
+_MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
 
 
@@ -160,7 +160,7 @@ class CachedFunction:
         self._signature = inspect.signature(self._function)
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-        self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # of attributes: the value, its length, the digest
+        self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # by attribute and object: value, length, digest
         self._reason = ""  # why results are not served
         self._lock, self._owner = threading.RLock(), os.getpid()
         self._next_s = 0.0 if self._audit else math.inf  # when to compare the next result
@@ -277,12 +277,12 @@ class CachedFunction:
                 ) from None
             return value
         length = len(value) if isinstance(value, list | tuple | dict | set | frozenset | bytearray) else value.nbytes
-        known = self._digests.get((name, id(value)))  # which holds the value, so no other one has its id
-        if known is None or known[1] != length:
+        known = self._digests.get((name, id(obj)))
+        if known is None or known[0] is not value or known[1] != length:
             if len(self._digests) >= _MOST_DIGESTS:
                 self._digests.clear()
             known = value, length, checksum(repr(describe(value, strides=False)).encode("utf-8", "surrogatepass"))
-            self._digests[name, id(value)] = known
+            self._digests[name, id(obj)] = known
         return known[2]
 
     # ------------------------------------------------------------------------------------------------ checking
@@ -299,8 +299,8 @@ class CachedFunction:
 
     def _compared(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a result that would be served, after comparing it with a new one; the new one if they differ."""
-        reason = self.cache.get(_REFUSED)
-        if reason is not None:
+        reason = self.cache.find(key_of(_REFUSED))
+        if reason is not MISSING:
             self._reason = str(reason)
             return self._function(*args, **kwargs)
         began = time.monotonic()
@@ -328,8 +328,8 @@ class CachedFunction:
         if self._reason:
             return
         self._reason = reason
-        if self.cache.get(_REFUSED) is None and not self.cache.closed:
-            self.cache.put(_REFUSED, reason)
+        if not self.cache.closed and self.cache.find(key_of(_REFUSED)) is MISSING:
+            self.cache.get_or_load(_REFUSED, lambda _: reason)
             logger.warning("%s is not cached: %s.", self._shown, reason)
 
     def stats(self) -> CacheStats:

@@ -85,6 +85,10 @@ class CachedIterable(IterableDataset[_T]):
         self.cache: KeyedCache[Any, _T] = KeyedCache(size_limit_gib, name=name, **samples, **options)
         self._marks = KeyedCache(_MARKS, name=name and f"{name}.lengths", **marks, **options)  # there when the cache is full
         self.epoch: int | None = None
+        self._ranks: tuple[int, ...] = 0, 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_ranks": ranks_here()[:2]}  # a spawned worker may not know them
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, for ``shuffle`` and for the source, if it has one. Call it before workers start."""
@@ -95,7 +99,8 @@ class CachedIterable(IterableDataset[_T]):
     def __iter__(self) -> Iterator[_T]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        rank, ranks, *_ = ranks_here()
+        here = ranks_here()
+        rank, ranks = self._ranks if here.world_size == 1 else here[:2]
         recorded = self._marks.find(key_of((rank, ranks)))
         if recorded is not MISSING:
             lengths = [self._marks.find(key_of((rank, ranks, recorded, part))) for part in range(recorded)]
@@ -114,7 +119,7 @@ class CachedIterable(IterableDataset[_T]):
 
     def _replayed(self, part: tuple[int, ...], length: int) -> Iterator[_T]:
         """Yield the samples of a part that was recorded to its end. Those that did not fit are read from the source."""
-        source = _Source(self.dataset)
+        source = _SourcePass(self.dataset)
         order: Iterable[int] = range(length)
         if self.shuffle and all((*part, at) in self.cache for at in order):
             order = self._order(length)
@@ -134,7 +139,7 @@ class CachedIterable(IterableDataset[_T]):
         while (sample := self._found(*part, at)) is not MISSING:
             yield sample
             at += 1
-        source = _Source(self.dataset)
+        source = _SourcePass(self.dataset)
         while (sample := source.read(at, self._found(*part, at - 1) if at else MISSING)) is not MISSING:
             self._keep((*part, at), sample)
             yield sample
@@ -153,7 +158,7 @@ class CachedIterable(IterableDataset[_T]):
         else:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if worker is None else worker.seed
             generator.manual_seed(seed)
-        return torch.randperm(length, generator=generator).tolist()
+        return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu").tolist()
 
     def stats(self) -> CacheStats:
         """Return the counts of the cache, over all processes. Misses are the samples that were read of the source."""
@@ -171,7 +176,7 @@ class CachedIterable(IterableDataset[_T]):
         self.close()
 
 
-class _Source:
+class _SourcePass:
     """One pass over a dataset, which is begun when it is read from."""
 
     def __init__(self, dataset: Iterable[Any]) -> None:

@@ -103,7 +103,7 @@ def apply_sharding(
             pipe.apply_sharding(*numbers, sharding_group=sharding_group)
 
 
-def share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
+def worker_share(datapipe: DataPipe, num_workers: int, worker_id: int) -> DataPipe:
     """Return the graph with a `Shard` for each ``sharding_filter``, set to a worker's share; dispatched parts stay whole."""
     for pipe in pipes_of(datapipe):
         if type(pipe) is ShardingFilterIterDataPipe and not _is_fed(pipe):

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from stocache.errors import WorkerError
 from stocache.reading.graph.feed import Feed, ParcelRef, ParcelWriter, unpack_parcel
 from stocache.reading.graph.graph import DataPipe, pipes_of
-from stocache.reading.graph.sharding import share
+from stocache.reading.graph.sharding import worker_share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
 from stocache.ring.ring import Ring
 
@@ -82,7 +82,7 @@ class WorkerPart(Dataset[Any]):
         return request.worker, replica.feed.waiting, made
 
     def _make_replica(self, worker: int) -> Replica:
-        end = share(self._end, self._num_workers, worker)
+        end = worker_share(self._end, self._num_workers, worker)
         arguments = end, WorkerInfo(self._num_workers, worker), self._init_fn, self._reset_fn, True
         feeds: list[Any] = [pipe for pipe in pipes_of(end) if isinstance(pipe, Feed)]
         return FedReplica(feeds[0], *arguments) if feeds else Replica(*arguments)
@@ -110,7 +110,7 @@ class Dispatcher(Dataset[Any]):
             return [None] * self._num_workers, False, False
         if epoch != GO_ON:
             if self._replica is None:
-                end = share(self._end, 1, 0)
+                end = worker_share(self._end, 1, 0)
                 self._replica = Replica(end, WorkerInfo(self._num_workers, 0), None, self._reset_fn, True)
             self._begun = pickle.loads(epoch)
             self._replica.begin(self._begun)
