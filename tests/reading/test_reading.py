@@ -20,7 +20,7 @@ from torch.utils.data.datapipes.map import SequenceWrapper
 from stocache import WorkerError, reading
 from stocache.errors import DatasetError, GraphError
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, Shuffle
-from stocache.reading.graph.sharding import share
+from stocache.reading.graph.sharding import worker_share
 from stocache.ring.ring import Ring
 from tests.support import graphs
 from tests.support.graphs import COUNT, EXACT, GRAPHS, WARNINGS, HomemadeError, elements, loader, numbers, source, square
@@ -93,7 +93,7 @@ def test_shares_are_exclusive_and_exhaustive_and_ranks_come_first(ranks, workers
         for worker in range(workers):
             pipe = source(23).sharding_filter()
             pipe.apply_sharding(ranks, rank, SHARDING_PRIORITIES.DISTRIBUTED)
-            pipe = share(pipe, workers, worker)
+            pipe = worker_share(pipe, workers, worker)
             assert len(pipe) == len(list(pipe))
             found += pipe
         assert sorted(found) == list(range(rank, 23, ranks))

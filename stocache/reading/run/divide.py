@@ -9,7 +9,7 @@ from stocache.reading.graph.feed import Feed
 from stocache.reading.graph.graph import DataPipe, clone, pipes_of, removed
 from stocache.reading.graph.pipes import FullSync, Prefetcher
 from stocache.reading.graph.replay import trace
-from stocache.reading.graph.sharding import share
+from stocache.reading.graph.sharding import worker_share
 
 
 class Length:
@@ -32,7 +32,7 @@ class Length:
         """Return the length; raises TypeError if a pipe has no length."""
         total = 0
         for worker in range(self._num_workers):
-            self._part = share(self._part, self._num_workers, worker)
+            self._part = worker_share(self._part, self._num_workers, worker)
             for pipe in pipes_of(self._part):
                 if isinstance(pipe, Feed):
                     pipe.shares = self._num_workers, worker
