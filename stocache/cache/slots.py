@@ -21,7 +21,7 @@ from torch import Tensor
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
-from stocache.samples.spec import ArrayLeaf, Leaf, NumberLeaf, Structure, TensorLeaf
+from stocache.samples.spec import ArrayLeaf, Leaf, NarrowLeaf, NumberLeaf, Structure, TensorLeaf
 from stocache.shm.layout import RESERVED_EXTENT
 from stocache.shm.pool import NUMPY_DTYPES, Pool
 from stocache.shm.private import PrivateViews
@@ -33,6 +33,7 @@ _FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_gra
 _SCATTERED = 2048  # the most bytes of a value that is written through the mapping; pwrite costs more (measured)
 _LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 _ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs
+_WIDENED = 1 << 16  # bytes that are widened at a time, so that they stay in the cache of the CPU
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 _Indices = NDArray[np.int64]
@@ -67,7 +68,7 @@ class Column(ABC):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether slots have another order of dimensions than batches."""
+        """Whether slots have another form than batches: another order of dimensions, or fewer bytes."""
         return self._back is not None
 
     def load(self, slot: int, copy: bool) -> Any:
@@ -143,6 +144,11 @@ class Column(ABC):
             else:
                 words = self._words.numpy()
                 words[slots] = rows.view(words.dtype)
+
+    def put(self, row: Any, buffer: Any) -> None:
+        """Write the encoded bytes of a value into a row of `as_bytes`."""
+        if self.nbytes:
+            row[...] = np.frombuffer(buffer, np.uint8)
 
     def erase(self, mask: Tensor, out: Any) -> None:
         """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
@@ -259,6 +265,40 @@ class _NumberColumn(Column):
         return batch.tolist()
 
 
+class _NarrowColumn(Column):
+    """Slots of bytes, whose values are float32 that are made of them. What is read is widened once, into the batch."""
+
+    is_ordered = True
+
+    def __init__(self, leaf: NarrowLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
+        super().__init__(leaf, memory, slots, pool)
+        self._leaf, self.array = leaf, self._rows
+        self._wide: Column = _COLUMNS[type(leaf.wide)](leaf.wide, memory[:0], 0, pool)
+        self._like = self._wide._like
+        self.batch, self.values = self._wide.batch, self._wide.values  # type: ignore[method-assign]
+
+    def load(self, slot: int, copy: bool) -> Any:
+        return self.decode(self._memory, slot * self.nbytes, True)
+
+    def gathered(self, slots: _Indices) -> Any:
+        out = self._wide._pooled((len(slots), *self._stored))
+        self._gather(slots, out)
+        return self._wide._ordered(out)
+
+    def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
+        rows, wide, widen = self._rows.numpy(), as_bytes(out).view(np.float32), self._leaf.widen
+        count = _WIDENED // self.nbytes
+        if count < 2:
+            for row, slot in zip(wide, slots.tolist(), strict=True):
+                widen(rows[slot], row)
+        else:
+            for begin in range(0, len(slots), count):
+                widen(rows[slots[begin : begin + count]], wide[begin : begin + count])
+
+    def put(self, row: Any, buffer: Any) -> None:
+        self._leaf.widen(np.frombuffer(buffer, np.uint8), row.view(np.float32))
+
+
 def as_bytes(batch: object) -> NDArray[np.uint8]:
     """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
     matrix: NDArray[np.uint8] = _as_matrix(batch).view(torch.uint8).numpy()
@@ -266,6 +306,7 @@ def as_bytes(batch: object) -> NDArray[np.uint8]:
 
 
 _COLUMNS: dict[type[Leaf], Any] = {TensorLeaf: _TensorColumn, ArrayLeaf: _ArrayColumn, NumberLeaf: _NumberColumn}
+_COLUMNS[NarrowLeaf] = _NarrowColumn
 
 # ---------------------------------------------------------------------------------------------------- all columns
 
@@ -298,7 +339,7 @@ class SlotArrays:
             for leaf, (offset, nbytes) in zip(leaves, self.places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]
-        self._large = [column.nbytes >= _LARGE for column in self.columns]
+        self._large = [column.nbytes >= _LARGE and not isinstance(column, _NarrowColumn) for column in self.columns]
         self._private: PrivateViews | None = None
         self.gathers_from = 1 if any(self._large) else 16  # measured
         self.slot = operator.index if residency.identity else residency.slot
@@ -497,8 +538,7 @@ class SlotArrays:
     def put(self, items: list[Any], row: int, buffers: list[Any]) -> None:
         """Write the encoded bytes of a sample into a row of a contiguous batch."""
         for column, item, buffer in zip(self.columns, items, buffers, strict=True):
-            if column.nbytes:
-                as_bytes(item)[row] = np.frombuffer(buffer, np.uint8)
+            column.put(as_bytes(item)[row], buffer)
 
     def erase(self, mask: Tensor, items: list[Any]) -> None:
         """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""

@@ -74,7 +74,7 @@ class BatchSpec:
         leaves = cache.structure.leaves
         if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in C order
             return None
-        rows = [torch.full((2, leaf.nbytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
+        rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         try:
             batch = default_collate(cache.samples_of(rows, 2))
             structure = Structure.of(batch, exact=True)
@@ -86,7 +86,7 @@ class BatchSpec:
         for tensor, leaf in zip(tensors, leaves, strict=True):
             if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *getattr(leaf, "shape", ())):
                 return None
-            if not tensor.is_contiguous() or tensor.nbytes != 2 * leaf.nbytes:
+            if not tensor.is_contiguous() or tensor.nbytes != 2 * leaf.batch_bytes:
                 return None
             if not (tensor.view(torch.uint8) == _PATTERN).all():
                 return None

@@ -87,6 +87,9 @@ class CachedDataset(DatasetProxy[_T]):
             smallest, but not one that saves next to nothing.
         store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
+        narrow: True keeps float32 that is made of bytes (as by ``ToTensor`` or ``.float()``) as these bytes: four times as many
+            samples fit. Each sample is compared to the last bit before it is kept. One that is made of others stays uncached.
+            For samples of one shape; where the probe finds others, nothing is narrowed.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
@@ -164,6 +167,7 @@ class CachedDataset(DatasetProxy[_T]):
         split: bool = True,
         cut: Literal["latest", "smallest"] | None = None,
         store: Literal["decoded", "encoded"] = "decoded",
+        narrow: bool = False,
         admission: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,

@@ -60,4 +60,5 @@ def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     if not is_cache(dataset) or dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset.is_left:
         return None
     spec = BatchSpec.of(dataset.cache)
+    on_device = on_device and not dataset.cache.structure.is_narrow  # a GPU would copy the bytes
     return None if spec is None else dataset._replace(_batch_spec=dataclasses.replace(spec, on_device=on_device))

@@ -51,6 +51,7 @@ class SampleOptions:
     split: bool = True
     cut: Literal["latest", "smallest"] | None = None
     store: Literal["decoded", "encoded"] = "decoded"
+    narrow: bool = False
 
     def __post_init__(self) -> None:
         if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
@@ -169,6 +170,8 @@ class _Wrapper:
         if probe.finding is not None:  # samples are random, and so others in each rank
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
+        if self._samples.narrow and structure is not None:
+            structure = _narrowed(structure, list(probe.named.values()))
         by_ranks = options.name is None and options.share_ranks
         proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
@@ -286,6 +289,15 @@ def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | N
         with contextlib.suppress(SampleError):
             rooms.append(encoder.pack(sample, "").room)
     return sum(rooms) * length // len(rooms) if rooms else None
+
+
+def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
+    """Return the structure that stores the samples in fewer bytes, if they are made of bytes."""
+    narrow = structure.narrowed(samples)
+    if narrow.nbytes < structure.nbytes:
+        times = structure.nbytes / max(1, narrow.nbytes)
+        logger.info("float32 is kept as the bytes that it is made of: %.3g times as many samples fit.", times)
+    return narrow
 
 
 def _common_structure(probe: Probe, variable: bool | None) -> Structure | None:

@@ -40,7 +40,7 @@ class Rows:
             self._decoders.append((leaf.decoder(), self.nbytes + self._gaps[-1]))
             self.nbytes += self._gaps[-1] + leaf.nbytes
         self.fills_batches = 2 * len(leaves) < MOST_BUFFERS and self.nbytes < _MOST_AT_ONCE
-        self.fills_batches &= all(leaf.order is None for leaf in leaves)
+        self.fills_batches &= all(leaf.order is None for leaf in leaves) and not structure.is_narrow
 
     def encode(self, sample: object, where: str) -> list[Any]:
         """See `Records`."""
