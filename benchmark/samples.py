@@ -1,6 +1,7 @@
 """The cost of one sample from a filled cache: CachedDataset, RaggedCache, and key-value stores with pickles beside them.
 
     python -m benchmark samples
+    python -m benchmark samples narrow      # float images made of bytes, stored as float32 and as bytes: hits and epochs
 
 All stores are in memory (/dev/shm), filled with the same samples, and asked for them in the same random order, by one process.
 Contenders take turns, round by round, each with one pass over all samples before the clock starts; figures are medians.
@@ -22,9 +23,10 @@ from typing import Any
 import diskcache
 import lmdb
 import torch
+from torch.utils.data import Dataset
 
-from benchmark.support.measuring import settle
-from stocache import CachedDataset
+from benchmark.support.measuring import alternate, settle
+from stocache import CachedDataset, DataLoader
 from stocache.system.limits import GIB
 
 CLAIM = "A hit takes at most 6 µs for (uint8 3x64x64, int), and at most 8 µs for 20 KB of varying shape."
@@ -123,11 +125,59 @@ def measure(samples: list[Any], rounds: int) -> dict[str, float]:
         return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+class FloatImages(Dataset[Any]):
+    """Images of float32, made of random bytes / 255, and their index."""
+
+    def __init__(self, shape: tuple[int, ...], length: int) -> None:
+        self.image, self.length = torch.randint(0, 256, shape, dtype=torch.uint8), length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
+        return self.image.roll(idx % 7).float() / 255, idx
+
+
+def narrow(rounds: int) -> None:
+    """Print bytes, hits and epochs of float images, wide and narrow."""
+    torch.set_num_threads(1)
+    print("| shape | stored as | bytes | hit | alone | ring | threads |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    loaders: dict[str, dict[str, Any]] = {
+        "alone": {},
+        "ring": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+        "threads": {"num_workers": 2, "worker_method": "thread"},
+    }
+    for shape, length in (((3, 64, 64), 4000), ((3, 224, 224), 600)):
+        with contextlib.ExitStack() as stack:
+            contenders: dict[str, Callable[[], object]] = {}
+            nbytes = {}
+            for is_narrow in (False, True):
+                dataset = CachedDataset(FloatImages(shape, length), 2, narrow=is_narrow, audit=0)
+                stack.enter_context(dataset)
+                for idx in range(length):
+                    _ = dataset[idx]
+                nbytes[is_narrow] = dataset.cache.stats().slot_bytes
+                contenders[f"{is_narrow} hit"] = lambda it=dataset: [it[idx] for idx in range(len(it))]  # type: ignore[misc]
+                for name, options in loaders.items():
+                    loader = DataLoader(dataset, 64, shuffle=True, **options)
+                    contenders[f"{is_narrow} {name}"] = lambda it=loader: [None for _ in it]  # type: ignore[misc]
+            times = alternate(contenders, rounds, length)
+            contenders.clear()
+        for is_narrow, kind in ((False, "float32"), (True, "bytes")):
+            figures = [f"{1e6 * times[f'{is_narrow} {name}']:.1f}" for name in ("hit", *loaders)]
+            print(f"| {shape} | {kind} | {nbytes[is_narrow]} |", " | ".join(figures), "|", flush=True)
+
+
 def main() -> None:
     """Print a table for each kind of sample."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("of", nargs="?", choices=["narrow"])
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if arguments.of == "narrow":
+        narrow(rounds)
+        return
     torch.manual_seed(0)
     for make, title in {
         fixed: "(uint8 tensor 3x64x64, int)",
