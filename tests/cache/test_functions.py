@@ -343,7 +343,7 @@ class Augmented(Mosaics):
         return torch.cat(images) + self.jitter(idx)
 
     def load_image(self, index):
-        time.sleep(0.003)
+        time.sleep(0.01)
         return torch.full((2, 2), index)
 
     def jitter(self, idx):
