@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
@@ -225,7 +225,8 @@ def check_dataset(dataset: Any) -> int:
         DatasetError: it is not one.
     """
     kind = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__getitem__"):
+    read = getattr(type(dataset), "__getitem__", None)  # streams of LitData and MosaicML are read by number, too
+    if read is None or (isinstance(dataset, IterableDataset) and read is Dataset.__getitem__):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
             f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False. "

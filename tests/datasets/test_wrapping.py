@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DatasetError
@@ -385,3 +385,28 @@ def test_batches_of_pairs_or_names_are_those_of_the_dataset(options):
         for make in (DataLoader,) * ("worker_method" not in options) + (stocache.DataLoader,):
             found = list(make(cached, batch_sampler=batches, **options))
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_stream_that_is_read_by_number_too_is_cached_by_number():
+    class Stream(IterableDataset):  # as the streams of LitData and MosaicML
+        def __len__(self):
+            return N
+
+        def __getitem__(self, idx):
+            return torch.full((4,), idx)
+
+        def __iter__(self):
+            yield from map(self.__getitem__, reversed(range(N)))
+
+    class Unread(IterableDataset):
+        def __len__(self):
+            return N
+
+        def __iter__(self):
+            yield 1
+
+    with CachedDataset(Stream(), "1MB") as cached:
+        assert [batch[:, 0].tolist() for batch in DataLoader(cached, 5)] == [list(range(at, at + 5)) for at in range(0, N, 5)]
+        assert cached.stats().total.filled == N
+    with pytest.raises(DatasetError, match="no samples by number"):
+        CachedDataset(Unread(), "1MB")
