@@ -16,7 +16,7 @@ from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache, SampleCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
-from stocache.cache.slots import SlotArrays
+from stocache.cache.slots import SlotArrays, as_bytes
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
 from stocache.observe.recording.record import note_loads
@@ -237,10 +237,11 @@ class SharedCache(MemoryCache[_T]):
         return bool((self._aux.numpy()[check_indices(indices, self._dataset_len, "has")] == SET).all())
 
     def samples_of(self, items: list[Any], count: int) -> list[Any]:
-        """Return the ``count`` samples whose bytes are the rows of ``items``, one uint8 tensor for each leaf."""
+        """Return the ``count`` samples whose bytes in a batch are the rows of ``items``, one uint8 tensor for each leaf."""
         batch = self._columns.new_batch(count)
-        for row in range(count):
-            self._columns.put(batch, row, [item[row].numpy() for item in items])
+        for own, rows in zip(batch, items, strict=True):
+            if rows.numel():
+                as_bytes(own)[...] = rows.numpy()
         return self._columns.samples(batch, count)
 
     def fill_batch(

@@ -29,7 +29,7 @@ from stocache.datasets.parts import follow, is_part
 from stocache.datasets.proxy import DatasetProxy
 from stocache.datasets.stored import StorageDataset
 from stocache.disk.tiers import Tiers
-from stocache.errors import DatasetError, LimitError
+from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.loader.threads.loading import in_children_or_here, run_here
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, check_indices, length_of
@@ -182,7 +182,10 @@ class CachedDataset(DatasetProxy[_T]):
         if share:
             from stocache.shm.sharing import share as share_tables
 
-            dataset = share_tables(dataset)
+            try:
+                dataset = share_tables(dataset)
+            except SampleError as error:
+                logger.warning("share=True has no effect: %s", str(error))
         self._len = check_dataset(dataset)
         self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)

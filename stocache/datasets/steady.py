@@ -37,11 +37,13 @@ class CallRecorder:
 
     def __enter__(self) -> "CallRecorder":
         self._began, self._before = time.perf_counter(), sys.getprofile()
-        sys.setprofile(self)
+        if self._before is None:  # else another profiler is at work, which may not be a function of Python
+            sys.setprofile(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        sys.setprofile(self._before)
+        if self._before is None:
+            sys.setprofile(None)
         self._open.clear()
         self._whole_s = self._whole_s or time.perf_counter() - self._began
 

@@ -193,8 +193,9 @@ class _Wrapper:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
             return Probe(example=example)
-        if self._options.fingerprint is not None and self._options.disk is not None and count:
-            known = known_example(self._options.disk, self._length, self._options_for(split).fingerprint)
+        disk = self._options.disk if self._options.fingerprint is not None else None
+        if disk is not None and count and not self._samples.narrow:  # one sample does not say what all are made of
+            known = known_example(disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
         if visit is not None:

@@ -22,7 +22,9 @@ class CachedStore(WrapperStore[Store]):
         self.cache, self._written = cache, set[str]()
 
     def _with_store(self, store: Store) -> "CachedStore":
-        return type(self)(store, self.cache)
+        made = type(self)(store, self.cache)
+        made._written = self._written
+        return made
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Return the bytes of a key, or a range of them; None if the key does not exist."""
@@ -40,6 +42,16 @@ class CachedStore(WrapperStore[Store]):
         """Write the bytes of a key."""
         self._written.add(key)
         await self._store.set(key, value, **options)
+
+    async def delete_dir(self, prefix: str) -> None:
+        """Delete all keys below a prefix."""
+        self._written |= {key async for key in self._store.list_prefix(prefix and f"{prefix.rstrip('/')}/")}
+        await self._store.delete_dir(prefix)
+
+    async def clear(self) -> None:
+        """Delete all keys."""
+        self._written |= {key async for key in self._store.list()}
+        await self._store.clear()
 
     async def delete(self, key: str) -> None:
         """Delete a key."""

@@ -7,7 +7,9 @@ NOTE [ Lists that grow in workers ]
     of their offsets, and an object is made of an item when it is read.
 """
 
+import contextlib
 import json
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -63,25 +65,27 @@ def share(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return SharedTensor.of(value)
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:  # a subclass, as a masked array, has more than its values
         return SharedArray.of(value)
     if type(value) in (list, tuple):
         return SharedSequence.of(value)
     if type(value) is dict:
         return SharedMapping.of(value)
-    if not hasattr(value, "__dict__") or isinstance(value, type):
-        raise SampleError(f"a {type(value).__name__} cannot be shared. Share a list, a dict, an array, a tensor or a dataset.")
-    return _with_shared_attributes(value)
+    kind = type(value)
+    is_plain = getattr(kind, "__new__", None) is object.__new__ and not hasattr(
+        kind, "__del__"
+    )  # a copy must not close what the other one has
+    if not is_plain or isinstance(value, type) or any(vars(cls).get("__slots__") for cls in kind.__mro__):
+        raise SampleError(f"a {kind.__name__} cannot be shared. Share a list, a dict, an array, a tensor, or a plain dataset.")
+    return _with_shared_attributes(value)  # a finalizer would close what its copy still has
 
 
 def _with_shared_attributes(value: Any) -> Any:
     changed = {}
     for name, attribute in vars(value).items():
         if size_of(attribute) >= LARGE:
-            try:
+            with contextlib.suppress(Exception):  # of objects, or of a kind that cannot be shared
                 changed[name] = share(attribute)
-            except SampleError:  # of objects
-                continue
     if not changed:
         return value
     made = object.__new__(type(value))  # no code of the user runs
@@ -91,10 +95,13 @@ def _with_shared_attributes(value: Any) -> Any:
 
 def size_of(value: Any) -> int:
     """Return about how many bytes a value that can be shared takes; 0 for others."""
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:
         return value.nbytes
     if isinstance(value, torch.Tensor):
-        return value.nbytes if value.device.type == "cpu" and value.layout == torch.strided else 0
+        plain = value.device.type == "cpu" and value.layout == torch.strided
+        return (
+            value.nbytes if plain and not value.untyped_storage().is_shared() else 0
+        )  # what is shared already may be written to
     if type(value) in (list, tuple, dict):
         items = list(islice(value.items() if type(value) is dict else ((item,) for item in value), _LOOKED_AT))
         each = sum(sys.getsizeof(part) for item in items for part in item) / max(1, len(items))
@@ -170,7 +177,7 @@ class SharedSequence(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self._item(number) for number in range(*index.indices(self._length))]
-        number = index.__index__()
+        number = operator.index(index)
         if number < 0:
             number += self._length
         if not 0 <= number < self._length:
@@ -218,7 +225,7 @@ class SharedMapping(Mapping[Any, Any]):
         """Return the place of a key among the items; -1 if it is not there."""
         try:
             number = _hash_of(key)
-        except (TypeError, AttributeError, OverflowError):
+        except (TypeError, AttributeError, OverflowError, ValueError):
             return -1
         hashes: NDArray[Any] = self._hashes
         for at in range(int(np.searchsorted(hashes, np.uint64(number))), len(hashes)):
@@ -252,10 +259,14 @@ class SharedMapping(Mapping[Any, Any]):
 
 
 def _hash_of(key: Any) -> int:
+    if isinstance(key, str):
+        return xxh3_64_intdigest(str.encode(key, *_TEXT))
+    if isinstance(key, np.generic):
+        key = key.item()
     if isinstance(key, float) and key.is_integer():  # equal numbers are one key of a dict
         key = int(key)
     if isinstance(key, int | float):
-        return xxh3_64_intdigest(repr(int(key) if isinstance(key, int) else key).encode())
+        return xxh3_64_intdigest(repr(int(key) if isinstance(key, int) else float(key)).encode())
     return xxh3_64_intdigest(key if isinstance(key, bytes) else str(key).encode(*_TEXT))
 
 
@@ -268,8 +279,11 @@ class SharedArray(np.ndarray):
     def of(cls, array: Any) -> "SharedArray":
         """Return the array in shared memory. Raises SampleError: it is of objects."""
         array = np.asarray(array)
-        if array.dtype.hasobject:
-            raise SampleError("an array of objects cannot be shared. Share a list of texts or of numbers.")
+        text = json.loads(json.dumps(_dtype_text(array.dtype)))
+        if array.dtype.hasobject or not _is_dtype_of(text, array.dtype):
+            raise SampleError(
+                f"an array of {array.dtype} cannot be shared. Share its fields, or a list of texts or of numbers."
+            )
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
         segment = _segment_for(max(1, array.nbytes), {"dtype": _dtype_text(array.dtype), "shape": array.shape, "order": order})
         if array.nbytes:
@@ -314,6 +328,7 @@ class SharedTensor(torch.Tensor):
         plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
         if not plain or tensor.requires_grad:
             raise SampleError("only a plain, dense tensor on the CPU can be shared, without a gradient.")
+        tensor = tensor.resolve_conj().resolve_neg()
         name = str(tensor.dtype).removeprefix("torch.")
         segment = _segment_for(max(1, tensor.nbytes), {"dtype": name, "shape": list(tensor.shape)})
         if tensor.nbytes:
@@ -334,6 +349,9 @@ class SharedTensor(torch.Tensor):
         made._segment = segment
         return made
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return SharedTensor.from_segment, (self._segment,)
 
@@ -345,6 +363,13 @@ def _write(segment: Segment, at: int, array: NDArray[Any]) -> None:
 
 def _dtype_text(dtype: "np.dtype[Any]") -> Any:
     return dtype.str if dtype.names is None else dtype.descr
+
+
+def _is_dtype_of(text: Any, dtype: "np.dtype[Any]") -> bool:
+    try:
+        return _dtype_of(text) == dtype
+    except (TypeError, ValueError):  # nested, or with offsets
+        return False
 
 
 def _dtype_of(found: Any) -> "np.dtype[Any]":

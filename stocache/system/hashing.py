@@ -83,4 +83,4 @@ def _value_text(value: object) -> str:
         return repr(value)
     if isinstance(value, FunctionType):  # which may close over itself
         return f"{value.__module__}.{value.__qualname__} {code_text(value.__code__)}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}".replace("__mp_main__", "__main__")

@@ -1,6 +1,7 @@
 """Functions and methods whose results are cached give what they gave before, and compute each result once."""
 
 import copy
+import cProfile
 import inspect
 import pickle
 import random
@@ -8,6 +9,10 @@ import re
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps as functools_wraps
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -384,3 +389,178 @@ def test_where_nothing_below_is_steady_there_is_no_hint(caplog):
     with CachedDataset(Random(), "1MB"):
         pass
     assert "But " not in warnings_of(caplog)[0]
+
+
+def test_another_profiler_is_left_alone():
+    profiler = cProfile.Profile()
+    with profiler, CachedDataset(Augmented(), "1MB", probe=1) as cached:
+        assert cached[0].shape == (8, 2)
+    assert profiler.getstats()
+
+
+class Slotted:
+    __slots__ = ("k",)
+    scale = 10
+
+    def __init__(self, k):
+        self.k = k
+
+    @cached("1MB")
+    def load(self, number):
+        return self.k * number * self.scale + self.helper()
+
+    def helper(self):
+        return 0
+
+
+class Other(Slotted):
+    __slots__ = ()
+    scale = 100
+
+    def helper(self):
+        return 1
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, number):
+        return number * self.by
+
+
+def test_slots_class_attributes_and_subclasses_are_part_of_the_key():
+    for each in (Slotted(2), Slotted(3), Other(2), Slotted(2)):
+        for _ in range(2):
+            assert each.load(1) == each.k * each.scale + each.helper()
+    assert Slotted.load.stats().filled == 3
+
+
+def test_a_callable_object_is_not_known_by_its_class(caplog):
+    class Scaled:
+        def __init__(self):
+            self.transform = Scale(2)
+
+        def load(self, number):
+            return self.transform(number)
+
+    each = Scaled()
+    with cache_method(each, "load", "1MB"):
+        results = [each.load(3), each.load(3)]
+        each.transform = Scale(5)
+        assert [*results, each.load(3)] == [6, 6, 15]
+    assert "it reads 'transform', of type Scale" in caplog.text
+
+
+def test_functions_that_close_over_objects_share_nothing_with_others():
+    def make(scale):
+        @cached("1MB", audit=0)
+        def scaled(number):
+            return scale(number)
+
+        return scaled
+
+    first = make(Scale(2))
+    assert first(3) == 6
+
+    def child(by):
+        with make(Scale(by)) as scaled:
+            assert [scaled(number) for number in range(4)] == [number * by for number in range(4)]
+
+    assert [in_child(child, by) for by in (3, 4)] == [0, 0]
+    first.close()
+
+
+def test_signatures_are_those_of_the_function_itself_and_of_builtin_ones():
+    def add(a, b=1):
+        return a + b
+
+    @functools_wraps(add)
+    def one(a, b=2):
+        return add(a, b)
+
+    with cached("1MB")(one) as added, cached("1MB")(max) as largest:
+        assert [added(3), added(3, 1), added(3)] == [5, 4, 5]
+        assert [largest(1, 2), largest(3, 2), largest(1, 2)] == [2, 3, 2]
+        assert pickle.loads(pickle.dumps(largest))(1, 5) == 5
+
+
+def test_arguments_that_equal_one_another_but_differ_have_results_of_their_own():
+    @cached("1MB")
+    def shown(value):
+        return f"{type(value).__name__} {value}"
+
+    with shown:
+        for _ in range(2):
+            for value in (200, np.uint8(200), np.int64(200), 200.0, (1, 2), Point(1, 2), "1", Path("1")):
+                assert shown(value) == f"{type(value).__name__} {value}"
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+def test_static_and_class_methods(calls):
+    class Reader:
+        @cached("1MB")
+        @staticmethod
+        def read(path):
+            calls.append(path)
+            return path * 2
+
+        @cached("1MB")
+        @classmethod
+        def name(cls, number):
+            return f"{cls.__name__} {number}"
+
+    assert [Reader.read("a"), Reader().read("a"), Reader.read("a")] == ["aa"] * 3
+    assert len(calls) == 2  # once to compare
+    assert [Reader.name(1), Reader().name(1)] == ["Reader 1"] * 2
+
+
+def test_files_in_tuples_and_lists_of_arguments_count_too(tmp_path):
+    (tmp_path / "x").write_text("a")
+
+    @cached("1MB", files=True)
+    def read(*paths):
+        return [path.read_text() for path in paths]
+
+    with read:
+        assert read(tmp_path / "x") == ["a"]
+        (tmp_path / "x").write_text("bbb")
+        assert read(tmp_path / "x") == ["bbb"]
+
+
+def test_first_calls_that_wait_for_each_other_do_not_hang():
+    class Pair:
+        def outer(self, number):
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(self.inner, number).result(20)
+
+        def inner(self, number):
+            return number + 1
+
+    pair = Pair()
+    with cache_method(pair, "outer", "1MB", key=None), cache_method(pair, "inner", "1MB"):
+        assert [pair.outer(1), pair.outer(1)] == [2, 2]
+    assert "__getattribute__" not in vars(Pair)
+
+
+def test_once_refused_no_process_serves_a_result_even_if_the_cache_is_full_or_nothing_is_compared():
+    @cached("1MB", audit=0)
+    def drawn(number):
+        return random.random()
+
+    with drawn:
+        assert in_child(drawn, 1) == 0
+        assert drawn(1) != drawn(1)
+
+
+def test_a_method_that_the_object_itself_has_is_refused():
+    dataset = Mosaics()
+    dataset.load_image = lambda index: index
+    with pytest.raises(DatasetError, match="an attribute of the object itself"):
+        cache_method(dataset, "load_image")
+    with pytest.raises(DatasetError, match="takes no attribute"):
+        cache_method(Slotted(1), "helper")

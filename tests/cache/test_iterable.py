@@ -188,3 +188,25 @@ def test_ranks_that_share_a_cache_by_name_have_parts_of_their_own(tmp_path):
         run_all(multiprocessing.get_context("spawn"), 2, of_rank, dataset, tmp_path)
         run_all(multiprocessing.get_context("spawn"), 2, of_rank, dataset, tmp_path / "..")
         assert dataset.stats().fills == 16
+
+
+def test_persistent_workers_get_another_order_in_each_pass(reads):
+    with CachedIterable(Numbers(reads.path), "4MB", shuffle=True) as dataset:
+        loader = TorchDataLoader(dataset, 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+        orders = [[text for batch in loader for text in batch["text"]] for _ in range(4)]
+        assert len({tuple(order) for order in orders}) == 4
+        assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_a_cache_that_is_cleared_in_a_pass_and_an_iterator_in_place_of_a_dataset(reads):
+    with CachedIterable(Numbers(reads.path), "4MB", shuffle=True) as dataset:
+        list(dataset)
+        items = iter(dataset)
+        first = [next(items)["text"] for _ in range(5)]
+        dataset.cache.clear()
+        assert sorted(first + [item["text"] for item in items]) == sorted(map(str, range(N)))
+    with pytest.raises(DatasetError, match="again and again"):
+        CachedIterable(iter([1, 2]))
+    with CachedIterable([5, 6, 7], "1MB") as dataset:
+        assert (len(dataset), list(dataset)) == (3, [5, 6, 7])
+        assert dataset.stats().hits == 0

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stocache import ClosedError, KeyedCache, SampleError, SlotError
-from stocache.cache.keyed import disk, keys
+from stocache.cache.keyed import disk, keys, layout
 from stocache.cli import listing
 from stocache.errors import CacheKeyError, DiskError, LimitError
 from tests.support.equality import same
@@ -204,9 +204,9 @@ def test_a_load_may_ask_for_itself_and_for_others(cache):
 
 def test_a_value_does_not_change_and_its_bytes_can_be_looked_at(cache):
     assert cache.get("a") is None
-    assert cache.get("a") is None
     cache.put("a", torch.zeros(4))
-    with pytest.raises(SlotError, match=r"put\('a'\): the key is cached"):
+    assert cache.put("a", torch.zeros(4))  # the same
+    with pytest.raises(SlotError, match=r"put\('a'\): the key is cached with another value"):
         cache.put("a", torch.ones(4))
     cache.get("a").fill_(7)
     assert same(cache.get("a"), torch.zeros(4))
@@ -367,7 +367,7 @@ def test_a_damaged_table_is_an_error_and_no_crash(cache):
     cache.put("a", 1)
     other = pickle.loads(pickle.dumps(cache))
     other._table._seen = -1, []
-    cache._table._words[1] = 1 << 40  # where the first level is
+    cache._table._words[layout.FIRST] = 1 << 40  # where the first level is
     with pytest.raises(Exception, match="damaged: its table of keys"):
         other.get("a")
 
@@ -445,3 +445,52 @@ def test_a_repeated_key_of_a_full_cache_is_loaded_once_in_a_call():
         values = cache.get_or_load_many(["a", "b", "a"], load)
         values[0].append(1)
         assert (values, calls) == ([["a", 1], ["b"], ["a"]], [["a", "b"]])
+
+
+def test_processes_and_threads_that_put_one_key_at_once_are_no_error(cache):
+    assert "k" not in cache
+    assert in_child(cache.put, "k", 1) == 0
+    assert cache.put("k", 2)  # this process had asked: the first wins
+    assert cache.get("k") == 1
+    assert [cache.get("t"), cache.get("t")] == [None, None]
+    assert [cache.put("t", 1), cache.put("t", 2), cache.get("t")] == [True, True, 1]
+
+
+def test_one_value_that_is_too_large_leaves_room_for_others():
+    with KeyedCache("1MB") as cache:
+        assert not cache.put("big", torch.zeros(4_000_000, dtype=torch.uint8))
+        assert cache.put("small", 1)
+        cache.put("half", torch.zeros(500_000, dtype=torch.uint8))
+        assert not cache.put("other half", torch.zeros(600_000, dtype=torch.uint8))
+        assert cache.put("small too", 1)
+
+
+class Fields(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Loud(str):
+    def __str__(self):
+        return "always the same"
+
+
+def test_flags_odd_paths_and_texts_that_override_what_they_are(cache):
+    for key in (Fields.A, Fields.A | Fields.B, Fields(0), Path("\ud800")):
+        cache.put(key, repr(key))
+        assert cache.get(key) == repr(key)
+        assert key in list(cache.keys())
+    for text in ("a", "b"):
+        assert cache.get_or_load(Loud(text), lambda key: str.__str__(key)) == text
+    for key in (np.datetime64("2020-01-01"), np.timedelta64(5, "ns")):
+        with pytest.raises(CacheKeyError):
+            cache.get(key)
+
+
+def test_a_full_folder_of_other_data_is_emptied(tmp_path, caplog):
+    for fingerprint in ("a", "b"):
+        with KeyedCache(0, disk=tmp_path, disk_limit="300KB", fingerprint=fingerprint) as cache:
+            for key in range(100):
+                assert same(cache.get_or_load(key, picture), picture(key))
+            assert cache.get(0) is not None
+    assert "The folder is emptied" in caplog.text

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, SampleError, SharedCache
 from stocache.cache.options import CacheOptions
+from stocache.datasets.batches import BatchSpec
 from stocache.samples.spec import NarrowLeaf, Structure
 from stocache.samples.type_lookup import Unfit
 from tests.support.equality import same
@@ -120,6 +121,23 @@ def taken(leaf, value):
     again = leaf.decoder()(narrow.tobytes(), 0, True).numpy()
     assert np.array_equal(again.view(np.uint32), value.view(np.uint32))
     return True
+
+
+@pytest.mark.parametrize("black", [0, 5])
+def test_a_second_run_over_a_disk_decides_as_the_first_one_although_samples_fit_both(black, tmp_path):
+    def make(image):
+        return image.float() * (int(image.sum()) != total)
+
+    total = int(np.random.default_rng(black).integers(0, 256, (3, 20, 20), np.uint8).sum())
+    dataset = Images(make)
+    for _ in range(2):
+        with CachedDataset(dataset, "1MB", narrow=True, disk=tmp_path / "d", disk_limit="10MB", fingerprint="v") as cached:
+            assert same([cached[idx] for idx in range(N)], [dataset[idx] for idx in range(N)])
+
+
+def test_batches_are_gathered_from_a_narrow_cache():
+    with CachedDataset(Images(MAKERS["to tensor"]), "1MB", narrow=True) as cached:
+        assert BatchSpec.of(cached.cache) is not None
 
 
 @pytest.mark.parametrize("divisor", [1, 255])

@@ -117,6 +117,23 @@ def test_a_chunk_of_zarr_is_read_once_by_all_and_what_is_written_is_seen():
         assert cached[7, 7] == 0
 
 
+@pytest.mark.leaves_descriptors
+def test_what_is_written_through_a_store_of_zarr_is_seen_by_all_its_copies():
+    zarr = pytest.importorskip("zarr", minversion="3")
+    from stocache.integrations.zarr import CachedStore
+
+    with KeyedCache("4MB") as cache:
+        store = CachedStore(zarr.storage.MemoryStore(), cache)
+        group = zarr.open_group(store, mode="w")
+        array = group.create_array("x", shape=(8,), chunks=(4,), dtype="i4", fill_value=1)
+        assert (array[:] == 1).all()
+        array[:] = 5
+        assert (zarr.open_array(store, path="x", mode="r")[:] == 5).all()
+        del group["x"]
+        assert "x" not in group
+        assert (group.create_array("x", shape=(8,), chunks=(4,), dtype="i4", fill_value=2)[:] == 2).all()
+
+
 def test_ultralytics_trains_bit_for_bit_as_without_a_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     pytest.importorskip("ultralytics")

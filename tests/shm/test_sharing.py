@@ -1,6 +1,7 @@
 """What is shared is read as before, is one copy for all processes, and is never changed for others."""
 
 import copy
+import enum
 import gc
 import multiprocessing
 import pickle
@@ -182,3 +183,53 @@ def test_a_copy_refers_to_the_same_memory():
     shared = share(["a", "b"])
     for made in (copy.copy(shared), copy.deepcopy(shared)):
         assert made._segment is shared._segment
+
+
+class Letter(str, enum.Enum):
+    A = "a"
+
+
+def test_a_shared_dict_finds_what_equals_a_key():
+    assert share({"a": 1})[Letter.A] == 1
+    assert share({0.5: 1})[np.float64(0.5)] == 1
+    assert share({2: 1})[np.float32(2)] == share({1: 1})[np.bool_(True)] == 1
+    assert share({1: 1}).get(10**5000) is None
+    with pytest.raises(TypeError):
+        share(["a"])["x"]
+
+
+def test_what_is_more_than_its_values_is_left_as_it_is(caplog):
+    class Closing(Files):
+        def __del__(self):
+            pass
+
+    class Slots:
+        __slots__ = ("paths",)
+
+    class Named(list):
+        pass
+
+    for value in (
+        Closing(),
+        Slots(),
+        Named("ab"),
+        np.ma.masked_array([1, 2], mask=[True, False]),
+        np.zeros((1, 1)).view(np.matrix),
+    ):
+        with pytest.raises(SampleError, match="cannot be shared"):
+            share(value)
+    with stocache.CachedDataset(Closing(), "1MB", share=True) as cached:
+        assert type(cached.dataset.paths) is list
+    assert "share=True has no effect" in caplog.text
+    dataset = Files()
+    dataset.masked = np.ma.masked_array(np.arange(300_000.0), mask=np.arange(300_000) % 2 == 0)
+    dataset.store = torch.zeros(400_000).share_memory_()
+    dataset.nested = np.zeros(200_000, [("a", [("b", "i8")])])
+    dataset.conjugate = torch.zeros(200_000, dtype=torch.complex64).conj()
+    shared = share(dataset)
+    assert shared.masked is dataset.masked
+    assert shared.store is dataset.store
+    assert shared.nested is dataset.nested
+    assert torch.equal(shared.conjugate, dataset.conjugate)
+    assert type(shared.paths) is sharing.SharedSequence
+    assert type(copy.deepcopy(shared).conjugate) is torch.Tensor

@@ -28,6 +28,7 @@ from stocache.shm.claims import BLOCKS, Claims
 from stocache.shm.extents import FULL_WARNING, REJECTED_WARNING
 from stocache.shm.job import Job, job_of_process_tree
 from stocache.shm.segment import FREE_THREADED, Segment
+from stocache.system.describe import describe
 from stocache.system.limits import format_size
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
@@ -130,6 +131,13 @@ class KeyedCache(Attached, Generic[_K, _T]):
         logger.info("%r", self)
 
     @classmethod
+    def from_options(cls, options: CacheOptions) -> "KeyedCache[Any, Any]":
+        """Return a cache with these options."""
+        cache = cls.__new__(cls)
+        cache._open(options)
+        return cache
+
+    @classmethod
     def of_process_tree(cls, options: CacheOptions) -> "KeyedCache[Any, Any]":
         """Return a cache with these options, among them a fingerprint; in children of this process, the same cache."""
         cache = cls.__new__(cls)
@@ -146,11 +154,20 @@ class KeyedCache(Attached, Generic[_K, _T]):
         self._arena, self._load = self._store.arena, self._store.load
         self._table = KeyTable(segment, self._arena)
         self._claims = Claims(segment, _CLAIMS)
-        self._missed: set[bytes] = set()  # prefixes of keys that this process has missed, and not yet put
+        self._missed: dict[bytes, int] = {}  # by prefix: how often this process has missed a key, and not yet put it
         self._full_in = -1  # the generation of the table in which this process has found the cache full
         if segment.data_bytes == 0:
             segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
         self._warned_of_unreadable = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a cached function has found in a process that its values are wrong by now. They are still served."""
+        return self._table.stopped
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self._table.stopped = stopped
 
     # ------------------------------------------------------------------------------------------------ reading
 
@@ -171,9 +188,15 @@ class KeyedCache(Attached, Generic[_K, _T]):
         if value is not MISSING:
             return value
         self._segment.count(MISSES)
-        if self._fillable() and len(self._missed) < _MOST_MISSED:
-            self._missed.add(found[0])
+        self._note_miss(found)
         return default
+
+    def _note_miss(self, key: Key) -> None:
+        """Remember that this process has missed a key, so that it may put the key although another one was faster."""
+        if self._fillable():
+            if len(self._missed) >= _MOST_MISSED:
+                self._missed.clear()
+            self._missed[key[0]] = self._missed.get(key[0], 0) + 1
 
     def find(self, key: Key, copy: bool = True) -> Any:
         """Return the value of a stored key from memory or the disk, else MISSING. A miss is not counted."""
@@ -181,7 +204,11 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return self._from_disk(key) if value is MISSING else value
 
     def __contains__(self, key: _K) -> bool:
-        return self._holds(key_of(key))
+        found = key_of(key)
+        if self._holds(found):
+            return True
+        self._note_miss(found)
+        return False
 
     def _holds(self, key: Key) -> bool:
         return self._table.find(key) >= 0 or (self._disk is not None and self._disk.read(key) is not MISSING)
@@ -361,14 +388,15 @@ class KeyedCache(Attached, Generic[_K, _T]):
         Raises:
             CacheKeyError: the key is of another type, or NaN.
             SampleError: the value would not come back unchanged. Nothing is stored.
-            SlotError: the key is cached, and this process has not missed it before. Ask `get` first.
+            SlotError: the key is cached with another value, and this process has not missed it before.
         """
         found = key_of(key)
-        missed = found[0] in self._missed
-        self._missed.discard(found[0])
+        missed = self._missed.pop(found[0], 0)
+        if missed > 1:
+            self._missed[found[0]] = missed - 1
         if self._holds(found):
-            if not missed:
-                raise SlotError(f"put({key!r:.100}): the key is cached, and its value does not change. Ask get first.")
+            if not missed and describe(self.find(found)) != describe(value):
+                raise SlotError(f"put({key!r:.100}): the key is cached with another value, which does not change.")
             return True
         if self._fillable():
             self._keep([found], [_on_cpu(value)], strict=True, where=f"put({key!r:.100})")
@@ -428,8 +456,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 outcomes = self._arena.run_locked(lambda: self._add_all(keys, records, places), refused)
                 for counter in (FILLS, RACES, REFUSED):
                     segment.counters[counter] += outcomes.count(counter)
-            if any(at == NO_ROOM for at, _ in places):
-                self._fill_up()
+            if any(at == NO_ROOM for at, _ in places) or None in outcomes:
+                self._note_full()
         finally:
             self._claims.end_writing(taken)
 
@@ -459,13 +487,15 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 outcomes.append(FILLS if self._table.add(key, at, record.room) else None)
         return outcomes
 
-    def _fill_up(self) -> None:
-        """Note that the cache is full, and warn once."""
+    def _note_full(self) -> None:
+        """Note that the cache is full, and warn once; unless a value like the others would still fit."""
+        stats = self.stats()
+        if self._arena.capacity - self._arena.used > stats.slot_bytes > 0 or not stats.filled:
+            return
         self._full_in = self._table.generation
         with self._segment.guard:
             first = self._segment.extents.first_to_warn(FULL_WARNING)
         if first:
-            stats = self.stats()
             logger.warning(
                 "the cache of keys is full: %d keys of %s each in %s, hit rate %.0f %%. Further keys are loaded each time. "
                 "For n such keys, a limit of n times %d bytes is needed.",
@@ -537,6 +567,10 @@ class KeyedMapping(MutableMapping[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache
+
+    def clear(self) -> None:
+        """Forget all keys; see `KeyedCache.clear`."""
+        self.cache.clear()
 
     def __iter__(self) -> Iterator[Any]:
         return self.cache.keys()

@@ -6,6 +6,7 @@ NOTE [ The database ]
     once. A forked child closes it, which leaves that of the parent alone, and opens it again: LMDB does not work there.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -70,25 +71,33 @@ class DiskValues:
         return DiskValues, (self._options,)
 
     def _prepare(self) -> None:
-        """Empty the database if it is for other data."""
+        """Empty the folder if its database is for other data."""
         options = self._options
         identity = checksum(repr((options.fingerprint, options.codec, options.allow_pickle, 1)).encode()).encode()
-        with self._begin(write=True) as transaction:
+        with self._begin() as transaction:
             found = transaction.get(_IDENTITY)
-            if found is not None and bytes(found) != identity:
-                logger.warning("the values in %s were left behind for other data. The folder is emptied.", self._folder)
-                with transaction.cursor() as cursor:
-                    while cursor.first():
-                        cursor.delete()
+            known = None if found is None else bytes(found)
+        if known == identity:
+            return
+        if known is not None:  # to drop the values would need room, which a full database does not have
+            logger.warning("the values in %s were left behind for other data. The folder is emptied.", self._folder)
+            self._database = None
+            for name in ("data.mdb", "lock.mdb"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(self._folder, name))
+        with self._begin(write=True) as transaction:
             transaction.put(_IDENTITY, identity)
 
     def _begin(self, write: bool = False) -> Any:
+        return self._opened().begin(write=write, buffers=True)
+
+    def _opened(self) -> Any:
         if self._database is None or self._database.pid != os.getpid():
             place = os.getpid(), self._folder
             if self._database is not None:
                 self._database.environment.close()
             self._database = _databases.get(place) or _databases.setdefault(place, _Database(self._folder, self._nbytes))
-        return self._database.environment.begin(write=write, buffers=True)
+        return self._database.environment
 
     @property
     def takes(self) -> bool:

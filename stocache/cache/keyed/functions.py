@@ -13,15 +13,17 @@ NOTE [ What a result depends on ]
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -35,17 +37,14 @@ from stocache.errors import CacheKeyError, DatasetError
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
 from stocache.system.hashing import callable_text, checksum, code_text
-from stocache.system.objects import recorded_reads, vars_of
+from stocache.system.objects import recorded_reads, static_attribute, vars_of
 from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_REFUSED = (
-    "stocache",
-    "refused",
-)  # the key of the reason why no results are served; no arguments make it, as theirs has 2 parts
+_recording = threading.RLock()  # `recorded_reads` is for one thread at a time
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
@@ -88,11 +87,13 @@ def cached(
     Raises:
         LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as `KeyedCache`.
     """
-    if callable(size_limit_gib):
+    if callable(size_limit_gib) or isinstance(size_limit_gib, staticmethod | classmethod):
         return cached()(size_limit_gib)
     check_share(audit)
 
-    def decorate(function: _F) -> "CachedFunction":
+    def decorate(function: Any) -> Any:
+        if isinstance(function, staticmethod | classmethod):
+            return type(function)(decorate(function.__func__))
         code = getattr(function, "__code__", None)
         identity = f"{fingerprint or ''} {callable_text(function)} {code and checksum(code_text(code).encode())}"
         options = CacheOptions(
@@ -103,6 +104,9 @@ def cached(
             codec=codec,
             allow_pickle=allow_pickle,
         )
+        if name is None and not _is_described(function):  # another process may close over something else
+            options = dataclasses.replace(options, fingerprint=None, share_ranks=False)
+            return CachedFunction(function, KeyedCache.from_options(options), files, key, audit)
         return CachedFunction(function, KeyedCache.of_process_tree(options), files, key, audit)
 
     return decorate
@@ -113,7 +117,8 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
 
         method = stocache.cache_method(dataset, "load_image", "8GiB")
 
-    Do it before workers start: they share what is cached then, forked or spawned.
+    Do it before workers start: they share what is cached then, forked or spawned. A pickled or deep copy of the object has a
+    cached method of its own, over the same results; one of `copy.copy` has that of the original, so make it before.
 
     Args:
         obj: the object, which gets an attribute with the method's name.
@@ -131,8 +136,11 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
     kind = type(obj).__name__
     if not inspect.isfunction(function):
         raise DatasetError(f"{kind} has no method {name!r} that is written in Python.")
-    if isinstance(vars(obj).get(name) if vars_of(obj) is not None else None, CachedFunction):
+    own = (vars_of(obj) or {}).get(name)
+    if isinstance(own, CachedFunction):
         raise DatasetError(f"{kind}.{name} is cached already. Close that first.")
+    if own is not None:
+        raise DatasetError(f"{kind}.{name} is an attribute of the object itself. Decorate it with stocache.cached.")
     method: CachedFunction = cached(size_limit_gib, **options)(function)
     method.bind(obj, name)
     try:
@@ -157,12 +165,15 @@ class CachedFunction:
         self._begin()
 
     def _begin(self) -> None:
-        self._signature = inspect.signature(self._function)
+        try:
+            self._signature = inspect.signature(self._function, follow_wrapped=False)
+        except ValueError:  # of a builtin function
+            self._signature = inspect.signature(lambda *args, **kwargs: None)
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # by attribute and object: value, length, digest
         self._reason = ""  # why results are not served
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._owner = os.getpid()
         self._next_s = 0.0 if self._audit else math.inf  # when to compare the next result
         self._warned = False
 
@@ -192,9 +203,10 @@ class CachedFunction:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A function of a module is found there by its name, which this object has taken
-        if self._object is None and not self._is_method:
-            return self._function.__qualname__
-        return super().__reduce_ex__(protocol)
+        found: Any = sys.modules.get(self._function.__module__)
+        for name in self._function.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return self._function.__qualname__ if found is self else super().__reduce_ex__(protocol)
 
     # ------------------------------------------------------------------------------------------------ calling
 
@@ -202,19 +214,19 @@ class CachedFunction:
         """Return the result for the arguments: from the cache, or from the function, which is then cached."""
         if self._object is not None:
             args = self._object, *args
-        if self._reason or self.cache.closed:
+        if self._reason or self.cache.closed or self.cache.stopped:
             return self._function(*args, **kwargs)
         if self._owner != os.getpid():  # a forked child compares for itself
-            self._owner, self._lock = os.getpid(), threading.RLock()
+            self._owner = os.getpid()
             self._next_s = 0.0 if self._audit else math.inf
         try:
             key = self._key_of(args, kwargs)
-            if key is None:
-                return self._first_call(args, kwargs)
-            found = key_of(key)
+            found = None if key is None else key_of(key)
         except CacheKeyError as error:
             self._warn_of_call(str(error))
             return self._function(*args, **kwargs)
+        if found is None:
+            return self._first_call(args, kwargs)
         value = self.cache.hit(found, copy=True)
         if value is MISSING:
             return self.cache.get_or_load(key, lambda _: self._computed(args, kwargs), strict=False)
@@ -232,13 +244,16 @@ class CachedFunction:
         if self._is_method:
             if self._reads is None:
                 return None
-            attributes, args = tuple(self._attribute(args[0], name) for name in self._reads), args[1:]
-        return args, attributes, tuple(map(_stamp, args)) if self._files else ()
+            kind = f"{type(args[0]).__module__}.{type(args[0]).__qualname__}"
+            attributes, args = (kind, *((name, self._attribute(args[0], name)) for name in self._reads)), args[1:]
+        return tuple(map(_typed, args)), attributes, tuple(map(_stamp, args)) if self._files else ()
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method, and notice which attributes it reads."""
         obj = args[0]
-        with self._lock:  # `recorded_reads` is for one thread at a time
+        if not _recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
+            return self._function(*args, **kwargs)
+        try:
             if self._reads is not None or self._reason:
                 return self(*(args if self._object is None else args[1:]), **kwargs)
             before = _marks(obj)
@@ -246,7 +261,7 @@ class CachedFunction:
                 value = self._computed(args, kwargs)
             changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
             own = vars_of(obj) or {}
-            names = tuple(sorted(name for name in reads if name in own and own[name] is not self))
+            names = tuple(sorted(name for name in reads if own.get(name) is not self and _is_data(obj, name)))
             if changed:
                 self._refuse(f"it sets {changed[0]!r} of its object")
             try:
@@ -255,6 +270,8 @@ class CachedFunction:
             except CacheKeyError as error:
                 self._refuse(str(error))
             self._reads = names
+        finally:
+            _recording.release()
         if not self._reason:
             with contextlib.suppress(CacheKeyError):  # of an argument: the next call says so
                 self.cache.get_or_load(self._key_of(args, kwargs), lambda _: value, strict=False)
@@ -266,8 +283,10 @@ class CachedFunction:
         if isinstance(value, str | bytes) and len(value) > _LONGEST:
             return checksum(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
         if not isinstance(value, _PLAIN):
-            if callable(value) or isinstance(value, ModuleType):
-                return callable_text(value) if callable(value) else value.__name__
+            if isinstance(value, ModuleType):
+                return value.__name__
+            if isinstance(value, type | BuiltinFunctionType) or (isinstance(value, FunctionType) and not value.__closure__):
+                return callable_text(value)
             try:
                 key_of(value)
             except CacheKeyError:
@@ -299,10 +318,6 @@ class CachedFunction:
 
     def _compared(self, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a result that would be served, after comparing it with a new one; the new one if they differ."""
-        reason = self.cache.find(key_of(_REFUSED))
-        if reason is not MISSING:
-            self._reason = str(reason)
-            return self._function(*args, **kwargs)
         began = time.monotonic()
         fresh = self._computed(args, kwargs)
         place = difference(describe(value, strides=False), describe(fresh, strides=False))
@@ -328,8 +343,8 @@ class CachedFunction:
         if self._reason:
             return
         self._reason = reason
-        if not self.cache.closed and self.cache.find(key_of(_REFUSED)) is MISSING:
-            self.cache.get_or_load(_REFUSED, lambda _: reason)
+        if not self.cache.closed and not self.cache.stopped:
+            self.cache.stopped = True
             logger.warning("%s is not cached: %s.", self._shown, reason)
 
     def stats(self) -> CacheStats:
@@ -349,6 +364,36 @@ class CachedFunction:
         self.close()
 
 
+def _is_data(obj: object, name: str) -> bool:
+    """Whether an attribute holds a value: of the object, in a slot, or of its class; not a method or property."""
+    if name in (vars_of(obj) or {}):
+        return True
+    found = static_attribute(type(obj), name)
+    return isinstance(found, MemberDescriptorType) or not hasattr(type(found), "__get__")
+
+
+def _is_described(function: Any) -> bool:
+    """Return whether `callable_text` says all that a function has bound: nothing but plain values."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    bound = [
+        *cells,
+        *(getattr(function, "__defaults__", None) or ()),
+        *(getattr(function, "__kwdefaults__", None) or {}).values(),
+    ]
+    return all(isinstance(value, bool | int | float | str | bytes | type | None) for value in bound)
+
+
+def _typed(value: Any) -> Any:
+    """Return what stands for an argument in the key: with its type, where a function may distinguish it from what it equals."""
+    kind = type(value)
+    if kind in (str, int, bool, float, bytes, type(None)):
+        return value
+    if isinstance(value, tuple):
+        parts = tuple(map(_typed, value))
+        return parts if kind is tuple else (f"{kind.__module__}.{kind.__qualname__}", parts)
+    return f"{kind.__module__}.{kind.__qualname__}".replace("__mp_main__", "__main__"), value
+
+
 def _flat(value: Any, kind: Any) -> Any:
     """Return the values of ``*args`` and ``**kwargs`` as a tuple; others as they are."""
     return tuple(sorted(value.items())) if kind is inspect.Parameter.VAR_KEYWORD else value
@@ -356,6 +401,8 @@ def _flat(value: Any, kind: Any) -> Any:
 
 def _stamp(value: object) -> Any:
     """Return the size and the time of change of the file that an argument names; None if it names none."""
+    if isinstance(value, tuple):
+        return tuple(map(_stamp, value))
     if isinstance(value, str | bytes | os.PathLike):
         try:
             status = os.stat(value)

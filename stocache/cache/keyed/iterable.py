@@ -74,9 +74,10 @@ class CachedIterable(IterableDataset[_T]):
         disk: Any = None,
         disk_limit: float | str | None = None,
     ) -> None:
-        if not hasattr(type(dataset), "__iter__"):
+        if not hasattr(type(dataset), "__iter__") or isinstance(dataset, Iterator):
             raise DatasetError(
-                f"{type(dataset).__name__} cannot be iterated over. A map-style dataset goes into CachedDataset."
+                f"{type(dataset).__name__} cannot be iterated over again and again. Give an object whose __iter__ begins anew. "
+                f"A map-style dataset goes into CachedDataset."
             )
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         options: dict[str, Any] = {"persist": persist, "fingerprint": fingerprint, "on_busy": on_busy}
@@ -86,6 +87,7 @@ class CachedIterable(IterableDataset[_T]):
         self._marks = KeyedCache(_MARKS, name=name and f"{name}.lengths", **marks, **options)  # there when the cache is full
         self.epoch: int | None = None
         self._ranks: tuple[int, ...] = 0, 1
+        self._passes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_ranks": ranks_here()[:2]}  # a spawned worker may not know them
@@ -96,7 +98,11 @@ class CachedIterable(IterableDataset[_T]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # a TypeError where the source has no length
+
     def __iter__(self) -> Iterator[_T]:
+        self._passes += 1
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         here = ranks_here()
@@ -140,7 +146,8 @@ class CachedIterable(IterableDataset[_T]):
             yield sample
             at += 1
         source = _SourcePass(self.dataset)
-        while (sample := source.read(at, self._found(*part, at - 1) if at else MISSING)) is not MISSING:
+        before = self._found(*part, at - 1) if at else MISSING
+        while (sample := source.read(at, before)) is not MISSING:
             self._keep((*part, at), sample)
             yield sample
             at += 1
@@ -157,7 +164,7 @@ class CachedIterable(IterableDataset[_T]):
             generator.manual_seed(hash((self.seed, self.epoch, 0 if worker is None else worker.id)) % 2**63)
         else:
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if worker is None else worker.seed
-            generator.manual_seed(seed)
+            generator.manual_seed(hash((seed, self._passes if worker else 0)) % 2**63)  # persistent workers keep their seed
         return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu").tolist()
 
     def stats(self) -> CacheStats:
@@ -186,7 +193,8 @@ class _SourcePass:
     def read(self, at: int, before: Any = MISSING) -> Any:
         """Return sample ``at``, which is not behind the position; MISSING at the end. ``before``: the sample before it."""
         first = self._items is None
-        self._items = iter(self._dataset) if self._items is None else self._items
+        if self._items is None or at < self._at:  # of a cache that was cleared meanwhile
+            self._items, self._at = iter(self._dataset), 0
         last = deque(islice(self._items, at - self._at), maxlen=1)
         self._at = at + 1
         if first and last and before is not MISSING:

@@ -8,7 +8,6 @@ NOTE [ Keys ]
 
 import enum
 import math
-import os
 import struct
 import sys
 from collections.abc import Callable
@@ -64,16 +63,17 @@ def _encode(key: object, depth: int = 0) -> bytes:
             texts += _pack_length(len(text)), text
         return b"".join(texts)
     if isinstance(key, enum.Enum):
-        cls = type(key)
-        name = key.name if key.name is not None else repr(key.value)  # of combined flags, before Python 3.11
-        return b"e" + _text(f"{cls.__module__}:{cls.__qualname__}:{name}")
+        cls = f"{type(key).__module__}:{type(key).__qualname__}".replace("__mp_main__", "__main__")
+        if isinstance(key, enum.Flag):
+            return b"g" + _text(f"{cls}:{key.value}")
+        return b"e" + _text(f"{cls}:{key.name}")
     if isinstance(key, PurePath):
-        return b"p" + os.fsencode(key)
-    if isinstance(key, np.generic) and isinstance(key.item(), bool | int | float | str | bytes):
+        return b"p" + _text(str(key))
+    if isinstance(key, np.generic) and key.dtype.kind in "biufSU":
         return _encode(key.item(), depth)
-    for cls, encode in _ENCODERS.items():  # of a subclass, as np.str_
-        if isinstance(key, cls):
-            return encode(cls(key))
+    for base, plain in _PLAIN.items():  # of a subclass, whatever it overrides
+        if isinstance(key, base):
+            return _ENCODERS[base](plain(key))
     raise CacheKeyError(
         f"a key of type {type(key).__name__} has no bytes that stay the same: {key!r:.100}. Use str, bytes, int, bool, None, "
         f"float, an enum member, a path, or a tuple of these; of an array or a list, tuple(x)."
@@ -100,6 +100,14 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
 }
 
 
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__,
+    bytes: lambda key: b"".join([key]),
+    int: int.__index__,
+    float: float.__float__,
+}
+
+
 def decode(text: bytes) -> Any:
     """Return the key that has these bytes.
 
@@ -114,18 +122,18 @@ def decode(text: bytes) -> Any:
             parts.append(decode(rest[_LENGTH.size : _LENGTH.size + length]))
             rest = rest[_LENGTH.size + length :]
         return tuple(parts)
-    if kind == b"e":
-        return _member(rest.decode("utf-8", "surrogatepass"))
+    if kind in (b"e", b"g"):
+        return _member(rest.decode("utf-8", "surrogatepass"), kind == b"g")
     return _DECODERS[kind](rest)
 
 
-def _member(text: str) -> Any:
+def _member(text: str, is_flag: bool) -> Any:
     module, qualname, name = text.split(":", 2)
     found: Any = sys.modules.get(module)
     try:
         for part in qualname.split("."):
             found = getattr(found, part)
-        return found[name]
+        return found(int(name)) if is_flag else found[name]
     except (AttributeError, KeyError):
         raise CacheKeyError(f"a key is {qualname}.{name}, and {module} is not imported here. Import it first.") from None
 
@@ -138,5 +146,5 @@ _DECODERS: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda rest: int.from_bytes(rest, "little", signed=True),
     b"f": lambda rest: _FLOAT.unpack(rest)[0],
     b"n": lambda rest: None,
-    b"p": lambda rest: Path(os.fsdecode(rest)),
+    b"p": lambda rest: Path(rest.decode("utf-8", "surrogatepass")),
 }

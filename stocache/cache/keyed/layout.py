@@ -2,6 +2,7 @@
 
 arena      as of a `RaggedCache` without samples, see NOTE [ Control of an arena ]
 state      how many levels the table has, and 256 times how often they were dropped
+stopped    1 where a function has found that the values are wrong by now
 levels     for each: the offset of its cells in the data, the logarithm of their number, and how many keys it has
 """
 
@@ -13,7 +14,7 @@ from stocache.errors import SegmentError
 BY_KEY = "values by key"
 """Identifies the segment of a `KeyedCache` among those of other caches."""
 
-STATE, FIRST = 0, 1
+STATE, STOPPED, FIRST = 0, 1, 2
 OFFSET, BITS, COUNT = range(3)
 WORDS_OF_LEVEL, LEVELS = 3, 20
 

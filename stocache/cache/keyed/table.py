@@ -20,7 +20,7 @@ import numpy as np
 
 from stocache.cache.arena import Arena
 from stocache.cache.keyed.keys import Key, length_of
-from stocache.cache.keyed.layout import AT, BITS, CONTROL_BYTES, COUNT, FIRST, LEVELS, OFFSET, STATE, WORDS_OF_LEVEL
+from stocache.cache.keyed.layout import AT, BITS, CONTROL_BYTES, COUNT, FIRST, LEVELS, OFFSET, STATE, STOPPED, WORDS_OF_LEVEL
 from stocache.errors import SegmentError
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import Segment
@@ -123,6 +123,15 @@ class KeyTable:
             levels.insert(0, (self._segment.view(at, 8 << bits).cast("Q"), (1 << bits) - 1))
         self._seen = state, levels
         return self._seen
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the values are not to be served any more."""
+        return self._words[STOPPED] != 0
+
+    @stopped.setter
+    def stopped(self, stopped: bool) -> None:
+        self._words[STOPPED] = stopped
 
     @property
     def generation(self) -> int:
