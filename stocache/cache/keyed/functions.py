@@ -3,8 +3,8 @@
 NOTE [ What a result depends on ]
     The key of a result is made of the arguments, with their types and with defaults applied. A method reads attributes of its
     object and its class, too. Those that it reads when it is first called enter the key: small values as they are, plain data
-    (lists, dicts, arrays, tensors) by a digest, which is made again where another object or length takes its place. An attribute
-    that is neither is refused, because nobody would notice that it has changed. ``key=`` takes the place of all that.
+    (lists, dicts, arrays, tensors) by a digest, which is made again where another object or length takes its place. What is
+    neither is refused, because nobody would notice that it has changed. ``key=`` takes the place of all that.
 
     A function that draws random numbers, or sets attributes of its object, does more than return a result: it is not cached. As
     samples are (NOTE [ The audit ]), results are compared: the first that a process would serve, and more as long as that takes
