@@ -226,8 +226,8 @@ def check_dataset(dataset: Any) -> int:
         DatasetError: it is not one.
     """
     kind = type(dataset).__name__
-    read = getattr(type(dataset), "__getitem__", None)  # streams of LitData and MosaicML are read by number, too
-    if read is None or (isinstance(dataset, IterableDataset) and read is Dataset.__getitem__):
+    is_stream = isinstance(dataset, IterableDataset) and not _reads_by_number(dataset)
+    if is_stream or not hasattr(type(dataset), "__getitem__"):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
             f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False. "
@@ -243,6 +243,11 @@ def check_dataset(dataset: Any) -> int:
             f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
         )
     return length
+
+
+def _reads_by_number(stream: IterableDataset[Any]) -> bool:
+    """Return whether an iterable dataset can be read by number, too, as those of LitData and MosaicML."""
+    return hasattr(stream, "__len__") and type(stream).__getitem__ is not Dataset.__getitem__
 
 
 def _has_keys(dataset: Any, keys: set[int]) -> bool:

@@ -428,7 +428,9 @@ def test_an_interrupt_of_the_loop_loses_no_batch(monkeypatch):
         list(dataset)
         iterator = iter(thread_loader(dataset, batch_size=5))
         group = thread_iterator.Group()
-        group.batches = [*iterator._batches._batches.values()]
+        running = iterator._batches._batches
+        wait_until(lambda: sum(batch.lazy is not None for batch in running.values()) > 1)
+        group.batches = [batch for batch in running.values() if batch.lazy is not None]
         with pytest.raises(KeyboardInterrupt, match=r"^$"):
             iterator._maker.gather(group, 0)
         iterator._maker.gather(group, 0)
