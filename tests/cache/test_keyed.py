@@ -238,6 +238,23 @@ def test_as_a_mapping_it_serves_programs_that_keep_a_dict(cache):
         kept["a"] = 3
 
 
+def test_a_full_mapping_serves_each_thread_what_it_has_set_last():
+    with KeyedCache("256KB") as cache:
+        kept = cache.as_mapping()
+        for key in range(20):
+            if key not in kept:
+                kept[key] = torch.full((50_000,), key, dtype=torch.uint8)
+            assert kept[key][0] == key
+        assert len(kept) < 10
+        with pytest.raises(KeyError):
+            pickle.loads(pickle.dumps(kept))[19]
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
+            pool.submit(kept.__getitem__, 19).result()
+        kept.clear()
+        with pytest.raises(KeyError):
+            kept[19]
+
+
 def test_clear_forgets_all_and_the_memory_is_used_again(cache):
     for turn in range(5):
         for key in range(300):

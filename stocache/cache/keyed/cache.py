@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from copy import deepcopy
@@ -548,19 +549,29 @@ class KeyedCache(Attached, Generic[_K, _T]):
 
 
 class KeyedMapping(MutableMapping[Any, Any]):
-    """A `KeyedCache` as a mutable mapping."""
+    """A `KeyedCache` as a mutable mapping. A full cache serves each thread the value that it has set last."""
 
     def __init__(self, cache: KeyedCache[Any, Any]) -> None:
         self.cache = cache
+        self._uncached: dict[int, tuple[Key, Any]] = {}  # by thread
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedMapping, (self.cache,)
 
     def __getitem__(self, key: object) -> Any:
         value = self.cache.get(key, MISSING)
-        if value is MISSING:
+        if value is not MISSING:
+            return value
+        last, value = self._uncached.get(threading.get_ident(), (None, None))
+        if last != key_of(key):
             raise KeyError(key)
         return value
 
     def __setitem__(self, key: object, value: object) -> None:
-        self.cache.put(key, value)
+        if self.cache.put(key, value):
+            self._uncached.pop(threading.get_ident(), None)
+        else:
+            self._uncached[threading.get_ident()] = key_of(key), value
 
     def __delitem__(self, key: object) -> None:
         raise SlotError(f"{key!r:.100} stays: a KeyedCache evicts nothing. clear() empties it.")
@@ -570,6 +581,7 @@ class KeyedMapping(MutableMapping[Any, Any]):
 
     def clear(self) -> None:
         """Forget all keys; see `KeyedCache.clear`."""
+        self._uncached.clear()
         self.cache.clear()
 
     def __iter__(self) -> Iterator[Any]:
