@@ -2,23 +2,25 @@
 
 python -m benchmark wrapping
 python -m benchmark wrapping readers      # readers of other formats, in random order, alone and wrapped; each if installed
+python -m benchmark wrapping iterables    # three epochs of iterable datasets, 0 and 2 workers: samples of the source, rates
 """
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from stocache import CachedDataset
+from stocache import CachedDataset, CachedIterable
 from stocache.system.describe import describe
 
 CLAIM = "Wrapping a dataset of a million paths takes at most 100 ms beyond the loading of a few samples."
@@ -134,12 +136,109 @@ def readers() -> None:
         print(f"| {make.__name__} | {rates[0]} | {rates[1]} | {equal} |", flush=True)
 
 
+class Counted:
+    """A decoder that counts its samples, over all processes."""
+
+    def __init__(self) -> None:
+        self.count = multiprocessing.Value("q")
+
+    def __call__(self, sample: Any) -> Any:
+        """Return a sample with its bytes as an array of its own."""
+        with self.count.get_lock():
+            self.count.value += 1
+        x = sample["x"]
+        return {"x": np.frombuffer(x, np.uint8).copy() if isinstance(x, bytes) else np.array(x), "y": sample["y"]}
+
+
+class Iterable(IterableDataset[Any]):
+    """The images, divided among workers by hand."""
+
+    def __init__(self, decode: Counted) -> None:
+        self.decode = decode
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from map(self.decode, map(image, range(first, IMAGES, step)))
+
+
+def torch_stream(folder: Path, decode: Counted) -> Any:
+    """Make an iterable dataset of torch."""
+    return Iterable(decode)
+
+
+def hugging_face_stream(folder: Path, decode: Counted) -> Any:
+    """Write four Parquet files, and stream them by Hugging Face."""
+    import datasets
+    import pyarrow.parquet
+
+    for part in range(4):
+        pyarrow.parquet.write_table(table().slice(part * IMAGES // 4, IMAGES // 4), folder / f"{part}.parquet")
+    files = sorted(map(str, folder.glob("*.parquet")))
+    return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True).map(decode)
+
+
+def webdataset_stream(folder: Path, decode: Counted) -> Any:
+    """Write four tar files, and stream them by webdataset."""
+    import webdataset
+
+    for part in range(4):
+        with webdataset.TarWriter(str(folder / f"{part}.tar")) as writer:
+            for idx in range(part * IMAGES // 4, (part + 1) * IMAGES // 4):
+                sample = image(idx)
+                writer.write({"__key__": f"{idx:06}", "x.npy": sample["x"], "y.cls": idx})
+    source = webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=False)
+    return source.decode().map(lambda sample: decode({"x": sample["x.npy"], "y": sample["y.cls"]}))
+
+
+def litdata_stream(folder: Path, decode: Counted) -> Any:
+    """Write chunks of LitData, and stream them."""
+    from litdata import StreamingDataset
+
+    litdata(folder)
+    return StreamingDataset(str(folder), transform=decode)
+
+
+STREAMS = (torch_stream, hugging_face_stream, webdataset_stream, litdata_stream)
+
+
+def iterables() -> None:
+    """Print the samples that three epochs take from each source, and rates of the source and of the third epoch."""
+    print(
+        "| stream | workers | read in epochs 1, 2, 3 | equal | samples/s | cached |\n| --- | ---: | --- | --- | ---: | ---: |"
+    )
+    for make in STREAMS:
+        for workers in (0, 2):
+            with tempfile.TemporaryDirectory() as folder:
+                decode = Counted()
+                try:
+                    source = make(Path(folder), decode)
+                except ImportError as error:
+                    print(f"| {make.__name__} | not installed: {error} | | | | |", flush=True)
+                    break
+                with CachedIterable(source, 1) as cached:
+                    epochs, reads, seconds = [], [], []
+                    for dataset in (source, cached, cached, cached):
+                        context = "fork" if workers else None
+                        loader = DataLoader(dataset, 50, num_workers=workers, collate_fn=list, multiprocessing_context=context)
+                        before, began = decode.count.value, time.perf_counter()
+                        samples = [sample for batch in loader for sample in batch]
+                        seconds.append(time.perf_counter() - began)
+                        reads.append(decode.count.value - before)
+                        epochs.append(list(map(describe, samples)))
+            equal = "yes" if all(epoch == epochs[0] for epoch in epochs) else "no"
+            rates = [f"{len(epochs[0]) / seconds[epoch]:,.0f}" for epoch in (0, 3)]
+            print(
+                f"| {make.__name__} | {workers} | {reads[1:]} of {reads[0]} | {equal} | {rates[0]} | {rates[1]} |", flush=True
+            )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("of", nargs="?", choices=["readers"])
-    if parser.parse_args().of == "readers":
-        readers()
+    parser.add_argument("of", nargs="?", choices=["readers", "iterables"])
+    if (of := parser.parse_args().of) is not None:
+        {"readers": readers, "iterables": iterables}[of]()
         return
     dataset = Folder(COUNT)
     probed = [0, *np.linspace(0, COUNT - 1, 8).astype(int).tolist()]

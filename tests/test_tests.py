@@ -76,7 +76,7 @@ LEFT = {
 @pytest.mark.parametrize("what", LEFT)
 def test_what_is_left_is_noticed(what, private, monkeypatch):
     def left():
-        return traces.settled(holdings) != holdings, bool(traces.names_that_stay(names))
+        return bool(traces.changes(holdings)), bool(traces.names_that_stay(names))
 
     monkeypatch.setattr(traces, "PATIENCE_S", 0.1)
     monkeypatch.setattr(traces, "private", private)
@@ -102,19 +102,25 @@ def test_what_other_programs_make_is_not_ours(monkeypatch):
 
 def test_a_test_that_leaves_something_fails_and_a_failure_says_how_to_repeat_it(tmp_path):
     (tmp_path / "test_traces.py").write_text(
-        "import os\n"
+        "import os, pytest\n"
         "from tests.support import processes, traces\n"
         "traces.PATIENCE_S, left, path = 0.1, [], f'/dev/shm/torch_{os.getpid()}_left'\n"
         "def test_leaves_a_descriptor(): left.append(open('/dev/null'))\n"
         "def test_leaves_a_file(): open(path, 'w').close()\n"
         "def test_leaves_nothing(): os.unlink(path)\n"
+        "@pytest.mark.leaves_descriptors\n"
+        "def test_leaves_what_may_end_later(): left.append(open('/dev/null'))\n"
+        "def test_ends_it(): left.pop().close()\n"
+        "def test_leaves_less(): left.pop().close()\n"
         "def test_fails(): processes.run_python('-c', 'print(5 * 5); exit(3)')\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = leaves_descriptors")
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     command = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", "-p", "no:randomly", "--seed", "7", "-n", "0", tmp_path]
     run = run_python(*command, ok=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout_s=200)
-    assert re.findall(r"^ERROR .*::test_leaves_(\w+)", run.stdout, re.MULTILINE) == ["a_descriptor", "a_file"], run.stdout
-    assert "1 failed, 3 passed, 2 errors" in run.stdout
+    assert re.findall(r"^ERROR .*::test_leaves_(\w+)", run.stdout, re.MULTILINE) == ["a_descriptor", "a_file", "less"], (
+        run.stdout
+    )
+    assert "1 failed, 6 passed, 3 errors" in run.stdout
     assert re.search(r"exit\(3\)' ended with 3\n.*stdout: …25", run.stdout)  # the end of what the child printed
     assert "pytest --seed 7 -n 0 -m '' test_traces.py::test_fails" in run.stdout

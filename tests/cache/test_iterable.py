@@ -198,6 +198,26 @@ def test_persistent_workers_get_another_order_in_each_pass(reads):
         assert len({tuple(sorted(order)) for order in orders}) == 1
 
 
+def test_a_stream_that_is_its_own_iterator_and_begins_anew_is_recorded():
+    class Stream(IterableDataset):  # as those of LitData
+        def __iter__(self):
+            self.at = 0
+            return self
+
+        def __next__(self):
+            if self.at == N:
+                raise StopIteration
+            self.at += 1
+            return {"at": self.at, "data": torch.full((50,), self.at)}
+
+    for limit, kept in (("1MB", N), ("16KB", 0)):
+        with CachedIterable(Stream(), limit) as dataset:
+            next(iter(dataset))
+            for _ in range(3):
+                assert [sample["at"] for sample in dataset] == list(range(1, N + 1))
+            assert len(dataset.cache) == N if kept else len(dataset.cache) < N
+
+
 def test_a_cache_that_is_cleared_in_a_pass_and_an_iterator_in_place_of_a_dataset(reads):
     with CachedIterable(Numbers(reads.path), "4MB", shuffle=True) as dataset:
         list(dataset)

@@ -11,9 +11,7 @@ NOTE [ Parts of a stream ]
 
 import logging
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -74,7 +72,8 @@ class CachedIterable(IterableDataset[_T]):
         disk: Any = None,
         disk_limit: float | str | None = None,
     ) -> None:
-        if not hasattr(type(dataset), "__iter__") or isinstance(dataset, Iterator):
+        used_up = isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset)  # LitData's streams are both
+        if used_up or not hasattr(type(dataset), "__iter__"):
             raise DatasetError(
                 f"{type(dataset).__name__} cannot be iterated over again and again. Give an object whose __iter__ begins anew. "
                 f"A map-style dataset goes into CachedDataset."
@@ -195,10 +194,12 @@ class _SourcePass:
         first = self._items is None
         if self._items is None or at < self._at:  # of a cache that was cleared meanwhile
             self._items, self._at = iter(self._dataset), 0
-        last = deque(islice(self._items, at - self._at), maxlen=1)
+        last = MISSING
+        for _ in range(at - self._at):  # not islice, which calls iter again: a stream of LitData begins anew then
+            last = next(self._items, MISSING)
         self._at = at + 1
-        if first and last and before is not MISSING:
-            place = difference(describe(before, strides=False), describe(last[0], strides=False))
+        if first and last is not MISSING and before is not MISSING:
+            place = difference(describe(before, strides=False), describe(last, strides=False))
             if place is not None:
                 logger.warning(
                     "sample %d of %s is another one in this pass (%.200s), so the rest of the pass may repeat samples. Give "
