@@ -72,7 +72,7 @@ class Audit:
     __slots__ = (
         "__weakref__", "_any_sample", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
         "_doubted", "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads",
-        "_share", "_shared", "_took_s", "loads", "on_change",
+        "_share", "_shared", "_took_s", "is_paused", "loads", "on_change",
     )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange, any_sample: bool = True) -> None:
@@ -86,6 +86,8 @@ class Audit:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
         self._any_sample = any_sample
         self._lock = threading.RLock()
+        self.is_paused = False
+        """Whether nothing is compared now: another thread may be loading from the dataset."""
         self.loads = 0
         """Samples that this process has loaded to compare them."""
         self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
@@ -165,8 +167,17 @@ class Audit:
 
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""
+        if self.is_paused:
+            return self.changed
         self._requests += count
-        return self._doubted or self._requests > self._next or self._shared.words[_VERSION] != self._seen
+        return self._is_due(0)
+
+    def will_compare(self, count: int) -> bool:
+        """Return whether `allows` will load samples for the next ``count``."""
+        return bool(self._share) and self.on_change != "keep" and not self.changed and self._is_due(count)
+
+    def _is_due(self, count: int) -> bool:
+        return self._doubted or self._requests + count > self._next or bool(self._shared.words[_VERSION] != self._seen)
 
     def allows(
         self, indices: Sequence[int], cached: Any, served: Callable[[int], object], fresh: Callable[[int], object] | None = None

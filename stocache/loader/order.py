@@ -36,7 +36,7 @@ from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, Requ
 from stocache.samplers.block import BlockSampler, ResumableSampler
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.system import rng
-from stocache.system.objects import has_state, takes_epoch
+from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
 
 _DRAW_FIRST = {
@@ -170,14 +170,14 @@ class Order:
                 self.restore(progress.asked)
                 number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
                 if not number or indices is not begun:
-                    head = list(islice(indices, 1))  # a sampler may draw at its first batch
+                    head = list(islice(rest_of(indices), 1))  # a sampler may draw at its first batch
         if self.context is None and progress.resumed is not None:
             yield None  # to `skip_delivered`
         resumed = frozenset(progress.ahead)
         tracked = self._tracked(indices)
         if self.context is not None:
             yield from (BatchRequest(self.context, number, NoIndices) for _ in range(progress.fillers))
-        for index in self._noting_errors(chain(head, indices)):
+        for index in self._noting_errors(chain(head, rest_of(indices))):
             if tracked:
                 progress.drew(number, _states_of(tracked))
             if number not in resumed:
@@ -200,7 +200,7 @@ class Order:
 
     def _skip(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
         """Return an iterator over the indices after those that were delivered."""
-        skipped = sum(1 for _ in islice(indices, progress.resumed))
+        skipped = sum(1 for _ in islice(rest_of(indices), progress.resumed))
         tracked = self._tracked(indices)
         if progress.now is None or (skipped == progress.resumed and equal_states(_states_of(tracked), progress.now)):
             return indices

@@ -22,7 +22,6 @@ NOTE [ Batches made by threads ]
 import os
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
 from operator import itemgetter
@@ -44,14 +43,15 @@ from stocache.loader.sample_seed import ThreadSeededDataset
 from stocache.loader.threads.collating import Collator
 from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, graph_lock, wrap_error
 from stocache.loader.threads.info import Generators
-from stocache.loader.threads.workers import Task, WorkerThreads, stop_all, wait_for
+from stocache.loader.threads.workers import WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
 from stocache.observe.recording.gil import GilWatch
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.observe.recording.spans import COLLATE, span
+from stocache.system.generators import Kept
 from stocache.system.objects import attribute_of
-from stocache.system.walking import through_subsets
+from stocache.system.walking import through_subsets, walk
 
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
@@ -156,6 +156,7 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
+        self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
         self._cost_s = 0.0  # of a sample, as the last runs have shown
@@ -228,8 +229,9 @@ class ThreadMaker:
 
     # ------------------------------------------------------------------------------------------------ runs of samples
 
-    def submit(self, batch: Batch, put: Callable[[Task], None]) -> bool:
+    def submit(self, batch: Batch, threads: WorkerThreads) -> bool:
         """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
+        put = threads.put
         if self.is_bound:
             put(partial(self._fetch, batch))
             return True
@@ -238,7 +240,7 @@ class ThreadMaker:
         batch.samples = [_NOT_MADE] * len(rows)
         if self._batched and self._way is LazyBatch:
             try:
-                batch.lazy = self.crew.workers[0].dataset.__getitems__(index)
+                batch.lazy = self._find(index, threads)
                 self.crew.claiming.add(batch.lazy)  # before an interrupt may come between
                 rows = batch.lazy.claim_missing()
             except Exception as error:
@@ -257,6 +259,28 @@ class ThreadMaker:
         for run in runs:
             put(partial(self._load_run, batch, index, run))
         return True
+
+    def _find(self, index: Any, threads: WorkerThreads) -> LazyBatch:
+        """Return the `LazyBatch` of an index.
+
+        The dataset is that of the first worker. Where cached samples are to be compared with it, its thread does that.
+        """
+        worker = self.crew.workers[0]
+        if any(audit.will_compare(len(_indices_of(index))) for audit in self._audits):
+            with Kept(()):  # the loop draws from the global generators, and waits now
+                return threads.run_in(0, partial(self._find_in_thread, worker, index))
+        for audit in self._audits:
+            audit.is_paused = True
+        try:
+            return worker.dataset.__getitems__(index)  # type: ignore[no-any-return]
+        finally:
+            for audit in self._audits:
+                audit.is_paused = False
+
+    def _find_in_thread(self, worker: ThreadWorker, index: Any) -> LazyBatch:
+        worker.rng.draws = Generators()  # not those of a stream
+        with self.crew.loading():
+            return worker.dataset.__getitems__(index)  # type: ignore[no-any-return]
 
     def _run_length(self, count: int) -> int:
         if self.crew.draws or self._makes_whole or not count:
@@ -362,8 +386,14 @@ class ThreadMaker:
         batch.finish(data, error)
         self.crew.tell_progress()
 
-    def gather(self, group: Group, number: int | None) -> None:
-        """Gather the batches of a group, unless another thread has begun to. ``number``: of the thread; None for the loop."""
+    def gather(self, group: Group, number: int | None, threads: WorkerThreads | None = None) -> None:
+        """Gather the batches of a group, unless another thread has begun to.
+
+        Args:
+            group: of batches that are wholly cached.
+            number: of the thread; None for the loop.
+            threads: of the loop, which make the batches if a sample is not cached any more.
+        """
         if not group.claim.acquire(blocking=False):
             return
         worker, batches = self.crew.workers[number or 0], [batch for batch in group.batches if not batch.done]
@@ -377,6 +407,9 @@ class ThreadMaker:
                 row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
         except Exception:  # of one of them
             for batch in batches:
+                if threads is not None:
+                    threads.put(partial(self._make_alone, batch))
+                    continue
                 row.begin_step()
                 self._collate(batch, worker, row)
         except BaseException:  # an interrupt of the loop
@@ -387,6 +420,9 @@ class ThreadMaker:
                 self.crew.claiming.discard(batch.lazy)
                 batch.maker = number
                 batch.finish(data)
+
+    def _make_alone(self, batch: Batch, number: int) -> None:
+        self._collate(batch, self.crew.workers[number], self._begin_step(number))
 
 
 def _indices_of(index: Any) -> Any:
@@ -509,14 +545,14 @@ class ThreadIterator(QuickIterator):
         self._batches[self._asked] = self._last[stream] = batch
         self._asked += 1
         threads = self._threads[stream if self._is_bound else 0]
-        if self._maker.submit(batch, threads.put):
+        if self._maker.submit(batch, threads):
             self._loading += 1
             return
         assert batch.lazy is not None
         if batch.lazy.on_device:  # only its indices are passed on
             batch.group = group = Group()
             group.batches.append(batch)
-            self._maker.gather(group, None)
+            self._maker.gather(group, None, self._threads[-1])
             return
         if self._runs_ahead:
             self._group_size = max(1, min(_MOST_IN_GROUP, _GROUP_BYTES // max(1, batch.lazy.nbytes)))
@@ -581,7 +617,7 @@ class ThreadIterator(QuickIterator):
             raise StopIteration
         for number, batch in islice(self._batches.items(), 1 if self._in_order else None):
             if not batch.done and batch.group is not None:
-                self._maker.gather(batch.group, None)
+                self._maker.gather(batch.group, None, self._threads[-1])
             elif not batch.done and batch.ready:
                 self._maker.collate(batch)
             if batch.done:

@@ -4,9 +4,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from types import MemberDescriptorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Subset, dataloader
+
+_T = TypeVar("_T")
 
 attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # past the hooks of its metaclass
 mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
@@ -38,6 +40,13 @@ def has_state(value: object) -> bool:
 def takes_epoch(value: object) -> bool:
     """Whether a sampler or dataset has a method ``set_epoch``. Some classes answer any name with None."""
     return callable(attribute_of(value, "set_epoch"))
+
+
+def rest_of(iterator: Iterator[_T]) -> Iterator[_T]:
+    """Yield what an iterator has left. It is not asked for an iterator again: a sampler that is its own would begin anew."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield next(iterator)
 
 
 def vars_of(value: object) -> dict[str, Any]:

@@ -64,6 +64,22 @@ class Eager:
         return iter(random.sample(torch.randperm(N).tolist(), N))
 
 
+class Itself:
+    """Is its own iterator, which draws and begins anew when it is asked for one."""
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        self.left = torch.randperm(N).tolist()
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.left.pop()
+
+
 generator = lambda seed: torch.Generator().manual_seed(seed)
 shuffled = lambda seed: RandomSampler(range(N), generator=generator(seed))
 SAMPLERS = {
@@ -74,6 +90,7 @@ SAMPLERS = {
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
     "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
+    "itself": lambda seed: {"sampler": Itself(), "batch_size": None},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
 }  # fmt: skip
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
@@ -135,6 +152,17 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, worke
             rest += list(resumed)
         assert same(rest, came[number:]), number
         assert same(list(resumed), third), number
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_give_the_order_that_torch_has(sampler):
+    orders = []
+    for make_loader in (torch.utils.data.DataLoader, stocache.DataLoader):
+        torch.manual_seed(3)
+        random.seed(3)
+        loader = make_loader(range(N), **SAMPLERS[sampler](7))
+        orders.append([torch.as_tensor(batch).tolist() for _ in range(2) for batch in loader] + [torch.rand(())])
+    assert orders[0] == orders[1]
 
 
 def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):

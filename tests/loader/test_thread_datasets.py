@@ -31,10 +31,12 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stocache
-from stocache import DatasetError
+from stocache import DatasetError, WorkerError
 from stocache.loader.threads import crew
 from stocache.loader.threads.copies import copy_dataset, find_open_handle
+from stocache.loader.threads.workers import WorkerThreads
 from tests.support.loading import THREADS
+from tests.support.processes import wait_until
 
 try:
     import lmdb
@@ -118,6 +120,13 @@ class Records(Reader, Through):
     """Keeps the file itself."""
 
 
+class SlowTensors(Records):
+    def read_open(self, idx):
+        self.file.seek(idx)
+        time.sleep(0.002)
+        return torch.tensor([self.file.read(1)[0]])
+
+
 class LmdbRecords(Records):
     """LMDB lets a process open an environment only once."""
 
@@ -160,6 +169,21 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(path, caplog):
     assert "one sample at a time, because they share Records.file" in caplog.text
     assert caplog.text.count("one sample at a time") == 1
     assert dataset[7] == 7  # it is not closed
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open, caplog):
+    dataset = SlowTensors(path)
+    if is_open:
+        dataset.file = dataset.open()
+    with stocache.CachedDataset(dataset, "1MB", example=torch.tensor([1])) as cached:
+        loader = thread_loader(cached, shuffle=True, num_workers=3)
+        for _ in range(4):
+            assert sorted(numbers_of(loader)) == list(range(N))
+        assert cached.stats().compared > 4
+    assert "differs" not in caplog.text
+    if is_open:
+        dataset.file.close()
 
 
 @pytest.mark.parametrize(("make", "name"), [
@@ -479,3 +503,19 @@ def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(
     assert (mine, mine.name, type(mine)) == (value, "squares", type(value))
     assert mine is not value
     assert (mine[0] is value[0]) == (count > 1000)
+
+
+def test_a_function_runs_in_one_of_the_threads_after_its_task():
+    threads = WorkerThreads(3, lambda number: None, lambda number: None)
+    numbers, gate = {}, threading.Event()
+    for _ in range(3):
+        threads.put(lambda number: numbers.setdefault(threading.get_ident(), number) is gate.wait(60))
+    wait_until(lambda: len(numbers) == 3)
+    threading.Timer(0.1, gate.set).start()
+    for number in (2, 0, 1, 1):
+        assert numbers[threads.run_in(number, threading.get_ident)] == number
+    with pytest.raises(ZeroDivisionError):
+        threads.run_in(1, lambda: 1 / 0)
+    threads.stop(10)
+    with pytest.raises(WorkerError, match="have ended"):
+        threads.run_in(1, threading.get_ident)

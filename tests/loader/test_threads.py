@@ -339,7 +339,7 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         source.gate.set()
 
 
-def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them():
+def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(caplog):
     class Own(Images):
         """Belongs to one thread."""
 
@@ -356,6 +356,7 @@ def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(
         with CachedDataset(Own(), limit, example=Images()[0]) as dataset:
             loader = thread_loader(dataset, batch_sampler=order, num_workers=4, prefetch_factor=4)
             assert [batch[1].tolist() for batch in loader] == order
+    assert "cannot be loaded" not in caplog.text  # to compare it
 
 
 def test_a_sample_of_another_shape_is_an_error_as_with_processes():

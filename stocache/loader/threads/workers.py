@@ -14,14 +14,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from stocache.errors import WorkerError
 from stocache.system.background import join_all, start_daemon
+
+_POLL_S = 0.001  # between looks whether another thread has taken its task
+_T = TypeVar("_T")
 
 Task = Callable[[int], None]
 """Called with the number of the thread. It must not raise."""
@@ -34,6 +38,7 @@ class _Tasks:
         self.count, self.stopped = count, False
         self._urgent: deque[Task] = deque()
         self._others: deque[Task] = deque()
+        self._own: list[deque[Task]] = [deque() for _ in range(count)]  # of each thread
         self._permits = deque([None] * (count if most_others is None else most_others))  # to run one of the others
         self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each task, and one for each thread to end
 
@@ -41,12 +46,18 @@ class _Tasks:
         (self._urgent if urgent else self._others).append(task)
         self._tokens.put(None)
 
-    def take(self) -> Task | None:
-        """Wait for a task; None to end."""
+    def put_own(self, task: Task, number: int) -> None:
+        self._own[number].append(task)
+        self._tokens.put(None)
+
+    def take(self, number: int) -> Task | None:
+        """Wait for a task of thread ``number``; None to end."""
         while True:
             self._tokens.get()
             if self.stopped:
                 return None
+            with contextlib.suppress(IndexError):
+                return self._own[number].popleft()
             with contextlib.suppress(IndexError):
                 return self._urgent.popleft()
             with contextlib.suppress(IndexError):
@@ -55,6 +66,9 @@ class _Tasks:
                     return partial(self._run_other, self._others.popleft())
                 except IndexError:
                     self._release()
+            if any(self._own):  # it was the token of a task for another thread, which may be busy
+                self._tokens.put(None)
+                time.sleep(_POLL_S)
 
     def _run_other(self, task: Task, number: int) -> None:
         try:
@@ -70,6 +84,8 @@ class _Tasks:
     def drop(self) -> None:
         self._urgent.clear()
         self._others.clear()
+        for own in self._own:
+            own.clear()
 
     def stop(self) -> None:
         self.stopped = True
@@ -115,6 +131,29 @@ class WorkerThreads:
         """Have a thread run a task."""
         self._tasks.put(task, urgent)
 
+    def run_in(self, number: int, run: Callable[[], _T]) -> _T:
+        """Return what a function returns in the thread ``number``, after the task that it runs now. Ctrl-C ends the wait.
+
+        Raises:
+            WorkerError: the threads have ended.
+        """
+        results: SimpleQueue[Future[_T]] = SimpleQueue()
+
+        def task(_: int) -> None:
+            result: Future[_T] = Future()
+            try:
+                result.set_result(run())
+            except BaseException as error:
+                result.set_exception(error)
+            results.put(result)
+
+        self._tasks.put_own(task, number)
+        while True:
+            with contextlib.suppress(Empty):
+                return results.get(timeout=1.0).result()
+            if self.ended:
+                raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
+
     def drop(self) -> None:
         """Drop all tasks that have not begun."""
         self._tasks.drop()
@@ -151,7 +190,7 @@ def _run(tasks: _Tasks, number: int, begin: Task, end: Task, began: "SimpleQueue
     began.put(None)
     begin(number)
     del begin
-    while (task := tasks.take()) is not None:
+    while (task := tasks.take(number)) is not None:
         task(number)
         del task  # its result belongs to somebody else
     end(number)
