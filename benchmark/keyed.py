@@ -13,9 +13,7 @@ import argparse
 import functools
 import itertools
 import multiprocessing
-import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmark.support.measuring import alternate
 from stocache import KeyedCache, cache_method
+from tests.support.processes import kill_in
 
 CLAIM = "A value by key is read in 10 µs by every process, each key is loaded once, and windows decode each frame once."
 NEEDS = (("diskcache", "diskcache"), ("lmdb", "lmdb"))
@@ -171,26 +170,18 @@ def kills(count: int) -> None:
     def made(key: int) -> Any:
         return np.full(1 + key % 500, key % 251, np.uint8)
 
+    def fill(cache: KeyedCache[Any, Any], trial: int) -> None:
+        for key in range(1_000_000):
+            if trial % 2:
+                cache.get_or_load(key, made)
+            else:
+                cache.get_or_load_many([2 * key, 2 * key + 1], lambda missing: list(map(made, missing)))
+
     wrong = missed = kept = 0
     began = time.perf_counter()
     for trial in range(count):
         with KeyedCache("4MB") as cache:
-            ready, tell = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.write(tell, b"x")
-                for key in range(1_000_000):
-                    if trial % 2:
-                        cache.get_or_load(key, made)
-                    else:
-                        cache.get_or_load_many([2 * key, 2 * key + 1], lambda missing: list(map(made, missing)))
-                os._exit(0)
-            os.read(ready, 1)
-            time.sleep(rng.random() * 0.02)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            os.close(ready)
-            os.close(tell)
+            kill_in(functools.partial(fill, cache, trial), rng.random() * 0.02)
             found = list(cache.keys())
             kept += len(found)
             wrong += sum(not np.array_equal(cache.get(key), made(key)) for key in found)

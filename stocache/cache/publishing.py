@@ -29,6 +29,7 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, RACES, REFUSED, REJ
 from stocache.errors import SampleError, SlotError
 from stocache.shm.extents import REJECTED_WARNING
 from stocache.shm.locks import fence
+from stocache.shm.segment import Segment
 from stocache.system.waiting import wait_until
 
 logger = logging.getLogger("stocache")
@@ -37,6 +38,13 @@ _WRITTEN_S = 0.1  # to wait for another rank that is writing a sample
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
+
+
+def count_rejected(segment: Segment) -> bool:
+    """Count a sample that a cache cannot store. Return whether it is the first one, in any process: then warn."""
+    with segment.guard:
+        segment.counters[REJECTED] += 1
+        return segment.extents.first_to_warn(REJECTED_WARNING)
 
 
 class PublishingCache(SampleStates, Generic[_T]):
@@ -218,12 +226,8 @@ class PublishingCache(SampleStates, Generic[_T]):
 
     def _reject(self, idx: int, problem: str) -> None:
         """Count a sample that does not fit, and warn of the first one."""
-        segment = self._segment
         self.exclude([idx])
-        with segment.guard:
-            segment.counters[REJECTED] += 1
-            first = segment.extents.first_to_warn(REJECTED_WARNING)
-        if first:
+        if count_rejected(self._segment):
             logger.warning(
                 "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
             )

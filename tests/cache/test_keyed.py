@@ -21,7 +21,7 @@ from stocache.cache.keyed import disk, keys, layout
 from stocache.cli import listing
 from stocache.errors import CacheKeyError, DiskError, LimitError
 from tests.support.equality import same
-from tests.support.processes import in_child, run_all, stopped
+from tests.support.processes import in_child, kill_in, run_all, stopped
 
 N = 200
 
@@ -356,22 +356,12 @@ def test_a_process_that_loads_is_waited_for_until_it_dies_or_the_time_is_over(ca
 def test_a_kill_at_any_moment_leaves_right_values_only(cache, seed):
     rng = random.Random(seed)
 
-    def fill(pipe):
-        os.write(pipe, b"x")
+    def fill():
         for key in range(100_000):
             cache.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
 
     for _ in range(5):
-        ready, tell = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            fill(tell)
-        os.read(ready, 1)
-        time.sleep(rng.random() * 0.03)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-        os.close(tell)
+        kill_in(fill, rng.random() * 0.03)
     for key in list(cache.keys()):
         assert same(cache.get(key), value(key))
     count = len(cache)

@@ -110,6 +110,28 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def kill_in(run, after_s):
+    """Fork a child that runs a function, and kill it when it has run for some seconds. It must not have failed by then."""
+    begun, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(tell, b"x")
+            run()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    os.read(begun, 1)
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(begun)
+    os.close(tell)
+    assert status in (0, signal.SIGKILL)
+
+
 @contextlib.contextmanager
 def stopped(action, uid=None):
     """Fork a child that runs an action and is stopped in it or after it, as another user if one is given; give its pid.

@@ -19,15 +19,16 @@ from stocache.cache.keyed.keys import Key, decode, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
 from stocache.cache.keyed.table import KeyTable
 from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.publishing import count_rejected
 from stocache.cache.records import RecordStore
 from stocache.cache.states import Attached
-from stocache.cache.stats import FILLS, HITS, LOAD_NS, MISSES, MISSING, RACES, REFUSED, REJECTED, CacheStats
+from stocache.cache.stats import FILLS, HITS, LOAD_NS, MISSES, MISSING, RACES, REFUSED, CacheStats
 from stocache.errors import BusyError, SampleError, SlotError
 from stocache.observe.recording.spans import LOAD, span
 from stocache.samples.record_encoder import HEAD, EncodedRecord
 from stocache.shm.claims import BLOCKS, Claims
-from stocache.shm.extents import FULL_WARNING, REJECTED_WARNING
-from stocache.shm.job import Job, job_of_process_tree
+from stocache.shm.extents import FULL_WARNING
+from stocache.shm.job import Job
 from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.system.describe import describe
 from stocache.system.limits import format_size
@@ -121,9 +122,9 @@ class KeyedCache(Attached, Generic[_K, _T]):
             disk_limit=disk_limit,
             share_ranks=fingerprint is not None,  # else nothing says that their values are equal
         )
-        self._open(options)
+        self._open(options, job=None)
 
-    def _open(self, options: CacheOptions, job: Job | None = None) -> None:
+    def _open(self, options: CacheOptions, job: Job | None) -> None:
         codec, allow_pickle = options.codec, options.allow_pickle
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, {"samples": BY_KEY, "codec": codec, "allow_pickle": allow_pickle})
         disk = None if options.disk is None else DiskValues(options)
@@ -132,17 +133,10 @@ class KeyedCache(Attached, Generic[_K, _T]):
         logger.info("%r", self)
 
     @classmethod
-    def from_options(cls, options: CacheOptions) -> "KeyedCache[Any, Any]":
-        """Return a cache with these options."""
+    def from_options(cls, options: CacheOptions, job: Job | None = None) -> "KeyedCache[Any, Any]":
+        """Return a cache with these options. ``job``: the processes that share one with this fingerprint, if not the ranks."""
         cache = cls.__new__(cls)
-        cache._open(options)
-        return cache
-
-    @classmethod
-    def of_process_tree(cls, options: CacheOptions) -> "KeyedCache[Any, Any]":
-        """Return a cache with these options, among them a fingerprint; in children of this process, the same cache."""
-        cache = cls.__new__(cls)
-        cache._open(options, job_of_process_tree())
+        cache._open(options, job)
         return cache
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -428,10 +422,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
                     self._disk.write(key, value)
 
     def _reject(self, error: SampleError) -> None:
-        with self._segment.guard:
-            self._segment.counters[REJECTED] += 1
-            first = self._segment.extents.first_to_warn(REJECTED_WARNING)
-        if first:
+        if count_rejected(self._segment):
             logger.warning(
                 "a value cannot be stored and stays uncached. So will others like it, without a warning: %s", str(error)
             )

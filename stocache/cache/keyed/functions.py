@@ -35,6 +35,7 @@ from stocache.cache.keyed.keys import key_of
 from stocache.cache.options import CacheOptions, check_share
 from stocache.cache.stats import MISSING, CacheStats
 from stocache.errors import CacheKeyError, DatasetError
+from stocache.shm.job import job_of_process_tree
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
 from stocache.system.hashing import callable_text, checksum, code_text
@@ -105,10 +106,11 @@ def cached(
             codec=codec,
             allow_pickle=allow_pickle,
         )
-        if name is None and not _is_described(function):  # another process may close over something else
+        is_shared = name is not None or _is_described(function)  # else another process may close over something else
+        if not is_shared:
             options = dataclasses.replace(options, fingerprint=None, share_ranks=False)
-            return CachedFunction(function, KeyedCache.from_options(options), files, key, audit)
-        return CachedFunction(function, KeyedCache.of_process_tree(options), files, key, audit)
+        cache = KeyedCache.from_options(options, job_of_process_tree() if is_shared else None)
+        return CachedFunction(function, cache, files, key, audit)
 
     return decorate
 
