@@ -167,10 +167,8 @@ class Audit:
 
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""
-        if self.is_paused:
-            return self.changed
         self._requests += count
-        return self._is_due(0)
+        return self.changed if self.is_paused else self._is_due(0)
 
     def will_compare(self, count: int) -> bool:
         """Return whether `allows` will load samples for the next ``count``."""

@@ -22,6 +22,7 @@ NOTE [ Batches made by threads ]
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle, islice
 from operator import itemgetter
@@ -43,13 +44,12 @@ from stocache.loader.sample_seed import ThreadSeededDataset
 from stocache.loader.threads.collating import Collator
 from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, graph_lock, wrap_error
 from stocache.loader.threads.info import Generators
-from stocache.loader.threads.workers import WorkerThreads, stop_all, wait_for
+from stocache.loader.threads.workers import Task, WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import DatasetKind, QuickIterator
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
 from stocache.observe.recording.gil import GilWatch
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.observe.recording.spans import COLLATE, span
-from stocache.system.generators import Kept
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets, walk
 
@@ -231,56 +231,67 @@ class ThreadMaker:
 
     def submit(self, batch: Batch, threads: WorkerThreads) -> bool:
         """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
-        put = threads.put
         if self.is_bound:
-            put(partial(self._fetch, batch))
+            threads.put(partial(self._fetch, batch))
             return True
         index = batch.index = batch.request.answer()
         rows = list(range(len(_indices_of(index)))) if self._batched else [0]
         batch.samples = [_NOT_MADE] * len(rows)
-        if self._batched and self._way is LazyBatch:
-            try:
-                batch.lazy = self._find(index, threads)
-                self.crew.claiming.add(batch.lazy)  # before an interrupt may come between
-                rows = batch.lazy.claim_missing()
-            except Exception as error:
-                if batch.lazy is not None:
-                    self.crew.release(batch.lazy)
-                batch.finish(error=wrap_error(error, batch.stream))
-                return True
-            if batch.lazy.found_all:
-                return False
-            batch.samples = [None] * len(batch.samples)
-            for row in rows:
-                batch.samples[row] = _NOT_MADE
-        length = self._run_length(len(rows))
-        runs = [rows[at : at + length] for at in range(0, len(rows), length)] or [[]]
-        batch.runs_left = len(runs)
-        for run in runs:
-            put(partial(self._load_run, batch, index, run))
-        return True
-
-    def _find(self, index: Any, threads: WorkerThreads) -> LazyBatch:
-        """Return the `LazyBatch` of an index.
-
-        The dataset is that of the first worker. Where cached samples are to be compared with it, its thread does that.
-        """
-        worker = self.crew.workers[0]
-        if any(audit.will_compare(len(_indices_of(index))) for audit in self._audits):
-            with Kept(()):  # the loop draws from the global generators, and waits now
-                return threads.run_in(0, partial(self._find_in_thread, worker, index))
+        if not self._batched or self._way is not LazyBatch:
+            self._put_runs(batch, rows, threads.put)
+            return True
+        if any(audit.will_compare(len(rows)) for audit in self._audits):  # with the dataset of the first worker: in its thread
+            threads.put_own(partial(self._compare, batch, threads.put), 0)
+            return True
         for audit in self._audits:
             audit.is_paused = True
         try:
-            return worker.dataset.__getitems__(index)  # type: ignore[no-any-return]
+            return not self._find(batch, threads.put)
         finally:
             for audit in self._audits:
                 audit.is_paused = False
 
-    def _find_in_thread(self, worker: ThreadWorker, index: Any) -> LazyBatch:
+    def _compare(self, batch: Batch, put: Callable[[Task], None], number: int) -> None:
+        """Compare cached samples, and put the tasks that make a batch."""
+        worker = self.crew.workers[number]
+        self._begin_step(number)
         worker.rng.draws = Generators()  # not those of a stream
-        with self.crew.loading():
-            return worker.dataset.__getitems__(index)  # type: ignore[no-any-return]
+        try:
+            self._check(worker, batch)
+            with self.crew.loading():
+                found_all = self._find(batch, put)
+        except BaseException as error:
+            batch.finish(error=wrap_error(error, number))
+            return
+        if found_all:
+            put(partial(self._make_alone, batch))
+
+    def _find(self, batch: Batch, put: Callable[[Task], None]) -> bool:
+        """Make the `LazyBatch` of a batch, and put the tasks that load what is missing. Return whether it is wholly cached."""
+        try:
+            batch.lazy = self.crew.workers[0].dataset.__getitems__(batch.index)
+            self.crew.claiming.add(batch.lazy)  # before an interrupt may come between
+            rows: list[int] = batch.lazy.claim_missing()
+        except Exception as error:
+            if batch.lazy is not None:
+                self.crew.release(batch.lazy)
+            batch.finish(error=wrap_error(error, batch.stream))
+            return False
+        if batch.lazy.found_all:
+            return True
+        batch.samples = [None] * len(batch.samples)
+        for row in rows:
+            batch.samples[row] = _NOT_MADE
+        self._put_runs(batch, rows, put)
+        return False
+
+    def _put_runs(self, batch: Batch, rows: list[int], put: Callable[[Task], None]) -> None:
+        """Put the tasks that load rows of a batch."""
+        length = self._run_length(len(rows))
+        runs = [rows[at : at + length] for at in range(0, len(rows), length)] or [[]]
+        batch.runs_left = len(runs)
+        for run in runs:
+            put(partial(self._load_run, batch, batch.index, run))
 
     def _run_length(self, count: int) -> int:
         if self.crew.draws or self._makes_whole or not count:
@@ -407,14 +418,10 @@ class ThreadMaker:
                 row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
         except Exception:  # of one of them
             for batch in batches:
-                if threads is not None:
+                if threads is None:
+                    self._make_alone(batch, number or 0)
+                else:
                     threads.put(partial(self._make_alone, batch))
-                    continue
-                row.begin_step()
-                self._collate(batch, worker, row)
-        except BaseException:  # an interrupt of the loop
-            group.claim.release()
-            raise
         else:
             for batch, data in zip(batches, made, strict=True):
                 self.crew.claiming.discard(batch.lazy)
@@ -422,7 +429,9 @@ class ThreadMaker:
                 batch.finish(data)
 
     def _make_alone(self, batch: Batch, number: int) -> None:
-        self._collate(batch, self.crew.workers[number], self._begin_step(number))
+        row = self._begin_step(number)
+        with self.crew.loading():  # of what is not cached any more
+            self._collate(batch, self.crew.workers[number], row)
 
 
 def _indices_of(index: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stocache
-from stocache import DatasetError, WorkerError
+from stocache import DatasetError
 from stocache.loader.threads import crew
 from stocache.loader.threads.copies import copy_dataset, find_open_handle
 from stocache.loader.threads.workers import WorkerThreads
@@ -151,7 +151,6 @@ LAZY = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_lmdb] * name.startswith("lmdb")) for name in LAZY])
-@pytest.mark.leaves_descriptors
 def test_each_thread_opens_its_own(name, path):
     dataset = LAZY[name](path)
     before = dict(vars(dataset))
@@ -505,17 +504,17 @@ def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(
     assert (mine[0] is value[0]) == (count > 1000)
 
 
-def test_a_function_runs_in_one_of_the_threads_after_its_task():
+def test_a_task_of_one_thread_runs_in_it_after_the_one_that_it_runs():
     threads = WorkerThreads(3, lambda number: None, lambda number: None)
-    numbers, gate = {}, threading.Event()
+    idents, gate, ran = {}, threading.Event(), []
     for _ in range(3):
-        threads.put(lambda number: numbers.setdefault(threading.get_ident(), number) is gate.wait(60))
-    wait_until(lambda: len(numbers) == 3)
-    threading.Timer(0.1, gate.set).start()
+        threads.put(lambda number: idents.setdefault(number, threading.get_ident()) and gate.wait(60))
+    wait_until(lambda: len(idents) == 3)
     for number in (2, 0, 1, 1):
-        assert numbers[threads.run_in(number, threading.get_ident)] == number
-    with pytest.raises(ZeroDivisionError):
-        threads.run_in(1, lambda: 1 / 0)
+        threads.put_own(lambda number: ran.append((number, threading.get_ident())), number)
+    gate.set()
+    wait_until(lambda: len(ran) == 4)
+    threads.put_own(lambda number: ran.append((number, threading.get_ident())), 2)  # while none has a task
+    wait_until(lambda: len(ran) == 5)
+    assert sorted(ran) == sorted((number, idents[number]) for number in (2, 0, 1, 1, 2))
     threads.stop(10)
-    with pytest.raises(WorkerError, match="have ended"):
-        threads.run_in(1, threading.get_ident)

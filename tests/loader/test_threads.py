@@ -17,8 +17,6 @@ from torch.utils.data.graph import traverse_dps
 import stocache
 from stocache import CachedDataset, WorkerError
 from stocache.errors import SampleIndexError
-from stocache.loader import thread_iterator
-from stocache.loader.collate import ThreadCollate
 from stocache.shm.claims import Claims
 from tests.support.equality import same
 from tests.support.images import Images, N
@@ -294,6 +292,7 @@ def test_a_slow_sample_delays_only_its_own_batch():
     assert sorted(dataset.reads) == list(range(N))
 
 
+@pytest.mark.unaudited
 def test_hits_do_not_wait_for_misses():
     source = Gated(at=N - 1)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
@@ -411,33 +410,6 @@ def test_what_threads_hold_goes_with_the_iterator():
 def test_more_threads_than_samples():
     agree_with_torch(Images(3), num_workers=9, batch_size=2)
     agree_with_torch(Images(0), num_workers=3)
-
-
-def test_an_interrupt_of_the_loop_loses_no_batch(monkeypatch):
-    gate, interrupted, gather = threading.Event(), [], ThreadCollate.gather
-
-    def interrupt(self, batches):
-        if threading.current_thread() is not threading.main_thread():
-            assert gate.wait(60)
-        elif not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return gather(self, batches)
-
-    monkeypatch.setattr(ThreadCollate, "gather", interrupt)
-    with CachedDataset(Images(), 1) as dataset:
-        list(dataset)
-        iterator = iter(thread_loader(dataset, batch_size=5))
-        group = thread_iterator.Group()
-        running = iterator._batches._batches
-        wait_until(lambda: sum(batch.lazy is not None for batch in running.values()) > 1)
-        group.batches = [batch for batch in running.values() if batch.lazy is not None]
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
-            iterator._maker.gather(group, 0)
-        iterator._maker.gather(group, 0)
-        assert {batch.done for batch in group.batches} == {True}
-        gate.set()
-        assert labels_of(iterator) == list(range(N))
 
 
 def test_a_forked_child_cannot_use_the_iterator():

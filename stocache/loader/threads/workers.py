@@ -14,10 +14,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,7 +24,6 @@ from stocache.errors import WorkerError
 from stocache.system.background import join_all, start_daemon
 
 _POLL_S = 0.001  # between looks whether another thread has taken its task
-_T = TypeVar("_T")
 
 Task = Callable[[int], None]
 """Called with the number of the thread. It must not raise."""
@@ -42,7 +40,7 @@ class _Tasks:
         self._permits = deque([None] * (count if most_others is None else most_others))  # to run one of the others
         self._tokens: SimpleQueue[None] = SimpleQueue()  # one for each task, and one for each thread to end
 
-    def put(self, task: Task, urgent: bool) -> None:
+    def put(self, task: Task, urgent: bool = True) -> None:
         (self._urgent if urgent else self._others).append(task)
         self._tokens.put(None)
 
@@ -127,32 +125,14 @@ class WorkerThreads:
                 began.get()
             torch.set_num_threads(intra_op)  # a worker has set 1 for itself, and for threads that begin later
 
-    def put(self, task: Task, urgent: bool = True) -> None:
-        """Have a thread run a task."""
-        self._tasks.put(task, urgent)
+    @property
+    def put(self) -> Callable[..., None]:
+        """A function that has a thread run a task, with ``urgent=False`` after others. It does not keep this object alive."""
+        return self._tasks.put
 
-    def run_in(self, number: int, run: Callable[[], _T]) -> _T:
-        """Return what a function returns in the thread ``number``, after the task that it runs now. Ctrl-C ends the wait.
-
-        Raises:
-            WorkerError: the threads have ended.
-        """
-        results: SimpleQueue[Future[_T]] = SimpleQueue()
-
-        def task(_: int) -> None:
-            result: Future[_T] = Future()
-            try:
-                result.set_result(run())
-            except BaseException as error:
-                result.set_exception(error)
-            results.put(result)
-
+    def put_own(self, task: Task, number: int) -> None:
+        """Have the thread ``number`` run a task, after the one that it runs now."""
         self._tasks.put_own(task, number)
-        while True:
-            with contextlib.suppress(Empty):
-                return results.get(timeout=1.0).result()
-            if self.ended:
-                raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
 
     def drop(self) -> None:
         """Drop all tasks that have not begun."""
