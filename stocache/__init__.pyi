@@ -100,7 +100,7 @@ from .samplers.distributed import StatefulDistributedSampler as StatefulDistribu
 from .samplers.locality import LocalityDistributedSampler as LocalityDistributedSampler
 
 # Sharing
-from .shm.sharing import share as share
+from .shm.tables.sharing import share as share
 from .storage.storage import (
     DataStorage as DataStorage,
 )

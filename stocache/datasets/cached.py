@@ -180,7 +180,7 @@ class CachedDataset(DatasetProxy[_T]):
         from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap  # here: loaders start faster
 
         if share:
-            from stocache.shm.sharing import share as share_tables
+            from stocache.shm.tables.sharing import share as share_tables
 
             try:
                 dataset = share_tables(dataset)

@@ -12,11 +12,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stocache
 from stocache import SampleError, share
-from stocache.shm import sharing
+from stocache.shm.tables import sharing
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import in_child, run_all
@@ -144,8 +144,127 @@ def test_a_dataset_is_copied_with_its_large_tables_shared_and_stays_as_it_was():
         assert cached[5] == dataset[5]
         assert type(cached.dataset.paths) is sharing.SharedSequence
     assert type(dataset.paths) is list
-    few = Dataset()
-    assert share(few) is few
+    for few in (Dataset(), Subset(Dataset(), [0]), ConcatDataset([["a"], ["b"]])):
+        assert share(few) is few
+
+
+class Kinds(Files):
+    def __getitem__(self, idx):
+        return self.paths[idx] == f"folder/{idx:09}.jpg", type(self.paths).__name__
+
+
+WRAPPERS = {
+    "itself": lambda dataset: dataset, "subset": lambda dataset: Subset(dataset, [3, 1, 2]),
+    "parts": lambda dataset: ConcatDataset([Subset(dataset, [5]), [(True, "SharedSequence")], dataset]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_tables_of_inner_datasets_are_shared_too_and_workers_of_a_program_share_them(wrap):
+    dataset = Kinds()
+    outer = wrap(dataset)
+    shared = [share(outer)[idx] for idx in range(3)]
+    assert shared == [(True, "SharedSequence")] * 3
+    with stocache.use_everywhere(share=True):
+        from torch.utils.data import DataLoader
+
+        for workers in (0, 2):
+            loader = DataLoader(
+                Subset(outer, range(3)), 3, num_workers=workers, multiprocessing_context="fork" if workers else None
+            )
+            ((right, kinds),) = list(loader)
+            assert right.all()
+            assert set(kinds) == ({"SharedSequence"} if workers else {outer[0][1], outer[1][1]})
+    assert type(dataset.paths) is list
+
+
+def table(pandas):
+    columns = {"path": LISTS[0], "size": np.arange(1000), "time": pandas.date_range("2020", periods=1000, freq="s")}
+    return pandas.DataFrame(columns | {"share": np.linspace(0, 1, 1000), "large": np.arange(1000) % 2 == 0})
+
+
+@pytest.mark.parametrize("index", ["range", "path", "size"])
+def test_tables_of_pandas_are_shared_until_a_column_is_replaced(index):
+    pandas = pytest.importorskip("pandas", "3")
+    frame = table(pandas).drop_duplicates("path")
+    frame = frame.reset_index(drop=True) if index == "range" else frame.set_index(index)
+    shared = share(frame)
+    copied = pickle.loads(pickle.dumps(shared))
+    for each in (shared, copied, pickle.loads(pickle.dumps(copied))):
+        pandas.testing.assert_frame_equal(each, frame)
+        assert len(pickle.dumps(each)) < 2000
+    for name in frame.columns if index == "range" else ():
+        column = share(frame[name])
+        assert pickle.loads(pickle.dumps(column)).equals(frame[name])
+        assert len(pickle.dumps(column)) < 1200
+    copied["share"] += 1
+    changed = pickle.loads(pickle.dumps(copied))
+    pandas.testing.assert_frame_equal(changed, frame.assign(share=frame["share"] + 1))
+    if index != "path":
+        changed.loc[changed.index[3], "path"] = "other"
+        assert pickle.loads(pickle.dumps(changed)).iloc[3]["path"] == "other"
+    pandas.testing.assert_frame_equal(shared, frame)
+    with pytest.raises(ValueError, match="read-only"):
+        shared["share"].to_numpy()[0] = 1
+
+
+def test_what_pandas_holds_otherwise_is_refused():
+    pandas = pytest.importorskip("pandas", "3")
+    frame = table(pandas)
+    for column in ([object()] * 1000, pandas.Categorical(["a"] * 1000), pandas.array([1] * 1000, dtype="Int64")):
+        with pytest.raises(SampleError, match=r"a column 'other' of .* cannot be shared. Convert it"):
+            share(frame.assign(other=column))
+    with pytest.raises(SampleError, match=r"DatetimeIndex of pandas cannot be shared. Make it a column"):
+        share(frame.set_index("time"))
+    with pytest.raises(SampleError, match=r"an index of its own cannot be shared. Share series.to_frame\(\)"):
+        share(frame.set_index("path")["size"])
+    with pytest.raises(SampleError, match="MultiIndex of pandas cannot be shared"):
+        share(frame.set_index(["path", "size"]).index)
+
+
+def test_tables_and_columns_of_arrow():
+    pa = pytest.importorskip("pyarrow")
+    numbers = pa.table({"a": [1, None, 3], "text": ["x", "y", None], "list": [[1], [], None]})
+    for value in (numbers, numbers["text"], numbers.to_batches()[0], pa.array([1.5, None])):
+        kept = share(value)
+        shared = pickle.loads(pickle.dumps(kept))
+        assert len(pickle.dumps(shared)) < 300
+        assert len(shared) == len(value)
+        assert shared.to_pylist() == value.to_pylist()
+        assert shared == kept
+    assert shared[0].as_py() == 1.5
+    assert [item.as_py() for item in shared] == [1.5, None]
+    assert shared.type == pa.float64()
+    with pytest.raises(SampleError, match=r"cannot be shared. Share a table or a column"):
+        share(pa.schema([]))
+
+
+@pytest.mark.parametrize("kind", ["csr_matrix", "csr_array", "csc_matrix", "csc_array"])
+def test_sparse_matrices(kind):
+    sparse = pytest.importorskip("scipy.sparse")
+    matrix = getattr(sparse, kind)(np.random.default_rng(0).integers(0, 4, (300, 200)) // 3 * 1.5)
+    kept = share(matrix)
+    shared = pickle.loads(pickle.dumps(kept))
+    assert type(shared) is type(matrix)
+    assert len(pickle.dumps(shared)) < 600
+    assert (shared != matrix).nnz == 0
+    assert np.array_equal(shared[7:9].toarray(), matrix[7:9].toarray())
+    assert np.array_equal(shared @ np.ones(200), matrix @ np.ones(200))
+    with pytest.raises(ValueError, match="read-only"):
+        shared.data[0] = 1
+    with pytest.raises(SampleError, match=r"cannot be shared. Share matrix.tocsr\(\)"):
+        share(matrix.tocoo())
+
+
+def test_large_tables_of_a_dataset_are_shared_whatever_the_library():
+    pandas, pa, sparse = pytest.importorskip("pandas", "3"), pytest.importorskip("pyarrow"), pytest.importorskip("scipy.sparse")
+    dataset = Files()
+    dataset.frame = pandas.DataFrame({"path": dataset.paths * 3})
+    dataset.column, dataset.matrix = pa.array(dataset.paths * 3), sparse.eye(200_000, format="csr")
+    shared = share(dataset)
+    del shared.objects
+    assert len(ForkingPickler.dumps(shared)) < 4000
+    assert shared.frame["path"][5] == shared.column[5].as_py() == dataset.paths[5]
 
 
 @pytest.mark.parametrize("value", [

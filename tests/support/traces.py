@@ -139,13 +139,13 @@ def _items(held: object) -> list[object]:
 def leaves_no_trace(request: pytest.FixtureRequest):
     """Compare what is held after the test with what was held before it."""
     gc.collect()
-    before, names = holdings(), shm_names()
+    before, names, threads = holdings(), shm_names(), {*threading.enumerate()}
     gc.freeze()  # or each collection after the test would walk through all that has been imported
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
     gc.collect()  # a DataLoader that is gone closes its queues, but waits for none of the threads that feed them
-    for thread in threading.enumerate():
-        if thread.name == "QueueFeederThread":
+    for thread in {*threading.enumerate()} - threads:
+        if thread.name.startswith(("QueueFeederThread", "stocache worker")):  # one that was stopped may have a task still
             thread.join(20)
     if request.node.get_closest_marker("leaves_descriptors"):
         LEFT.update(_named(holdings()) - _named(before))

@@ -80,6 +80,7 @@ def use_everywhere(
     disk: str | os.PathLike[str] | None = None,
     disk_limit: float | str | None = None,
     stateful: bool = False,
+    share: bool = False,
 ) -> Everywhere:
     """Let all code of this process find `DataLoader` where it looks for torch's. Call it before other imports.
 
@@ -98,6 +99,8 @@ def use_everywhere(
         worker_method: "multiprocessing", "thread" or "auto" for all loaders, as for `DataLoader`.
         disk, disk_limit: a folder on a local disk for the samples that do not fit in memory, and its bytes; see `CacheOptions`.
         stateful: True stands in for torchdata's ``StatefulDataLoader``, too.
+        share: True gives worker processes one copy of the lists, dicts and arrays of 1 MiB and more that datasets have as
+            attributes; see `share`. The program's own objects stay as they are.
 
     Returns:
         An object whose `undo` gives torch's name back, and whose `report` says where the time of the loaders went. It is a
@@ -111,7 +114,7 @@ def use_everywhere(
     keep it; they are named in a warning on the logger "stocache".
     """
     global _everywhere
-    options = ProgramOptions(cache, num_workers, worker_method, disk, disk_limit, stateful)
+    options = ProgramOptions(cache, num_workers, worker_method, disk, disk_limit, stateful, share)
     if os.environ.get(OFF) == "off":
         return Everywhere(options)
     if _everywhere is not None:

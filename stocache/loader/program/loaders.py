@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from stocache.loader.program.use import ProgramOptions, Use, current
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.verdict import LoaderEpochStats
 from stocache.samples.indices import length_of
+from stocache.shm.tables.sharing import tables_shared
 from stocache.system.limits import format_size, parse_size
 from stocache.system.objects import TorchLoader, has_state
 from stocache.system.walking import walk
@@ -83,9 +85,13 @@ class ProgramLoader(DataLoader[_T]):
         return self.iterate_changed({"dataset": self.source})
 
     def _get_iterator(self) -> Any:
+        used = current()
+        with tables_shared(self.source) if used is not None and used.options.share and self.num_workers else nullcontext():
+            return self._started(used)
+
+    def _started(self, used: Use | None) -> Any:
         if not self.iterates_as_torch:
             return super()._get_iterator()
-        used = current()
         if used is None or _loaders_of(used).number_of(self) < 0:  # a copy, made to iterate
             return TorchLoader._get_iterator(self)
         # a subclass that asks for the iterator itself, and keeps it

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     """Run the command ``stocache run`` with these arguments."""
     command = parser()
     given = command.parse_args(arguments)
-    names = "cache", "num_workers", "worker_method", "disk", "disk_limit", "stateful"
+    names = "cache", "num_workers", "worker_method", "disk", "disk_limit", "stateful", "share"
     options = {name: getattr(given, name) for name in names}
     if given.check is not None and CHECK not in os.environ:
         sys.exit(compare.compare(given.check, arguments))
@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add("--disk", metavar="DIR", help="a folder for the samples that do not fit into memory")
     add("--disk-limit", metavar="SIZE", help="the bytes that this folder may have")
     add("--stateful", action="store_true", help="stand in for torchdata's StatefulDataLoader, too")
+    add("--share", action="store_true", help="give workers one copy of the large lists and tables of datasets")
     add("--check", nargs="?", const=300, type=int, metavar="STEPS", help="run twice, without and with, and compare batches")
     add("--json", metavar="FILE", help="write the report to a file")
     add("--trace", metavar="FILE", help="write when batches came to a file for ui.perfetto.dev")

@@ -18,6 +18,7 @@ class ProgramOptions:
     disk: str | os.PathLike[str] | None = None
     disk_limit: float | str | None = None
     stateful: bool = False
+    share: bool = False
 
     def __post_init__(self) -> None:
         if self.cache not in (None, "auto"):

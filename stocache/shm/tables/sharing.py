@@ -12,6 +12,7 @@ import json
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +25,8 @@ from xxhash import xxh3_64_intdigest
 from stocache.errors import SampleError
 from stocache.shm.private import map_privately
 from stocache.shm.segment import Segment
+from stocache.system.objects import vars_of
+from stocache.system.walking import walk
 
 LARGE = 1 << 20  # bytes, from which an attribute of a dataset is worth sharing
 _LOOKED_AT = 1000  # items, to estimate the size of a list
@@ -40,6 +43,11 @@ _DECODE: dict[str, Callable[[bytes], Any]] = {
     "bytes": lambda data: data,
     "path": lambda data: Path(data.decode(*_TEXT)),
 }
+_TABLES: dict[str, Callable[[Any], Any]] = {  # by library: the size of a table
+    "pandas": lambda table: np.sum(table.memory_usage(deep=False)),
+    "pyarrow": lambda table: table.nbytes,
+    "scipy": lambda matrix: matrix.data.nbytes + matrix.indices.nbytes,
+}
 _NAMES = {str: "str", bytes: "bytes", type(Path()): "path", int: "int", float: "float", bool: "bool"}
 _DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
 
@@ -52,17 +60,21 @@ def share(value: Any) -> Any:
 
     Args:
         value: a list or tuple of str, of bytes, of paths or of numbers of one type; a dict of these; a numpy array, or a tensor
-            on the CPU; or an object with attributes, such as a dataset. Attributes that cannot be shared stay as they are.
+            on the CPU; a Series or DataFrame of pandas, a table or column of Arrow, a compressed sparse matrix of scipy; or an
+            object with attributes, such as a dataset. Attributes that cannot be shared stay as they are.
 
     Returns:
         A list or tuple becomes a `Sequence`, a dict a `Mapping`, an array a read-only array, a tensor a tensor: writing to that
         changes it for one process alone. They are indexed, sliced and walked through as before. Slices of a sequence are lists.
+        Those of pandas and scipy keep their classes; of Arrow comes a `SharedArrow`, whose ``value`` is what it stands for.
 
     Raises:
         SampleError: the items are of several types, or of another one; or the machine gives no shared memory.
     """
     if isinstance(value, SharedSequence | SharedMapping | SharedArray | SharedTensor):
         return value
+    if (library := _library_of(value)) in _TABLES:
+        return getattr(import_module("stocache.shm.tables.libraries"), f"share_{library}")(value)
     if isinstance(value, torch.Tensor):
         return SharedTensor.of(value)
     if type(value) is np.ndarray:  # a subclass, as a masked array, has more than its values
@@ -81,11 +93,14 @@ def share(value: Any) -> Any:
 
 
 def _with_shared_attributes(value: Any) -> Any:
-    changed = {}
-    for name, attribute in vars(value).items():
-        if size_of(attribute) >= LARGE:
-            with contextlib.suppress(Exception):  # of objects, or of a kind that cannot be shared
-                changed[name] = share(attribute)
+    changed = _shared_tables(value)
+    for name, inner in vars(value).items():
+        if name == "dataset" and (made := _of_inner(inner)) is not inner:  # as of torch's Subset
+            changed[name] = made
+        elif name == "datasets" and type(inner) is list:  # as of ConcatDataset
+            made = list(map(_of_inner, inner))
+            if any(map(operator.is_not, made, inner)):
+                changed[name] = made
     if not changed:
         return value
     made = object.__new__(type(value))  # no code of the user runs
@@ -93,8 +108,46 @@ def _with_shared_attributes(value: Any) -> Any:
     return made
 
 
+def _of_inner(dataset: Any) -> Any:
+    with contextlib.suppress(SampleError):
+        return share(dataset) if vars_of(dataset) else dataset
+    return dataset
+
+
+def _shared_tables(value: Any) -> dict[str, Any]:
+    """Return the large attributes of an object that can be shared, by name, as shared ones."""
+    shared = {}
+    for name, attribute in vars_of(value).items():
+        if size_of(attribute) >= LARGE:
+            with contextlib.suppress(Exception):  # of objects, or of a kind that cannot be shared
+                shared[name] = share(attribute)
+    return shared
+
+
+@contextlib.contextmanager
+def tables_shared(dataset: object) -> Iterator[None]:
+    """Share the large attributes of a dataset, and of those within it, with the processes that are started meanwhile."""
+    kept = []
+    try:
+        for each in walk(dataset):
+            shared, attributes = _shared_tables(each), vars_of(each)
+            kept.append((attributes, {name: attributes[name] for name in shared}))
+            attributes.update(shared)
+        yield
+    finally:
+        for attributes, own in kept:
+            attributes.update(own)
+
+
+def _library_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
 def size_of(value: Any) -> int:
     """Return about how many bytes a value that can be shared takes; 0 for others."""
+    if (library := _library_of(value)) in _TABLES:
+        with contextlib.suppress(Exception):  # another class of that library
+            return int(_TABLES[library](value))
     if type(value) is np.ndarray:
         return value.nbytes
     if isinstance(value, torch.Tensor):
@@ -271,7 +324,10 @@ def _hash_of(key: Any) -> int:
 
 
 class SharedArray(np.ndarray):
-    """A read-only array in shared memory. Its parts, and what is computed with it, are ordinary arrays, and pickle as such."""
+    """A read-only array in shared memory. Its parts, and what is computed with it, are ordinary arrays, and pickle as such.
+
+    A view of all of it in another shape, as pandas makes, pickles as a handle.
+    """
 
     _segment: Segment | None
 
@@ -291,17 +347,17 @@ class SharedArray(np.ndarray):
         return cls.from_segment(segment)
 
     @classmethod
-    def from_segment(cls, segment: Segment) -> "SharedArray":
+    def from_segment(cls, segment: Segment, shape: tuple[int, ...] | None = None) -> "SharedArray":
         """Return the array that a segment holds."""
         found = _description_of(segment)
-        dtype, shape, order = _dtype_of(found["dtype"]), tuple(found["shape"]), found["order"]
+        dtype, shape, order = _dtype_of(found["dtype"]), shape or tuple(found["shape"]), found["order"]
         made: SharedArray = np.ndarray(shape, dtype, segment.view(0, segment.data_bytes), order=order).view(cls)
         made.flags.writeable = False
         made._segment = segment
         return made
 
     def __array_finalize__(self, made_of: Any) -> None:
-        self._segment = None
+        self._segment = getattr(made_of, "_segment", None)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return array[()] if return_scalar else np.asarray(array)
@@ -309,11 +365,15 @@ class SharedArray(np.ndarray):
     def __getitem__(self, index: Any) -> Any:
         return np.asarray(self)[index]
 
-    def __reduce__(self) -> Any:
-        return np.asarray(self).__reduce__() if self._segment is None else (SharedArray.from_segment, (self._segment,))
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return np.asarray(self).__reduce_ex__(protocol) if self._segment is None else self.__reduce__()
+        whole = None if self._segment is None else SharedArray.from_segment(self._segment)
+        if whole is None or whole.ctypes.data != self.ctypes.data or whole.nbytes != self.nbytes or whole.dtype != self.dtype:
+            return np.asarray(self).__reduce_ex__(protocol)
+        if whole.strides == self.strides and whole.shape == self.shape:
+            return SharedArray.from_segment, (self._segment,)
+        if whole.flags.c_contiguous and self.flags.c_contiguous:
+            return SharedArray.from_segment, (self._segment, self.shape)
+        return np.asarray(self).__reduce_ex__(protocol)
 
 
 class SharedTensor(torch.Tensor):
