@@ -266,7 +266,7 @@ class _NumberColumn(Column):
 
 
 class _NarrowColumn(Column):
-    """Slots of bytes, whose values are float32 that are made of them. What is read is widened once, into the batch."""
+    """Slots of integers of which the values are made. What is read is widened once, into the batch."""
 
     is_ordered = True
 
@@ -286,7 +286,8 @@ class _NarrowColumn(Column):
         return self._wide._ordered(out)
 
     def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
-        rows, wide, widen = self._rows.numpy(), as_bytes(out).view(np.float32), self._leaf.widen
+        rows, wide = self._rows.numpy().view(self._leaf.dtype), as_bytes(out).view(self._leaf.wide_dtype)
+        widen = self._leaf.narrowing.widen
         count = _WIDENED // self.nbytes
         if count < 2:
             for row, slot in zip(wide, slots.tolist(), strict=True):
@@ -296,7 +297,7 @@ class _NarrowColumn(Column):
                 widen(rows[slots[begin : begin + count]], wide[begin : begin + count])
 
     def put(self, row: Any, buffer: Any) -> None:
-        self._leaf.widen(np.frombuffer(buffer, np.uint8), row.view(np.float32))
+        self._leaf.narrowing.widen(np.frombuffer(buffer, self._leaf.dtype), row.view(self._leaf.wide_dtype))
 
 
 def as_bytes(batch: object) -> NDArray[np.uint8]:

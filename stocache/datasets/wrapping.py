@@ -25,7 +25,7 @@ from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_encoder import RecordEncoder
-from stocache.samples.spec import Structure
+from stocache.samples.spec import NarrowLeaf, Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit
@@ -34,6 +34,8 @@ from stocache.transforms.planning import plan_split, warn_of_random_steps
 from stocache.transforms.splitting import Split
 
 logger = logging.getLogger("stocache")
+
+_NARROW_FROM = 1 << 17  # bytes of a value, from which a hit of a narrow one takes no longer than a copy of the wide one
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class SampleOptions:
     split: bool = True
     cut: Literal["latest", "smallest"] | None = None
     store: Literal["decoded", "encoded"] = "decoded"
-    narrow: bool = False
+    narrow: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
+        if self.narrow not in (False, True, "auto"):
+            raise LimitError(f"narrow={self.narrow!r:.100} is unknown. Use True, False or 'auto'.")
         if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
             raise LimitError(
                 f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
@@ -108,9 +112,10 @@ class _Wrapper:
         if encoded and not (samples.split and self._probes and self._unit is None):
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         limit = 0
-        if self._splits:
+        if self._splits or samples.narrow == "auto":
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
             limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
+        self._limit = limit
         self._plan = partial(
             plan_split,
             length=length,
@@ -171,7 +176,7 @@ class _Wrapper:
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
         if self._samples.narrow and structure is not None:
-            structure = _narrowed(structure, list(probe.named.values()))
+            structure = self._narrowed(structure, list(probe.named.values()))
         by_ranks = options.name is None and options.share_ranks
         proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
@@ -183,6 +188,20 @@ class _Wrapper:
             f"placement={self._samples.placement!r} is for samples of one shape. Those of varying size are kept in the order "
             f"in which they come; leave it out."
         )
+
+    def _narrowed(self, structure: Structure, samples: list[Any]) -> Structure:
+        """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
+        is_auto = self._samples.narrow == "auto"
+        if is_auto and structure.nbytes * self._length <= self._limit:
+            return structure
+        narrow = structure.narrowed(samples, _NARROW_FROM if is_auto else 0)
+        changed = [leaf for leaf in narrow.leaves if isinstance(leaf, NarrowLeaf)]
+        if changed:
+            kinds = ", ".join(
+                dict.fromkeys(f"{leaf.wide_dtype} made of {leaf.narrowing} kept as {leaf.dtype}" for leaf in changed)
+            )
+            logger.info("%s: %.3g times as many samples fit.", kinds, structure.nbytes / max(1, narrow.nbytes))
+        return narrow
 
     def _look(self, split: Split | None) -> Probe:
         """Return the probed samples, or the example."""
@@ -296,15 +315,6 @@ def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | N
         with contextlib.suppress(SampleError):
             rooms.append(encoder.pack(sample, "").room)
     return sum(rooms) * length // len(rooms) if rooms else None
-
-
-def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
-    """Return the structure that stores the samples in fewer bytes, if they are made of bytes."""
-    narrow = structure.narrowed(samples)
-    if narrow.nbytes < structure.nbytes:
-        times = structure.nbytes / max(1, narrow.nbytes)
-        logger.info("float32 is kept as the bytes that it is made of: %.3g times as many samples fit.", times)
-    return narrow
 
 
 def _common_structure(probe: Probe, variable: bool | None) -> Structure | None:

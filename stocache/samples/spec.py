@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import SampleError
+from stocache.samples.narrow import Narrowing, find
 from stocache.samples.pytree import Container, Parts, class_text, flatten_one, joiner_of, key_text, sample_error
 from stocache.samples.type_lookup import Unfit, a
 
@@ -253,28 +254,24 @@ def pack_number(value: object) -> bytes:
     return pack(value.real, value.imag) if type(value) is complex else pack(value)
 
 
-_BYTE = np.dtype(np.uint8)
-_DIVISORS = 255, 1  # of the bytes that a float32 may be made of
-
-
 @dataclass(frozen=True)
 class NarrowLeaf(_FixedLeaf):
-    """A tensor or array of float32 that is made of bytes, and stored as these: a quarter of the memory.
+    """A tensor or array whose numbers are made of small integers, and stored as these; see NOTE [ Narrow values ].
 
-    A value is taken only if what comes back is the same to the last bit. NaN, infinity and -0.0 are not made of bytes.
+    A value is taken only if what comes back is the same to the last bit.
 
     Attributes:
         wide: the leaf of the values themselves.
-        divisor: 255 for ``x / 255`` of bytes x, as images of torchvision's ``ToTensor`` have it; 1 for bytes as floats.
+        narrowing: how they are made.
     """
 
     wide: TensorLeaf | ArrayLeaf
-    divisor: int
+    narrowing: Narrowing
 
     @property
     def dtype(self) -> Any:
         """The dtype of what is stored."""
-        return _BYTE
+        return np.dtype(self.narrowing.stored)
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -287,40 +284,44 @@ class NarrowLeaf(_FixedLeaf):
         return self.wide.order
 
     @property
+    def count(self) -> int:
+        """Integers of which a value is made."""
+        return self.wide.count // self.narrowing.share
+
+    @property
     def batch_bytes(self) -> int:
         """Bytes of one value in a batch."""
         return self.wide.nbytes
 
-    def encode(self, value: object) -> Any:
-        """Return the bytes that a value is made of. Raises Unfit as the wide leaf, or because it is made of others."""
-        floats = np.ascontiguousarray(self.wide.encode(value)).reshape(-1).view(np.float32)
-        with np.errstate(invalid="ignore", over="ignore"):
-            narrow = (floats * np.float32(self.divisor) + np.float32(0.5)).astype(np.uint8)
-        again = np.empty_like(floats)
-        self.widen(narrow, again)
-        if not np.array_equal(again.view(np.uint32), floats.view(np.uint32)):
-            raise Unfit(f"is not made of bytes, as {self} has to be", "Leave narrow=True out")
-        return narrow
+    @property
+    def wide_dtype(self) -> Any:
+        """The dtype of the values, for numpy."""
+        return np.dtype(self.narrowing.wide)
 
-    def widen(self, narrow: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-        """Write the values that are made of some bytes."""
-        out[...] = narrow
-        if self.divisor > 1:  # in two steps: both use vector instructions, a division that also converts does not
-            np.divide(out, np.float32(self.divisor), out=out)
+    def encode(self, value: object) -> Any:
+        """Return the integers that a value is made of. Raises Unfit as the wide leaf, or because it is made otherwise."""
+        narrow = self.narrowing.narrow(_numbers_of(self.wide, value, self.wide_dtype))
+        if narrow is None:
+            raise Unfit(f"is not made of {self.narrowing}, as {self} has to be", "Leave narrow out")
+        return narrow.view(np.uint8)
 
     def decoder(self) -> Callable[..., Any]:
         """See `_FixedLeaf.decoder`. What is made is always a copy."""
-        make, count, stored = self.wide._maker(), self.count, self.stored
+        make, count, wide, stored, dtype = self.wide._maker(), self.count, self.wide.count, self.stored, self.dtype
 
         def decode(buffer: Any, at: int, copy: bool) -> Any:
-            out = np.empty(count, np.float32)
-            self.widen(np.frombuffer(buffer, np.uint8, count, at), out)
-            return make(out.data, 0, count, stored, False)
+            out = np.empty(wide, self.wide_dtype)
+            self.narrowing.widen(np.frombuffer(buffer, dtype, count, at), out)
+            return make(out.data, 0, wide, stored, False)
 
         return decode
 
     def __str__(self) -> str:
-        return f"{self.wide} of bytes" + f" / {self.divisor}" * (self.divisor > 1)
+        return f"{self.wide} of {self.narrowing}"
+
+
+def _numbers_of(leaf: TensorLeaf | ArrayLeaf, value: object, dtype: Any) -> NDArray[Any]:
+    return np.ascontiguousarray(leaf.encode(value)).reshape(-1).view(np.uint8).view(dtype)
 
 
 Leaf: TypeAlias = TensorLeaf | ArrayLeaf | NumberLeaf | NarrowLeaf
@@ -588,13 +589,17 @@ class Structure:
             dtypes = [by_key[key] for key in container.keys]
         return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
 
-    def narrowed(self, samples: Sequence[object]) -> "Structure":
-        """Return a structure whose float32 leaves are `NarrowLeaf` where the values of all ``samples`` are made of bytes."""
+    def narrowed(self, samples: Sequence[object], least_bytes: int = 0) -> "Structure":
+        """Return a structure that has a `NarrowLeaf` where the values of all ``samples`` are made of small integers.
+
+        ``least_bytes``: of the values that are to be narrow.
+        """
         values = self.part(samples)
         if not samples or values is None:
             return self
-        narrow = iter([_narrowest(leaf, found) for leaf, found in zip(self.leaves, values, strict=True)])
-        return Structure(_with_leaves(self.root, narrow))
+        leaves = zip(self.leaves, values, strict=True)
+        narrow = [leaf if leaf.nbytes < least_bytes else _narrowest(leaf, found) for leaf, found in leaves]
+        return Structure(_with_leaves(self.root, iter(narrow)))
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -670,15 +675,12 @@ class Structure:
 
 def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
-    is_float = isinstance(leaf, TensorLeaf | ArrayLeaf) and leaf.dtype in (torch.float32, np.float32)
-    if not is_float or not leaf.count or getattr(leaf, "scalar", False):
+    if not isinstance(leaf, TensorLeaf | ArrayLeaf) or getattr(leaf, "scalar", False) or not leaf.count:
         return leaf
-    for divisor in _DIVISORS:
-        narrow = NarrowLeaf(leaf, divisor)  # type: ignore[arg-type]
-        with contextlib.suppress(Unfit):
-            for value in values:
-                narrow.encode(value)
-            return narrow
+    with contextlib.suppress(Unfit, TypeError):  # a value is another one, or numpy does not know its dtype
+        dtype = leaf.dtype if isinstance(leaf, ArrayLeaf) else torch.empty(0, dtype=leaf.dtype, device="cpu").numpy().dtype
+        narrowing = find([_numbers_of(leaf, value, dtype) for value in values], leaf.stored)
+        return leaf if narrowing is None else NarrowLeaf(leaf, narrowing)
     return leaf
 
 

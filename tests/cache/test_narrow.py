@@ -1,4 +1,4 @@
-"""float32 that is made of bytes is stored as these, and comes back to the last bit; other values are not taken."""
+"""Numbers that are made of small integers are stored as these, and come back to the last bit; other values are not taken."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,10 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from stocache import CachedDataset, DataLoader, SampleError, SharedCache
+from stocache import CachedDataset, DataLoader, LimitError, SampleError, SharedCache
 from stocache.cache.options import CacheOptions
 from stocache.datasets.batches import BatchSpec
+from stocache.samples.narrow import find
 from stocache.samples.spec import NarrowLeaf, Structure
 from stocache.samples.type_lookup import Unfit
 from tests.support.equality import same
@@ -32,12 +33,24 @@ class Images(Dataset):
         return (image + 1e-6 if idx >= self.other_from else image), idx
 
 
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+
+def normalised(image, constants):
+    """As torchvision's ``ToTensor`` and ``Normalize`` do."""
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in constants)
+    return image.float().div(255).sub_(mean).div_(std)
+
+
 MAKERS = {
     "to tensor": lambda image: image.float().div(255),
     "times": lambda image: image.to(torch.float32) / 255.0,
     "float": lambda image: image.float(),
     "array": lambda image: image.numpy().astype(np.float32) / np.float32(255),
     "channels last": lambda image: (image.float() / 255).permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "normalised": lambda image: normalised(image, IMAGENET),
+    "float64": lambda image: image.numpy() / 255,
 }
 
 
@@ -74,7 +87,20 @@ def test_four_times_as_many_samples_fit(caplog):
                 assert same(cached[idx], dataset[idx])
             filled.append(cached.stats().total.filled)
     assert filled == [10, 39]
-    assert "3.98 times as many samples fit" in caplog.text
+    assert "float32 made of uint8 / 255 kept as uint8: 3.98 times as many samples fit" in caplog.text
+
+
+def test_auto_narrows_large_samples_of_which_not_all_fit():
+    for shape, limit, is_narrow in [
+        ((3, 200, 200), "5MB", True),
+        ((3, 200, 200), "50MB", False),
+        ((3, 60, 60), "500KB", False),
+    ]:
+        with CachedDataset(Images(MAKERS["to tensor"], shape=shape), limit, narrow="auto") as cached:
+            assert cached.cache.structure.is_narrow == is_narrow
+            assert same(cached[3], cached.dataset[3])
+    with pytest.raises(LimitError, match=r"narrow='yes' is unknown. Use True, False or 'auto'"):
+        CachedDataset(Images(MAKERS["float"]), narrow="yes")
 
 
 @pytest.mark.parametrize("loader", [None, DataLoader])
@@ -88,11 +114,11 @@ def test_a_sample_that_is_made_of_other_numbers_stays_uncached_and_right(loader,
                 assert same(list(loader(cached, 8)), list(TorchDataLoader(dataset, 8)))
         stats = cached.stats().total
         assert (stats.filled, stats.rejected) == (N - 3, 3)
-    assert "is not made of bytes" in caplog.text
+    assert "is not made of uint8 / 255" in caplog.text
 
 
 def test_where_the_probe_finds_other_numbers_nothing_is_narrowed():
-    for make in (lambda image: image.float() / 254, lambda image: torch.randn(3, 4), lambda image: image.double() / 255):
+    for make in (lambda image: image.float().sqrt(), lambda image: torch.randn(3, 100), lambda image: image.half() / 255):
         with CachedDataset(Images(make), "4MB", narrow=True, on_change="keep") as cached:
             assert not cached.cache.structure.is_narrow
 
@@ -105,6 +131,68 @@ def test_on_a_disk_samples_are_narrow_too_and_come_back(tmp_path):
                 assert same(list(DataLoader(cached, 8)), list(TorchDataLoader(dataset, 8)))
                 assert same([cached[idx] for idx in range(N)], [dataset[idx] for idx in range(N)])
         assert (tmp_path / "d" / "samples").stat().st_size < 2 * N * 1300
+
+
+RNG = np.random.default_rng(0)
+GREY = np.repeat(RNG.integers(0, 256, (1, 64, 64), np.uint8), 3, 0)
+PIXELS = RNG.integers(0, 256, (3, 64, 64), np.uint8)
+AS_FOUND = {
+    "uint8": PIXELS.astype(np.float32),
+    "uint8 / 255": (PIXELS / np.float64(255)),
+    "uint8 * 0.00392156863": PIXELS.astype(np.float32) * np.float32(1 / 255),
+    "(uint8 / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]": normalised(torch.from_numpy(PIXELS), IMAGENET).numpy(),
+    "(uint8 / 255 - [0.48145466, 0.4578275, 0.40821073]) / [0.26862954, 0.26130258, 0.27577711]":
+        normalised(torch.from_numpy(PIXELS), CLIP).numpy(),
+    "(uint8 / 255 - [0.5, 0.5, 0.5]) / [0.5, 0.5, 0.5]": PIXELS.astype(np.float32) / np.float32(127.5) - np.float32(1),
+    "(uint8 / 255 - [0.1307]) / [0.3081]": normalised(torch.from_numpy(PIXELS[:1]), ((0.1307,), (0.3081,))).numpy(),
+    "(uint8 - [123.675, 116.28, 103.53]) / [58.395, 57.12, 57.375]":
+        (PIXELS.transpose(1, 2, 0) - np.float32([123.675, 116.28, 103.53])) / np.float32([58.395, 57.12, 57.375]),
+    "(uint8 - [103.939, 116.779, 123.68]) / [1.0, 1.0, 1.0]": PIXELS - np.float32([103.939, 116.779, 123.68])[:, None, None],
+    "int16": RNG.integers(-1000, 3000, (64, 64)).astype(np.float32),
+    "uint16": RNG.integers(0, 60000, (64, 64)),
+    "uint16 / 65535": RNG.integers(0, 65536, (64, 64)).astype(np.float32) / np.float32(65535),
+    "uint8 x 3": GREY,
+    "(uint8 / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225] x 3": normalised(torch.from_numpy(GREY), IMAGENET).numpy(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", AS_FOUND)
+def test_how_values_are_made_is_found_and_makes_them_again(way):
+    values = AS_FOUND[way]
+    narrowing = find([values], values.shape)
+    assert str(narrowing) == way
+    flat = np.ascontiguousarray(values).reshape(-1)
+    narrow, again = narrowing.narrow(flat), np.empty_like(flat)
+    narrowing.widen(narrow, again)
+    assert again.tobytes() == flat.tobytes()
+    assert narrow.nbytes * 2 <= flat.nbytes
+    for position in (0, 100, -1):  # the neighbouring number, and NaN
+        other = flat.copy()
+        other.view(f"u{flat.itemsize}")[position] += 1
+        assert narrowing.narrow(other) is None or flat.dtype.kind != "f"
+        if flat.dtype.kind == "f":
+            other[position] = np.nan
+            assert narrowing.narrow(other) is None
+
+
+@pytest.mark.parametrize("values", [
+    RNG.standard_normal((3, 64, 64)), RNG.integers(0, 2**40, (64, 64)), PIXELS, PIXELS[:1, :3, :3].astype(np.float32),
+    (PIXELS / 255).astype(np.float16), PIXELS > 3, PIXELS.astype(">f4"), np.where(PIXELS > 9, np.nan, PIXELS),
+    np.where(PIXELS > 9, -0.0, PIXELS.astype(np.float32)), PIXELS ** np.float32(1.5), PIXELS.astype(complex),
+    RNG.integers(0, 9, (60, 60)),
+], ids=lambda values: f"{values.dtype} {values.size}")  # fmt: skip
+def test_what_is_not_made_of_small_integers_is_not_narrow(values):
+    assert find([values], values.shape) is None
+
+
+def test_samples_differ_and_one_way_has_to_make_them_all():
+    dark = normalised(torch.from_numpy(PIXELS // 30), IMAGENET).numpy()
+    black = normalised(torch.zeros(3, 64, 64), IMAGENET).numpy()
+    light = normalised(torch.from_numpy(PIXELS), IMAGENET).numpy()
+    for first in (dark, black):
+        assert str(find([first, light], light.shape)).startswith("(uint8 / 255 - [0.485")
+    assert find([light, PIXELS.astype(np.float32)], light.shape) is None
+    assert find([dark], light.shape).narrow(light.reshape(-1)) is not None
 
 
 def narrow_leaf(values):
@@ -144,7 +232,7 @@ def test_batches_are_gathered_from_a_narrow_cache():
 def test_a_leaf_takes_a_value_only_if_what_comes_back_is_the_same_to_the_last_bit(divisor):
     made = BYTES / np.float32(divisor)
     leaf, bits = narrow_leaf(torch.from_numpy(made)), made.view(np.uint32)
-    assert leaf.divisor == divisor
+    assert leaf.narrowing.divisor == divisor
     assert taken(leaf, made)
     assert taken(leaf, made[::-1].copy())
     special = np.float32([-0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-40, -1e-40, 256, -1, 3e38]).view(np.uint32)
@@ -155,6 +243,23 @@ def test_a_leaf_takes_a_value_only_if_what_comes_back_is_the_same_to_the_last_bi
     rng = np.random.default_rng(0)
     for _ in range(2000):
         assert not taken(leaf, rng.integers(0, 2**32, 256, np.uint32).view(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", AS_FOUND)
+def test_of_ten_million_values_none_comes_back_otherwise(way):
+    values = AS_FOUND[way]
+    narrowing, rng = find([values], values.shape), np.random.default_rng(1)
+    flat = np.ascontiguousarray(values).reshape(-1)
+    bits = np.dtype(f"u{flat.itemsize}")
+    for _ in range(10_000_000 // flat.size + 1):  # any bits, among values that are made as the way says
+        other = flat.copy()
+        at = rng.integers(0, flat.size, rng.integers(1, 4))
+        other.view(bits)[at] = rng.integers(0, np.iinfo(bits).max, len(at), bits, endpoint=True)
+        narrow = narrowing.narrow(other)
+        if narrow is not None:
+            narrowing.widen(narrow, again := np.empty_like(other))
+            assert again.tobytes() == other.tobytes()
 
 
 def test_a_cache_by_itself_and_its_batches():
@@ -170,6 +275,6 @@ def test_a_cache_by_itself_and_its_batches():
         assert not rows["x"][1].any()
         cache.set_slots([5, 6], {"x": torch.stack([sample["x"], sample["x"].flip(0)]), "y": torch.tensor([1, 2])})
         assert same(cache.get_slot(6)["x"], sample["x"].flip(0))
-        with pytest.raises(SampleError, match="not made of bytes"):
+        with pytest.raises(SampleError, match="is not made of uint8 / 255"):
             cache.set_slot(7, sample | {"x": sample["x"] + 1e-7})
         assert same(cache.get_or_load_many([3, 7], lambda indices: [sample] * len(indices)), [sample, sample])
