@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -128,31 +129,41 @@ def measure(samples: list[Any], rounds: int) -> dict[str, float]:
 class FloatImages(Dataset[Any]):
     """Images of float32, made of random bytes / 255, and their index."""
 
-    def __init__(self, shape: tuple[int, ...], length: int) -> None:
-        self.image, self.length = torch.randint(0, 256, shape, dtype=torch.uint8), length
+    def __init__(self, shape: tuple[int, ...], length: int, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.image, self.length, self.make = torch.randint(0, 256, shape, dtype=torch.uint8), length, make
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
-        return self.image.roll(idx % 7).float() / 255, idx
+        return self.make(self.image.roll(idx % 7)), idx
+
+
+_MEAN, _STD = (torch.tensor(numbers).view(-1, 1, 1) for numbers in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+_MADE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "x / 255": lambda image: image.float() / 255,
+    "normalised": lambda image: image.float().div(255).sub_(_MEAN).div_(_STD),
+    "int64": lambda image: image.long(),
+    "16 bits": lambda image: image.float() * 256 - 32768,
+}
 
 
 def narrow(rounds: int) -> None:
     """Print bytes, hits and epochs of float images, wide and narrow."""
     torch.set_num_threads(1)
-    print("| shape | stored as | bytes | hit | alone | ring | threads |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| shape | made as | stored | bytes | hit | alone | ring | threads |")
+    print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     loaders: dict[str, dict[str, Any]] = {
         "alone": {},
         "ring": {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
         "threads": {"num_workers": 2, "worker_method": "thread"},
     }
-    for shape, length in (((3, 64, 64), 4000), ((3, 224, 224), 600)):
+    for (shape, length), (made, make) in product((((3, 64, 64), 4000), ((3, 224, 224), 600)), _MADE.items()):
         with contextlib.ExitStack() as stack:
             contenders: dict[str, Callable[[], object]] = {}
             nbytes = {}
             for is_narrow in (False, True):
-                dataset = CachedDataset(FloatImages(shape, length), 2, narrow=is_narrow, audit=0)
+                dataset = CachedDataset(FloatImages(shape, length, make), 2, narrow=is_narrow, audit=0)
                 stack.enter_context(dataset)
                 for idx in range(length):
                     _ = dataset[idx]
@@ -163,9 +174,9 @@ def narrow(rounds: int) -> None:
                     contenders[f"{is_narrow} {name}"] = lambda it=loader: [None for _ in it]  # type: ignore[misc]
             times = alternate(contenders, rounds, length)
             contenders.clear()
-        for is_narrow, kind in ((False, "float32"), (True, "bytes")):
+        for is_narrow, kind in ((False, "wide"), (True, "narrow")):
             figures = [f"{1e6 * times[f'{is_narrow} {name}']:.1f}" for name in ("hit", *loaders)]
-            print(f"| {shape} | {kind} | {nbytes[is_narrow]} |", " | ".join(figures), "|", flush=True)
+            print(f"| {shape} | {made} | {kind} | {nbytes[is_narrow]} |", " | ".join(figures), "|", flush=True)
 
 
 def main() -> None:
