@@ -90,8 +90,7 @@ class CachedDataset(DatasetProxy[_T]):
         narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
             masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
             bit before it is kept. One that is made otherwise stays uncached. For samples of one shape; where the probe finds
-            others, nothing is narrowed. "auto" does so where not all samples would fit, for parts of 128 KiB and more, which
-            are read as fast.
+            others, nothing is narrowed. "auto" does so where not all samples would fit.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of

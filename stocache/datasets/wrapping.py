@@ -35,8 +35,6 @@ from stocache.transforms.splitting import Split
 
 logger = logging.getLogger("stocache")
 
-_NARROW_FROM = 1 << 17  # bytes of a value, from which a hit of a narrow one takes no longer than a copy of the wide one
-
 
 @dataclass(frozen=True)
 class SampleOptions:
@@ -191,10 +189,9 @@ class _Wrapper:
 
     def _narrowed(self, structure: Structure, samples: list[Any]) -> Structure:
         """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
-        is_auto = self._samples.narrow == "auto"
-        if is_auto and structure.nbytes * self._length <= self._limit:
+        if self._samples.narrow == "auto" and structure.nbytes * self._length <= self._limit:
             return structure
-        narrow = structure.narrowed(samples, _NARROW_FROM if is_auto else 0)
+        narrow = structure.narrowed(samples)
         changed = [leaf for leaf in narrow.leaves if isinstance(leaf, NarrowLeaf)]
         if changed:
             kinds = ", ".join(

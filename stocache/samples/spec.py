@@ -589,17 +589,12 @@ class Structure:
             dtypes = [by_key[key] for key in container.keys]
         return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
 
-    def narrowed(self, samples: Sequence[object], least_bytes: int = 0) -> "Structure":
-        """Return a structure that has a `NarrowLeaf` where the values of all ``samples`` are made of small integers.
-
-        ``least_bytes``: of the values that are to be narrow.
-        """
+    def narrowed(self, samples: Sequence[object]) -> "Structure":
+        """Return a structure that has a `NarrowLeaf` where the values of all ``samples`` are made of small integers."""
         values = self.part(samples)
         if not samples or values is None:
             return self
-        leaves = zip(self.leaves, values, strict=True)
-        narrow = [leaf if leaf.nbytes < least_bytes else _narrowest(leaf, found) for leaf, found in leaves]
-        return Structure(_with_leaves(self.root, iter(narrow)))
+        return Structure(_with_leaves(self.root, map(_narrowest, self.leaves, values)))
 
     @property
     def leaves(self) -> list[Leaf]:
