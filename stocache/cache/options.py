@@ -43,6 +43,8 @@ class CacheOptions:
         allow_pickle: True lets a `RaggedCache` pickle values that it cannot store otherwise: other objects, sparse tensors,
             arrays of objects. A program that writes to such a cache can run code in the processes that read it: share its name
             only with programs that you trust.
+        narrow: True lets a `RaggedCache` keep numbers that are made of 8-bit or 16-bit integers as these, if they come back the
+            same to the last bit: images as floats, also normalised ones, and masks. Others are kept as they are.
 
     Raises:
         LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.
@@ -59,6 +61,7 @@ class CacheOptions:
     admission: Literal["all", "cost"] = "all"
     codec: Literal["zstd", "lz4"] | None = None
     allow_pickle: bool = False
+    narrow: bool | Literal["auto"] = False
     disk: str | os.PathLike[str] | None = None
     disk_limit: float | str | None = None
     share_ranks: bool = True
@@ -82,6 +85,8 @@ class CacheOptions:
             parse_size(self.size_limit_gib)
         if self.admission not in ("all", "cost"):
             raise LimitError(f"admission={self.admission!r} is unknown. Use 'all' or 'cost'.")
+        if self.narrow not in (False, True, "auto"):
+            raise LimitError(f"narrow={self.narrow!r:.100} is unknown. Use True, False or 'auto'.")
         if self.codec is not None:
             Codec(self.codec)
         if self.on_busy not in ("uncached", "raise"):

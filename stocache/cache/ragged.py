@@ -84,6 +84,7 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         admission: "all" keeps the first samples until the limit is reached; "cost" those that cost most to load per byte.
         codec: "zstd" or "lz4" to compress samples without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
+        narrow: True to keep numbers that are made of 8-bit or 16-bit integers as these.
         name, persist, fingerprint, on_busy, share_ranks: to share the cache with other ranks, jobs and later runs.
             `CacheOptions` describes all options in full.
 
@@ -103,6 +104,7 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         admission: Literal["all", "cost"] = "all",
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
+        narrow: bool = False,
         name: str | None = None,
         persist: bool = False,
         fingerprint: str | None = None,
@@ -118,6 +120,7 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
             admission=admission,
             codec=codec,
             allow_pickle=allow_pickle,
+            narrow=narrow,
             share_ranks=share_ranks,
         )
         self._open(options, dataset_len)

@@ -46,7 +46,7 @@ class RecordStore:
         self._segment, self._dataset_len, self._allow_pickle = segment, dataset_len, options.allow_pickle
         self._states = segment.control[:dataset_len]
         self._codec = Codec(options.codec) if options.codec is not None else None
-        self._encoder = RecordEncoder(options.allow_pickle, self._codec)
+        self._encoder = RecordEncoder(options.allow_pickle, self._codec, bool(options.narrow))
         self.arena = Arena(segment, dataset_len)
         self._offsets = self.arena.offsets
         self._memory = segment.view(0, segment.data_bytes)

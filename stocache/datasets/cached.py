@@ -89,8 +89,8 @@ class CachedDataset(DatasetProxy[_T]):
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
         narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
             masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
-            bit before it is kept. One that is made otherwise stays uncached. For samples of one shape; where the probe finds
-            others, nothing is narrowed. "auto" does so where not all samples would fit.
+            bit before it is kept. One that is made otherwise is kept as it is, if samples vary in size; it stays uncached, if
+            they have one shape and the probed ones are narrow. "auto" does so where not all samples would fit.
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
             first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of

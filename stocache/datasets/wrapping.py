@@ -51,11 +51,8 @@ class SampleOptions:
     split: bool = True
     cut: Literal["latest", "smallest"] | None = None
     store: Literal["decoded", "encoded"] = "decoded"
-    narrow: bool | Literal["auto"] = False
 
     def __post_init__(self) -> None:
-        if self.narrow not in (False, True, "auto"):
-            raise LimitError(f"narrow={self.narrow!r:.100} is unknown. Use True, False or 'auto'.")
         if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
             raise LimitError(
                 f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
@@ -110,7 +107,7 @@ class _Wrapper:
         if encoded and not (samples.split and self._probes and self._unit is None):
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         limit = 0
-        if self._splits or samples.narrow == "auto":
+        if self._splits or options.narrow == "auto":
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
             limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
         self._limit = limit
@@ -173,32 +170,29 @@ class _Wrapper:
         if probe.finding is not None:  # samples are random, and so others in each rank
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
-        if self._samples.narrow and structure is not None:
-            structure = self._narrowed(structure, list(probe.named.values()))
+        if options.narrow == "auto":
+            nbytes = (
+                _expected_bytes(probe, self._length, options, False) if structure is None else structure.nbytes * self._length
+            )
+            options = dataclasses.replace(options, narrow=nbytes is None or nbytes > self._limit)
+        if options.narrow and structure is not None:
+            structure = _narrowed(structure, list(probe.named.values()))
         by_ranks = options.name is None and options.share_ranks
         proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
             return probe, SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
         if self._placement == Placement("scattered"):
-            return probe, RaggedCache.from_options(options, self._length, proof, _expected_bytes(probe, self._length, options))
+            expected = _expected_bytes(probe, self._length, options, bool(options.narrow))
+            if options.narrow and expected and (wide := _expected_bytes(probe, self._length, options, False)):
+                logger.info(
+                    "numbers made of small integers are kept as these: %.3g times as many samples fit.", wide / expected
+                )
+            return probe, RaggedCache.from_options(options, self._length, proof, expected)
         raise LimitError(
             f"placement={self._samples.placement!r} is for samples of one shape. Those of varying size are kept in the order "
             f"in which they come; leave it out."
         )
-
-    def _narrowed(self, structure: Structure, samples: list[Any]) -> Structure:
-        """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
-        if self._samples.narrow == "auto" and structure.nbytes * self._length <= self._limit:
-            return structure
-        narrow = structure.narrowed(samples)
-        changed = [leaf for leaf in narrow.leaves if isinstance(leaf, NarrowLeaf)]
-        if changed:
-            kinds = ", ".join(
-                dict.fromkeys(f"{leaf.wide_dtype} made of {leaf.narrowing} kept as {leaf.dtype}" for leaf in changed)
-            )
-            logger.info("%s: %.3g times as many samples fit.", kinds, structure.nbytes / max(1, narrow.nbytes))
-        return narrow
 
     def _look(self, split: Split | None) -> Probe:
         """Return the probed samples, or the example."""
@@ -210,7 +204,7 @@ class _Wrapper:
         if example is not None:
             return Probe(example=example)
         disk = self._options.disk if self._options.fingerprint is not None else None
-        if disk is not None and count and not self._samples.narrow:  # one sample does not say what all are made of
+        if disk is not None and count and not self._options.narrow:  # one sample does not say what all are made of
             known = known_example(disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
@@ -304,9 +298,19 @@ def _before_text(fingerprint: object) -> str:
     return str(fingerprint).partition(FINGERPRINT_STEPS_SEPARATOR)[2]
 
 
-def _expected_bytes(probe: Probe, length: int, options: CacheOptions) -> int | None:
+def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
+    """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
+    narrow = structure.narrowed(samples)
+    changed = [leaf for leaf in narrow.leaves if isinstance(leaf, NarrowLeaf)]
+    if changed:
+        kinds = dict.fromkeys(f"{leaf.wide_dtype} made of {leaf.narrowing} kept as {leaf.dtype}" for leaf in changed)
+        logger.info("%s: %.3g times as many samples fit.", ", ".join(kinds), structure.nbytes / max(1, narrow.nbytes))
+    return narrow
+
+
+def _expected_bytes(probe: Probe, length: int, options: CacheOptions, narrow: bool) -> int | None:
     """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
-    encoder = RecordEncoder(options.allow_pickle, None if options.codec is None else Codec(options.codec))
+    encoder = RecordEncoder(options.allow_pickle, None if options.codec is None else Codec(options.codec), narrow)
     rooms = []
     for sample in probe.samples.values():
         with contextlib.suppress(SampleError):

@@ -7,15 +7,20 @@ NOTE [ Kinds of leaves ]
         record   ("tensor", "float32", 2)                                         in a treedef, see NOTE [ Records ]
         block    {"kind": "tensor", "dtype": "float32", "shape": [3, 4], ...}     in a structure, see NOTE [ Columns ]
 
+    A tensor or array that is made of small integers is stored as these where that is asked for, only in records:
+    ("narrow", ("tensor", "float32", 2), ...), see NOTE [ Narrow values ].
+
     To add a kind, write a class, and list it in `_ALL`. A value that has a text needs only a row in texts.py.
 """
 
+import contextlib
 import functools
 import math
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from io import BytesIO
 from typing import Any, ClassVar, TypeAlias
@@ -25,6 +30,7 @@ import torch
 from numpy.lib.format import dtype_to_descr
 from torch import Tensor
 
+from stocache.samples.narrow import Narrowing, find
 from stocache.samples.spec import (
     BARE_NODES,
     NUMBER_CODECS,
@@ -362,6 +368,91 @@ class _ArrayKind(Kind):
         return array_maker(self._dtype, self._back)
 
 
+class _NarrowKind(Kind):
+    """Tensors or arrays whose numbers are made of small integers, in records; see NOTE [ Narrow values ].
+
+    Args:
+        leaf: the description of the values themselves.
+        last: the channels are the last dimension in memory, not the first.
+        others: as in `Narrowing`.
+    """
+
+    name = "narrow"
+
+    def __init__(self, leaf: Any, stored: Any, divisor: Any, factor: Any, mean: Any, std: Any, last: Any) -> None:
+        self._kind = kind_of(leaf)
+        dtype = _numpy_dtype_of(self._kind)
+        if dtype is None or not all(type(number) in (int, float) and number for number in (divisor, factor, *std)):
+            raise ValueError(f"{leaf!r:.80} does not hold numbers")
+        if stored not in ("|u1", "<i2", "<u2") or len(mean) != len(std) or not all(type(number) is float for number in mean):
+            raise ValueError(f"{stored!r:.20}, {mean!r:.80}: this is no way to make numbers")
+        self._leaf, self._last, self.dims = leaf, bool(last), self._kind.dims
+        self._narrowing = Narrowing(dtype.str, stored, divisor, factor, tuple(mean), tuple(std))
+        self.itemsize = np.dtype(stored).itemsize
+        self.stream = _stream_of(self.itemsize)
+
+    @classmethod
+    def encode(cls, value: object) -> Encoded:
+        raise Unfit("is encoded as its values are")
+
+    def _for(self, shape: Sequence[int]) -> Narrowing:
+        if not self._narrowing.mean:
+            return self._narrowing if math.prod(shape) == 0 else replace(self._narrowing, inner=math.prod(shape))
+        channels = shape[-1] if self._last else shape[0]
+        if channels != len(self._narrowing.mean):
+            raise Differs
+        return replace(self._narrowing, channels=channels, inner=1 if self._last else math.prod(shape[1:]))
+
+    def writer(self, description: Description) -> Write:
+        write_wide, stream, dtype = self._kind.writer(self._leaf), self._kind.stream, np.dtype(self._narrowing.wide)
+
+        def write(value: object, leaves: Leaves) -> None:
+            own = Leaves()
+            write_wide(value, own)
+            narrow = self._for(own.integers).narrow(np.frombuffer(own.streams[stream][0], dtype))
+            if narrow is None:
+                raise Differs
+            leaves.streams[self.stream].append(narrow)
+            leaves.integers.extend(own.integers)
+
+        return write
+
+    def maker(self, trusted: bool) -> Make:
+        make_wide, wide, stored = self._kind.maker(trusted), np.dtype(self._narrowing.wide), np.dtype(self._narrowing.stored)
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+            out = np.empty(count, wide)
+            with np.errstate(all="ignore"):  # of forged numbers
+                self._for(shape).widen(np.frombuffer(buffer, stored, count, at), out)
+            return make_wide(out.data, 0, count, shape, False)
+
+        return make
+
+
+def _numpy_dtype_of(kind: Kind) -> "np.dtype[Any] | None":
+    """Return numpy's dtype for tensors or arrays; None where it does not know it, or for another kind."""
+    if type(kind) is _ArrayKind:
+        return kind._dtype
+    with contextlib.suppress(TypeError):
+        return torch.empty(0, dtype=kind._dtype, device="cpu").numpy().dtype if type(kind) is _TensorKind else None
+    return None
+
+
+def narrowed(encoded: Encoded) -> Encoded:
+    """Return a leaf as the integers that it is made of, if that is so."""
+    description, _, data, shape = encoded
+    dtype = _numpy_dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
+    if dtype is None or dtype.hasobject or not dtype.itemsize or not math.prod(shape):
+        return encoded
+    values = np.frombuffer(data, dtype)
+    way = find([values], shape, for_all=False)
+    if way is None:
+        return encoded
+    last = way.inner == 1 and len(way.mean) == shape[-1]
+    facts = way.stored, way.divisor, way.factor, way.mean, way.std, last
+    return ("narrow", description, *facts), _stream_of(np.dtype(way.stored).itemsize), way.narrow(values), shape
+
+
 class _ScalarKind(_ArrayKind):
     """Numpy scalars of one dtype."""
 
@@ -665,7 +756,7 @@ class _PickleKind(_BytesKind):
 # ---------------------------------------------------------------------------------------------------- all kinds
 
 _ALL: tuple[type[Kind], ...] = (
-    *(_EnumKind, _TensorKind, _ScalarKind, _ArrayKind),  # of several bases the first counts
+    *(_EnumKind, _TensorKind, _ScalarKind, _ArrayKind, _NarrowKind),  # of several bases the first counts
     *(_NumberKind, _NumbersKind, _TextKind, _PickleKind),
 )
 _BY_BASE = {kind.base: kind for kind in _ALL if kind.base is not None}

@@ -27,7 +27,7 @@ _SCALES = (255, 1), (1, 1 / 255), (1, 1), (127.5, 1)  # divisor and factor befor
 _DECIMALS = 1, 2, 3, 4, 5  # of a standard deviation; a mean may have one more
 _NEAR = 1e-5  # how far a guess may be from a number of few decimals
 _MOST_CHANNELS = 16
-_LEAST_FLOATS, _LEAST_INTS = 256, 4096  # numbers of a value that may be narrow
+_LEAST, _LEAST_INTS = 256, 4096  # numbers of a value that may be narrow
 _LOOKED_AT = 1 << 20  # numbers, to guess a normalisation
 
 
@@ -101,13 +101,17 @@ def _by_channel(numbers: tuple[float, ...], dtype: Any) -> _Array:
     return np.array(numbers, np.float64).astype(dtype)[:, None]
 
 
-def find(values: Sequence[_Array], shape: tuple[int, ...]) -> Narrowing | None:
+def find(values: Sequence[_Array], shape: tuple[int, ...], for_all: bool = True) -> Narrowing | None:
     """Return the narrowest way to store arrays of one dtype and size; None without one.
 
-    ``shape`` is that of an array as it lies in memory. Small ones are left as they are: too few numbers say what others are.
+    Args:
+        shape: of an array as it lies in memory.
+        for_all: others will have to be stored so. Then small arrays have no way: too few numbers say what others are.
+            Without, channels that repeat are stored as often.
     """
     dtype, size = values[0].dtype, values[0].size
-    if dtype.kind not in "fiu" or not dtype.isnative or size < (_LEAST_FLOATS if dtype.kind == "f" else _LEAST_INTS):
+    least = _LEAST_INTS if for_all and dtype.kind != "f" else _LEAST
+    if dtype.kind not in "fiu" or not dtype.isnative or size < least:
         return None
     if dtype == np.float16:  # its arithmetic is slow
         return None
@@ -118,7 +122,7 @@ def find(values: Sequence[_Array], shape: tuple[int, ...]) -> Narrowing | None:
 
     plain = Narrowing(dtype.str, dtype.str)
     best = next(filter(fits, _ways(values, dtype.str, shape)), plain)
-    for channels, inner in _layouts(shape):
+    for channels, inner in _layouts(shape) if for_all else ():
         repeating = replace(best, channels=channels, inner=inner, repeats=True)
         if channels > 1 and (not best.mean or (best.channels, best.inner) == (channels, inner)) and fits(repeating):
             return repeating

@@ -46,6 +46,7 @@ from stocache.samples.kinds import (
     encode_pickle,
     encoder_of,
     kind_of,
+    narrowed,
     sequence_class,
 )
 from stocache.samples.pytree import OBJECTS, Container, flatten_one, sample_error
@@ -72,9 +73,9 @@ class EncodedSample(Leaves):
             come back the same: it is on a GPU, or requires a gradient.
     """
 
-    def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False) -> None:
+    def __init__(self, sample: Any, where: str = "sample", allow_pickle: bool = False, narrow: bool = False) -> None:
         super().__init__()
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._narrow = allow_pickle, narrow
         try:
             self.treedef = self._take(sample, 0)
         except Unfit as error:
@@ -119,7 +120,7 @@ class EncodedSample(Leaves):
         return ("in", container.kind, name, keys, extra, tuple(children), *coded)
 
     def _take_leaf(self, encoded: Encoded) -> TreeDef:
-        treedef, stream, data, shape = encoded
+        treedef, stream, data, shape = narrowed(encoded) if self._narrow else encoded
         self.streams[stream].append(data)
         self.integers += shape
         return treedef
@@ -150,10 +151,11 @@ class RecordEncoder:
     """Takes samples apart as `EncodedSample` does, each structure by functions that are made once for it.
 
     To find them, it looks at the types of a sample and its parts. A sample of a new structure goes to `EncodedSample`.
+    With ``narrow``, leaves that are made of small integers are stored as these.
     """
 
-    def __init__(self, allow_pickle: bool, codec: Codec | None = None) -> None:
-        self._allow_pickle, self._codec = allow_pickle, codec
+    def __init__(self, allow_pickle: bool, codec: Codec | None = None, narrow: bool = False) -> None:
+        self._allow_pickle, self._codec, self._narrow = allow_pickle, codec, narrow
         self._writers: dict[Any, tuple[tuple[Write, bytes], ...]] = {}
 
     def encode(self, sample: object, where: str) -> tuple[bytes, Leaves]:
@@ -167,7 +169,7 @@ class RecordEncoder:
             except (Differs, Unfit):
                 continue
             return text, leaves
-        record = EncodedSample(sample, where, self._allow_pickle)
+        record = EncodedSample(sample, where, self._allow_pickle, self._narrow)
         text = write_treedef(record.treedef)
         if len(known) < _ALTERNATIVES and (known or len(self._writers) < _KEYS):
             self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)

@@ -1,15 +1,20 @@
 """Numbers that are made of small integers are stored as these, and come back to the last bit; other values are not taken."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
-from stocache import CachedDataset, DataLoader, LimitError, SampleError, SharedCache
+from stocache import CachedDataset, DataLoader, LimitError, RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.cache.options import CacheOptions
 from stocache.datasets.batches import BatchSpec
+from stocache.samples.kinds import kind_of
 from stocache.samples.narrow import find
+from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_encoder import pack_integers
 from stocache.samples.spec import NarrowLeaf, Structure
 from stocache.samples.type_lookup import Unfit
 from tests.support.equality import same
@@ -189,6 +194,67 @@ def test_samples_differ_and_one_way_has_to_make_them_all():
         assert str(find([first, light], light.shape)).startswith("(uint8 / 255 - [0.485")
     assert find([light, PIXELS.astype(np.float32)], light.shape) is None
     assert find([dark], light.shape).narrow(light.reshape(-1)) is not None
+
+
+class Varied(Images):
+    """Images of several sizes with text, of which a few are of other numbers."""
+
+    def __getitem__(self, idx):
+        image = torch.from_numpy(np.random.default_rng(idx).integers(0, 256, (3, 16 + idx % 7, 20), np.uint8))
+        return {
+            "image": self.make(image) + (idx >= self.other_from) * 1e-6,
+            "mask": (image[0] % 5).long(),
+            "name": f"image {idx}",
+        }
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("codec", [None, "lz4"])
+def test_samples_of_varying_size_are_kept_narrow_or_wide_each(make, codec, caplog):
+    caplog.set_level("INFO", "stocache")
+    dataset = Varied(make, other_from=N - 3)
+    expected = [dataset[idx] for idx in range(N)]
+    filled = []
+    for narrow in (False, "auto"):
+        with CachedDataset(dataset, "120KB", narrow=narrow, probe=4, codec=codec) as cached:
+            for _ in range(2):
+                assert same([cached[idx] for idx in range(N)], expected)
+            assert cached.stats().total.rejected == 0
+            filled.append(cached.stats().total.filled)
+    assert filled[1] > filled[0] * (2 if codec is None else 1)
+    assert "times as many samples fit" in caplog.text
+
+
+def test_a_ragged_cache_of_narrow_samples_is_read_by_other_processes():
+    dataset = Varied(MAKERS["normalised"])
+    with RaggedCache("1MB", N, narrow=True) as cache:
+        cache.set_slots(range(N), [dataset[idx] for idx in range(N)])
+        assert same(cache.get_slot(3), dataset[3])
+        copied = pickle.loads(pickle.dumps(cache))
+        assert same([copied.get_slot(idx) for idx in range(N)], [dataset[idx] for idx in range(N)])
+        copied.close()
+
+
+WIDE = ("tensor", "float32", 2)
+
+
+@pytest.mark.parametrize("facts", [
+    (WIDE, "<i8", 1, 1, (), ()), (WIDE, "|u1", 0, 1, (), ()), (WIDE, "|u1", 1, "x", (), ()), (WIDE, "|u1", 1, 1, (1.0,), ()),
+    (WIDE, "|u1", 1, 1, (1.0,), (0.0,)), (("tensor", "bfloat16", 2), "|u1", 1, 1, (), ()), (("str",), "|u1", 1, 1, (), ()),
+    (("narrow", WIDE, "|u1", 1, 1, (), (), False), "|u1", 1, 1, (), ()),
+], ids=str)  # fmt: skip
+def test_a_forged_way_to_make_numbers_is_refused(facts):
+    with pytest.raises(ValueError, match=r"does not hold numbers|no way to make numbers"):
+        kind_of(("narrow", *facts, False))
+
+
+def test_a_forged_record_with_other_channels_is_refused():
+    reader = RecordReader(repr(("narrow", WIDE, "|u1", 255, 1, (0.5, 0.5), (0.5, 0.5), False)).encode(), False)
+    tail, packed = pack_integers([2, 3])
+    assert reader.read(bytes(6) + tail, 0, 6, packed, True).shape == (2, 3)
+    tail, packed = pack_integers([3, 2])
+    with pytest.raises(SegmentError, match="damaged"):
+        reader.read(bytes(6) + tail, 0, 6, packed, True)
 
 
 def narrow_leaf(values):
