@@ -1,5 +1,7 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
+import logging
+
 import lazy_loader
 
 __version__ = "0.1.0"
@@ -9,3 +11,15 @@ _UNLISTED = {"errors", "loader"}  # modules
 _UNLISTED |= {"SlotState", "DataStorage", "InMemoryDataStorage"}  # parts
 _UNLISTED |= {"SharedCacheDDP", "get_shm_size"}  # names of stocaching
 __all__ = [name for name in __all__ if not (name in _UNLISTED or name.endswith("Error"))]
+
+
+def _say_where(record: logging.LogRecord) -> bool:
+    """Add to a warning where it is explained."""
+    if record.levelno == logging.WARNING:
+        from stocache.cli.symptoms import say_where  # here: most programs warn of nothing
+
+        say_where(record)
+    return True
+
+
+logging.getLogger("stocache").addFilter(_say_where)

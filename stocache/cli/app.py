@@ -1,6 +1,6 @@
-"""The commands bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics and doctor.
+"""The commands bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor and explain.
 
-Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top and metrics work without it.
+Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top, metrics, explain do without.
 """
 
 import json
@@ -257,6 +257,29 @@ def _describe_huge_pages(policy: str) -> str:
     return f"no ({policy}): each process pays 2 MiB of page tables per GiB cached. As root: echo advise > {limits.SHMEM_HUGE}"
 
 
+def explain(
+    code: Annotated[
+        str | None,
+        typer.Argument(metavar="CODE", show_default=False, help="As a warning says it: W12. Or the class of an error."),
+    ] = None,
+) -> None:
+    """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
+    from stocache import errors
+    from stocache.cli.symptoms import near, symptoms
+
+    found = {each.code: each for each in symptoms()}
+    if code is None:
+        for each in found.values():
+            echo(each.title, f"{each.code}  ", " " * 5)
+    elif code.upper() in found:
+        each = found[code.upper()]
+        typer.echo(f"{each.code}: {each.title}\n\n{each.text}")
+    elif code.endswith("Error") and hasattr(errors, code):
+        typer.echo(getattr(errors, code).__doc__)
+    else:
+        fail("\n".join([f"{code!r} is unknown. Near it:", *near(code)]), 2)
+
+
 def doctor(
     size_limit_gib: Annotated[str | None, text_option("SIZE", "The limit of a planned cache, such as 32 or 500MB.")] = None,
     disk: Annotated[str | None, text_option("FOLDER", "The folder of a planned disk cache.")] = None,
@@ -291,7 +314,7 @@ def doctor(
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor,
+    bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor, explain,
 )  # fmt: skip
 for each in _COMMANDS:
     app.command(cls=_Command)(each)

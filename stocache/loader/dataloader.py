@@ -143,9 +143,9 @@ class DataLoader(ResumableLoader[_T]):
     small and without tensors) is sent as torch sends it.
 
     Args:
-        dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, pin_memory_device, drop_last, timeout,
-            worker_init_fn, multiprocessing_context, generator, persistent_workers, in_order: as for torch's DataLoader, which
-            has ``in_order`` from torch 2.6 on.
+        dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, drop_last, generator, in_order: as for torch's
+            DataLoader, which has ``in_order`` from torch 2.6 on.
+        timeout, worker_init_fn, multiprocessing_context, persistent_workers, pin_memory, pin_memory_device: likewise.
         num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to
             10 s, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
             logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for

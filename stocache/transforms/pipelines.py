@@ -194,6 +194,8 @@ def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequenc
 def split_transforms(transform: object) -> tuple[Any, Any]:
     """Split a transform in two: its deterministic beginning, and the rest from the first step on that may be random.
 
+    `CachedDataset` does this by itself for datasets that have their transform as an attribute.
+
     Args:
         transform: a ``Compose`` of torchvision (v1 and v2), MONAI or albumentations, an ``nn.Sequential``, a list of
             transforms, or one transform. A step that is not known to be deterministic, such as your own function, counts as
@@ -206,10 +208,9 @@ def split_transforms(transform: object) -> tuple[Any, Any]:
     Raises:
         DatasetError: ``transform`` is not a transform.
 
-        before, after = split_transforms(transform)
-        dataset = CachedDataset(MyDataset(transform=before), transform={0: after})
-
-    `CachedDataset` does this by itself for datasets that have their transform as an attribute.
+    Examples:
+        >>> before, after = split_transforms(transform)
+        >>> dataset = CachedDataset(MyDataset(transform=before), transform={0: after})
     """
     steps = transform if isinstance(transform, list | tuple) else [transform]
     for step in steps:

@@ -422,7 +422,9 @@ def test_other_paths_lead_to_the_metrics_and_a_scrape_that_fails_gets_an_answer_
         with pytest.raises(urllib.error.HTTPError, match="500") as caught:
             fetch(server.url)
         caught.value.close()
-    assert [record.getMessage() for record in caplog.records] == ["a scrape failed: ValueError: \\x1b[2J"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "a scrape failed: ValueError: \\x1b[2J (stocache explain W23)"
+    ]
     text, _ = fetch(f"{server.url}?name[]=stocache_unreadable_files")
     assert (text.splitlines()[-1], text.count("\n")) == ("stocache_unreadable_files 0.0", 3)
 

@@ -166,6 +166,7 @@ def test_a_broken_image_stops_or_is_skipped_which_one_line_of_stderr_says(run, p
     result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0, "--block-size", 2)
     assert (result.exit_code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
     notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
+    notice += " (stocache explain W17)"
     assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
     assert f"{out}: 9 samples in 5 blocks of 2" in result.stdout
     with OnDiskBlockDataStorage(out) as storage:

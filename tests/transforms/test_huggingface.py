@@ -114,7 +114,7 @@ def warning(dataset, caplog):
     found = [record.getMessage() for record in caplog.records if "widens" in record.getMessage()]
     assert len(found) <= 1
     assert not found or f"a sample has {slot_bytes}" in found[0]
-    return found[0] if found else None
+    return found[0].removesuffix(" (stocache explain W07)") if found else None
 
 
 def followed(dataset, text):

@@ -1,0 +1,68 @@
+"""The sections of SYMPTOMS.md: which one a warning belongs to, and what it says."""
+
+import difflib
+import functools
+import logging
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_PAGE = Path(__file__).parents[1] / "SYMPTOMS.md"
+_GAP = "…"  # of a message on the page
+
+
+class Symptom(NamedTuple):
+    """A section of the page.
+
+    Attributes:
+        code: as ``W12``; of an error, the name of its class.
+        title: what is seen.
+        text: cause, remedy and check.
+        pattern: finds the messages that belong to it; None where none does.
+    """
+
+    code: str
+    title: str
+    text: str
+    pattern: re.Pattern[str] | None
+
+
+@functools.cache
+def symptoms() -> tuple[Symptom, ...]:
+    """Return the sections of the page, in order; none where it was not installed."""
+    try:
+        page = _PAGE.read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    return tuple(_symptom(section) for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
+
+
+def _symptom(section: str) -> Symptom:
+    heading, _, text = section.partition("\n")
+    code, _, title = heading.partition(": ")
+    seen = re.search(r"\*\*Seen\*\*: (.*?)\n- ", text, re.DOTALL)
+    messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and code.startswith("W") else []
+    patterns = [".*".join(map(re.escape, message.split(_GAP))) for message in messages]
+    return Symptom(code, title, text.strip(), re.compile("|".join(patterns), re.DOTALL) if patterns else None)
+
+
+def symptom_of(message: str) -> Symptom | None:
+    """Return the section to which a warning belongs."""
+    return next((each for each in symptoms() if each.pattern is not None and each.pattern.search(message)), None)
+
+
+def say_where(record: logging.LogRecord) -> None:
+    """Add to a warning where it is explained."""
+    if found := symptom_of(record.getMessage()):
+        record.msg, record.args = f"{record.getMessage()} (stocache explain {found.code})", ()
+
+
+def near(code: str) -> list[str]:
+    """Return the titles of sections that an unknown code may mean: those with a similar code, or with its words."""
+    named = {f"{each.code}: {each.title}": each for each in symptoms()}
+    words = set(re.findall(r"\w{3,}", code.lower()))
+    alike = difflib.get_close_matches(code.upper(), [each.code for each in named.values()], 3, 0.5)
+    by_word = [
+        name for name, each in named.items() if words and words <= set(re.findall(r"\w+", f"{name} {each.text}".lower()))
+    ]
+    return [name for name, each in named.items() if each.code in alike or name in by_word][:5] or [*named]
