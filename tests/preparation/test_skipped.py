@@ -66,7 +66,7 @@ def test_samples_that_are_skipped_are_listed_with_name_and_reason(tmp_path, monk
     ]
     assert listed(tmp_path / "out", "failed") == []
     message = f"{tmp_path}/out lacks 2 of the 100 samples of the source, which cannot be loaded: {tmp_path}/out/skipped.json"
-    assert [record.getMessage() for record in caplog.records] == [f"{message} lists them."]
+    assert [record.getMessage() for record in caplog.records] == [f"{message} lists them. (stocache explain W17)"]
     prepare_quietly(Faulty([60, 3]), tmp_path / "out").close()  # it is prepared already, and says so again
     assert len(caplog.records) == 2
     monkeypatch.setattr(Faulty, "describe_sample", lambda dataset, idx: {}[idx])  # it need not have names

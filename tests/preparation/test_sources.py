@@ -232,7 +232,7 @@ def test_blank_cells_are_str_or_nan_and_a_warning_says_so(tmp_path, caplog, nan)
     names = zip(prices, ["a", "", "c"], strict=True)
     assert same(samples, [{"id": n, "price": p, "name": name, "nothing": ""} for n, (p, name) in enumerate(names, 1)])
     message = f"{tmp_path}/t.csv: the column 'price' holds numbers and blank cells (1 of 3), so it is str. "
-    message += "With nan=True, --nan, these are NaN."
+    message += "With nan=True, --nan, these are NaN. (stocache explain W17)"
     assert [record.getMessage() for record in caplog.records] == [message] * (not nan)
     with pytest.raises(StorageError, match="blank cells of the source"):
         prepare_quietly(open_source(tmp_path / "t.csv", nan=not nan), tmp_path / "out")
