@@ -84,12 +84,11 @@ def share(value: Any) -> Any:
     if type(value) is dict:
         return SharedMapping.of(value)
     kind = type(value)
-    is_plain = getattr(kind, "__new__", None) is object.__new__ and not hasattr(
-        kind, "__del__"
-    )  # a copy must not close what the other one has
+    has_finalizer = hasattr(kind, "__del__")  # which would close what the copy still has
+    is_plain = getattr(kind, "__new__", None) is object.__new__ and not has_finalizer
     if not is_plain or isinstance(value, type) or any(vars(cls).get("__slots__") for cls in kind.__mro__):
         raise SampleError(f"a {kind.__name__} cannot be shared. Share a list, a dict, an array, a tensor, or a plain dataset.")
-    return _with_shared_attributes(value)  # a finalizer would close what its copy still has
+    return _with_shared_attributes(value)
 
 
 def _with_shared_attributes(value: Any) -> Any:
