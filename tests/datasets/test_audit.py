@@ -229,6 +229,18 @@ def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
             CachedDataset([1], 1, **options)
 
 
+def test_worker_threads_compare_samples_all_through_an_epoch():
+    compared = {}
+    for method in ("thread", None):
+        with CachedDataset([torch.full((8,), idx) for idx in range(400)], "1MB", audit=1.0) as cached:
+            list(cached)
+            before = cached._audit.compared
+            options = {"num_workers": 2, "worker_method": method} if method else {}
+            list(stocache.DataLoader(cached, 8, **options))
+            compared[method] = cached._audit.compared - before
+    assert compared["thread"] >= compared[None] - 3 > 5
+
+
 def test_worker_threads_that_draw_at_once_do_not_take_a_split_for_a_change(caplog):
     with CachedDataset(KINDS["output indexed"].make(None), 1) as cached:
         loader = stocache.DataLoader(cached, 4, num_workers=3, worker_method="thread")
