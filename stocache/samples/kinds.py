@@ -396,11 +396,12 @@ class _NarrowKind(Kind):
         raise Unfit("is encoded as its values are")
 
     def _for(self, shape: Sequence[int]) -> Narrowing:
-        if not self._narrowing.mean:
-            return self._narrowing if math.prod(shape) == 0 else replace(self._narrowing, inner=math.prod(shape))
-        channels = shape[-1] if self._last else shape[0]
-        if channels != len(self._narrowing.mean):
-            raise Differs
+        """Return the steps for values of a shape. Raises Differs: it has no values, or other channels."""
+        channels = len(self._narrowing.mean)
+        if not math.prod(shape) or (channels > 1 and channels != shape[-1 if self._last else 0]):
+            raise Differs(f"values of shape {list(shape)} are not made so")
+        if channels < 2:  # one mean for all values, or none
+            return self._narrowing
         return replace(self._narrowing, channels=channels, inner=1 if self._last else math.prod(shape[1:]))
 
     def writer(self, description: Description) -> Write:
@@ -448,8 +449,7 @@ def narrowed(encoded: Encoded) -> Encoded:
     way = find([values], shape, for_all=False)
     if way is None:
         return encoded
-    last = way.inner == 1 and len(way.mean) == shape[-1]
-    facts = way.stored, way.divisor, way.factor, way.mean, way.std, last
+    facts = way.stored, way.divisor, way.factor, way.mean, way.std, way.inner == 1
     return ("narrow", description, *facts), _stream_of(np.dtype(way.stored).itemsize), way.narrow(values), shape
 
 

@@ -146,7 +146,7 @@ def _ways(values: Sequence[_Array], wide: str, shape: tuple[int, ...]) -> Iterat
             yield Narrowing(wide, "|u1", divisor=255)
             yield Narrowing(wide, "|u1", factor=1 / 255)
             some = np.concatenate(values[: -(-_LOOKED_AT // values[0].size)])
-            for channels, inner in {(1, values[0].size), *_layouts(shape)}:
+            for channels, inner in (*_layouts(shape), (1, values[0].size)):
                 yield from _normalised(some.reshape(-1, channels, inner), wide)
     if itemsize > 2:
         yield Narrowing(wide, "<i2")

@@ -1,5 +1,6 @@
 """Numbers that are made of small integers are stored as these, and come back to the last bit; other values are not taken."""
 
+import itertools
 import pickle
 
 import numpy as np
@@ -223,6 +224,23 @@ def test_samples_of_varying_size_are_kept_narrow_or_wide_each(make, codec, caplo
             filled.append(cached.stats().total.filled)
     assert filled[1] > filled[0] * (2 if codec is None else 1)
     assert "times as many samples fit" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(300,), (3, 16, 20), (3, 40, 41), (5, 400), (16, 20, 3), (20, 30)], ids=str)
+def test_samples_that_are_normalised_by_one_mean_come_back_whatever_their_shape(shape):
+    values = (RNG.integers(0, 256, shape) / np.float32(255)).astype(np.float32)
+    samples = [values, (values - np.float32(0.5)) / np.float32(0.5), np.zeros((*shape[:-1], 0), np.float32), values[..., :1]]
+    for order in itertools.permutations(samples):
+        with RaggedCache("1MB", len(order), narrow=True) as cache:
+            cache.set_slots(range(len(order)), list(order))
+            assert same(cache.get_slots(range(len(order)))[0], list(order))
+
+
+def test_an_empty_sample_after_one_that_is_normalised_by_channel_is_kept_as_it_is():
+    sample = normalised(torch.from_numpy(PIXELS), IMAGENET)
+    with RaggedCache("1MB", 2, narrow=True) as cache:
+        cache.set_slots([0, 1], [sample, sample[:, :0]])
+        assert same(cache.get_slots([0, 1])[0], [sample, sample[:, :0]])
 
 
 def test_a_ragged_cache_of_narrow_samples_is_read_by_other_processes():
