@@ -25,11 +25,11 @@ GROUPS = {  # by the folder in which a name is defined
 def on_files(files: Files, config: object) -> Files:
     """Put each page of the repository at its own path, and beside the pages the files to which they link."""
     pages = sorted({path.relative_to(ROOT).as_posix() for pattern in PAGES for path in ROOT.glob(pattern)})
-    kept = [file for file in files if file.src_uri not in {path.removeprefix("docs/") for path in pages}]
+    assets = [file for file in files if not file.src_uri.endswith((".md", ".py"))]  # of the theme; the pages come anew
     linked = {target for page in pages for target in _targets(page) if (ROOT / target).is_file()} - {*pages}
     added = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in [*pages, *sorted(linked)]]
     reference = File.generated(config, "docs/reference.md", content=_reference())
-    return Files([*[file for file in kept if not file.src_uri.endswith(".py")], *added, reference])
+    return Files([*assets, *added, reference])
 
 
 def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:

@@ -171,9 +171,10 @@ class _Wrapper:
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
         if options.narrow == "auto":
-            nbytes = (
-                _expected_bytes(probe, self._length, options, False) if structure is None else structure.nbytes * self._length
-            )
+            if structure is None:
+                nbytes = _expected_bytes(probe, self._length, options, False)
+            else:
+                nbytes = structure.nbytes * self._length
             options = dataclasses.replace(options, narrow=nbytes is None or nbytes > self._limit)
         if options.narrow and structure is not None:
             structure = _narrowed(structure, list(probe.named.values()))

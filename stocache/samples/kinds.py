@@ -13,7 +13,6 @@ NOTE [ Kinds of leaves ]
     To add a kind, write a class, and list it in `_ALL`. A value that has a text needs only a row in texts.py.
 """
 
-import contextlib
 import functools
 import math
 import pickle
@@ -43,6 +42,7 @@ from stocache.samples.spec import (
     dim_order_of,
     inverse,
     number_maker,
+    numpy_dtype_of,
     pack_number,
     scalar_maker,
     tensor_bytes,
@@ -296,9 +296,8 @@ class _TensorKind(Kind):
 
     def writer(self, description: Description) -> Write:
         rest, stream, dims = super().writer(description), self.stream, self.dims
-        try:
-            dtype = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
-        except TypeError:  # numpy does not know it
+        dtype = numpy_dtype_of(self._dtype)
+        if dtype is None:
             return rest
 
         def write(value: object, leaves: Leaves) -> None:
@@ -381,7 +380,7 @@ class _NarrowKind(Kind):
 
     def __init__(self, leaf: Any, stored: Any, divisor: Any, factor: Any, mean: Any, std: Any, last: Any) -> None:
         self._kind = kind_of(leaf)
-        dtype = _numpy_dtype_of(self._kind)
+        dtype = _dtype_of(self._kind)
         if dtype is None or not all(type(number) in (int, float) and number for number in (divisor, factor, *std)):
             raise ValueError(f"{leaf!r:.80} does not hold numbers")
         if stored not in ("|u1", "<i2", "<u2") or len(mean) != len(std) or not all(type(number) is float for number in mean):
@@ -430,19 +429,17 @@ class _NarrowKind(Kind):
         return make
 
 
-def _numpy_dtype_of(kind: Kind) -> "np.dtype[Any] | None":
+def _dtype_of(kind: Kind) -> "np.dtype[Any] | None":
     """Return numpy's dtype for tensors or arrays; None where it does not know it, or for another kind."""
     if type(kind) is _ArrayKind:
         return kind._dtype
-    with contextlib.suppress(TypeError):
-        return torch.empty(0, dtype=kind._dtype, device="cpu").numpy().dtype if type(kind) is _TensorKind else None
-    return None
+    return numpy_dtype_of(kind._dtype) if type(kind) is _TensorKind else None
 
 
 def narrowed(encoded: Encoded) -> Encoded:
     """Return a leaf as the integers that it is made of, if that is so."""
     description, _, data, shape = encoded
-    dtype = _numpy_dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
+    dtype = _dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
     if dtype is None or dtype.hasobject or not dtype.itemsize or not math.prod(shape):
         return encoded
     values = np.frombuffer(data, dtype)

@@ -412,12 +412,17 @@ def array_bytes(value: Any) -> NDArray[Any]:
     return np.asarray(value, order="C").reshape(-1).view(np.uint8)
 
 
+def numpy_dtype_of(dtype: torch.dtype) -> Any:
+    """Return the dtype that numpy has for one of torch; None where it has none."""
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    except TypeError:
+        return None
+
+
 def tensor_maker(dtype: torch.dtype, back: DimOrder) -> Make:
     """Return the function that makes tensors; ``back`` permutes their dimensions to those of the leaf."""
-    known: Any = None
-    itemsize = dtype.itemsize
-    with contextlib.suppress(TypeError):  # numpy does not know it
-        known = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    known, itemsize = numpy_dtype_of(dtype), dtype.itemsize
 
     def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Tensor:
         if not count:
@@ -672,11 +677,12 @@ def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
     if not isinstance(leaf, TensorLeaf | ArrayLeaf) or getattr(leaf, "scalar", False) or not leaf.count:
         return leaf
-    with contextlib.suppress(Unfit, TypeError):  # a value is another one, or numpy does not know its dtype
-        dtype = leaf.dtype if isinstance(leaf, ArrayLeaf) else torch.empty(0, dtype=leaf.dtype, device="cpu").numpy().dtype
-        narrowing = find([_numbers_of(leaf, value, dtype) for value in values], leaf.stored)
-        return leaf if narrowing is None else NarrowLeaf(leaf, narrowing)
-    return leaf
+    dtype = leaf.dtype if isinstance(leaf, ArrayLeaf) else numpy_dtype_of(leaf.dtype)
+    narrowing = None
+    if dtype is not None:
+        with contextlib.suppress(Unfit):  # a value is another one
+            narrowing = find([_numbers_of(leaf, value, dtype) for value in values], leaf.stored)
+    return leaf if narrowing is None else NarrowLeaf(leaf, narrowing)
 
 
 def _with_leaves(node: Node, leaves: Iterator[Leaf]) -> Node:

@@ -6,7 +6,6 @@ writes to one replaces such an array by another, so a changed object pickles as 
 """
 
 import copy
-import importlib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -38,7 +37,8 @@ class SharedArrow:
     """
 
     def __init__(self, stream: SharedArray, is_column: bool) -> None:
-        pa = importlib.import_module("pyarrow")
+        import pyarrow as pa
+
         self._stream, self._is_column = stream, is_column
         table = pa.ipc.open_stream(pa.py_buffer(stream)).read_all()
         self.value = table.column(0) if is_column else table
@@ -46,7 +46,8 @@ class SharedArrow:
     @classmethod
     def of(cls, value: Any) -> "SharedArrow":
         """Return a table, a record batch or a column in shared memory. Raises SampleError: it is something else."""
-        pa = importlib.import_module("pyarrow")
+        import pyarrow as pa
+
         is_column = isinstance(value, pa.Array | pa.ChunkedArray)
         if isinstance(value, pa.RecordBatch):
             value = pa.Table.from_batches([value])
@@ -95,7 +96,8 @@ def share_pandas(value: Any) -> Any:
     Raises:
         SampleError: neither a numpy array nor Arrow holds the values of a column as they are; or the index is not a plain one.
     """
-    pandas = importlib.import_module("pandas")
+    import pandas
+
     if type(value) is pandas.Series:
         if type(value.index) is not pandas.RangeIndex:  # pandas pickles a copy of it besides
             raise SampleError("a Series with an index of its own cannot be shared. Share series.to_frame().")
@@ -110,7 +112,8 @@ def share_pandas(value: Any) -> Any:
 
 
 def _shared_index(index: Any) -> Any:
-    pandas = importlib.import_module("pandas")
+    import pandas
+
     if type(index) is pandas.RangeIndex:
         return index
     if type(index) is not pandas.Index:
