@@ -91,6 +91,7 @@ from .loader.sample_seed import SampleSeed as SampleSeed
 
 # Observing
 from .observe.advice.advise import advise as advise
+from .observe.drawing import plot as plot
 from .preparation.prepare import DataPreparer as DataPreparer
 from .preparation.prepare import prepare as prepare
 

@@ -25,9 +25,17 @@ StocacheError
 └── StateError        (ValueError)                  a state does not belong to this DataLoader, or cannot be taken
 """
 
+import sys
+
 
 class StocacheError(Exception):
-    """Base of all stocache errors."""
+    """Base of all stocache errors. Their tracebacks end with the command that explains them, from Python 3.11 on."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        public = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
+        if public is not StocacheError and sys.version_info >= (3, 11):
+            self.add_note(f"(stocache explain {public.__name__})")
 
 
 class LimitError(StocacheError, ValueError):

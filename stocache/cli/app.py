@@ -53,7 +53,7 @@ def bench(
     repeats: Annotated[int, count_option("Run everything N times and report medians.")] = 1,
     out: Annotated[
         Path,
-        text_option("PATH", "Folder for the results, or a path that ends in .csv or .png. Folders that are missing are made."),
+        text_option("PATH", "Folder for the results, or a path that ends in .csv, .png or .svg. Missing folders are made."),
     ] = Path(),
     size: Annotated[int, count_option("Photos: cache them as uint8 3 x N x N.")] = 256,
     repeat_folder: Annotated[int, count_option("Photos: use each one of the folder N times.")] = 1,
@@ -80,14 +80,14 @@ def bench(
         _refuse(context, ("size", "repeat_folder", "photos", "warm_pages"), "photos. Leave it out for a dataset of yours")
         dataset, used = _load_source(source, allow_pickle, collate_fn)
         used["make"] = partial(experiment.PartlyCached, allow_pickle=used.pop("allow_pickle", False))
-        csv_path, png_path = _result_paths(out)
+        csv_path, picture_path = _result_paths(out)
         samples = f"{plural(len(dataset), 'sample')} of {source}"
         how = f"{type(dataset).__name__}, files left in the page cache"
     else:
         _refuse(context, ("allow_pickle", "collate_fn"), "a dataset of yours. Leave it out for photos")
         if folder is not None and not folder.is_dir():
             fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
-        csv_path, png_path = _result_paths(out)
+        csv_path, picture_path = _result_paths(out)
         paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
         if not paths:
             fail(f"{folder} holds no .jpg or .jpeg files.", 2)
@@ -115,8 +115,8 @@ def bench(
     if len(rows) > 2:
         echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
     experiment.write_csv(rows, csv_path)
-    experiment.plot(rows, png_path, f"{samples}, {workers} workers")
-    echo(f"wrote {csv_path} and {png_path}")
+    experiment.draw(rows, picture_path, f"{samples}, {workers} workers")
+    echo(f"wrote {csv_path} and {picture_path}")
 
 
 def advise(
@@ -177,12 +177,13 @@ def _load_source(source: str, allow_pickle: bool, collate_fn: str | None) -> tup
 
 def _result_paths(out: Path) -> tuple[Path, Path]:
     """Return the paths of the results, a table and a plot, in a folder that exists."""
-    stem = out.with_suffix("") if out.suffix in (".csv", ".png") and not out.is_dir() else out / "stocache-bench"
+    ending = "" if out.is_dir() else out.suffix
+    stem = out.with_suffix("") if ending in (".csv", ".png", ".svg") else out / "stocache-bench"
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fail(f"--out {out}: {stem.parent} cannot be made: {error.strerror}.", 2)
-    return stem.with_name(f"{stem.name}.csv"), stem.with_name(f"{stem.name}.png")
+    return stem.with_name(f"{stem.name}.csv"), stem.with_name(stem.name + (ending if ending == ".svg" else ".png"))
 
 
 def _parse_percentages(text: str) -> list[float]:
@@ -260,22 +261,19 @@ def _describe_huge_pages(policy: str) -> str:
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(metavar="CODE", show_default=False, help="As a warning says it: W12. Or the class of an error."),
+        typer.Argument(
+            metavar="CODE", show_default=False, help="As a warning or an error says it: W12, LimitError. Or a message."
+        ),
     ] = None,
 ) -> None:
     """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
-    from stocache import errors
-    from stocache.cli.symptoms import near, symptoms
+    from stocache.cli.symptoms import near, symptom_of, symptoms
 
-    found = {each.code: each for each in symptoms()}
+    found = {each.code.lower(): each for each in symptoms()}
     if code is None:
-        for each in found.values():
-            echo(each.title, f"{each.code}  ", " " * 5)
-    elif code.upper() in found:
-        each = found[code.upper()]
+        print_rows((each.code, each.title) for each in found.values())
+    elif each := found.get(code.lower()) or symptom_of(code):
         typer.echo(f"{each.code}: {each.title}\n\n{each.text}")
-    elif code.endswith("Error") and hasattr(errors, code):
-        typer.echo(getattr(errors, code).__doc__)
     else:
         fail("\n".join([f"{code!r} is unknown. Near it:", *near(code)]), 2)
 

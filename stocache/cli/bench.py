@@ -292,8 +292,8 @@ def write_csv(rows: Sequence[SweepRow], path: Path) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-def plot(rows: Sequence[SweepRow], path: Path, title: str) -> None:
-    """Draw the seconds of both epochs over the cached fraction into a PNG file."""
+def draw(rows: Sequence[SweepRow], path: Path, title: str) -> None:
+    """Draw the seconds of both epochs over the cached fraction into a file, whose ending names the format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""The sections of SYMPTOMS.md: which one a warning belongs to, and what it says."""
+"""The sections of SYMPTOMS.md: which one a message belongs to, and what it says."""
 
 import difflib
 import functools
@@ -41,13 +41,13 @@ def _symptom(section: str) -> Symptom:
     heading, _, text = section.partition("\n")
     code, _, title = heading.partition(": ")
     seen = re.search(r"\*\*Seen\*\*: (.*?)\n- ", text, re.DOTALL)
-    messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and code.startswith("W") else []
+    messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and not code.startswith("S0") else []
     patterns = [".*".join(map(re.escape, message.split(_GAP))) for message in messages]
     return Symptom(code, title, text.strip(), re.compile("|".join(patterns), re.DOTALL) if patterns else None)
 
 
 def symptom_of(message: str) -> Symptom | None:
-    """Return the section to which a warning belongs."""
+    """Return the section to which a warning, or the message of an error, belongs."""
     return next((each for each in symptoms() if each.pattern is not None and each.pattern.search(message)), None)
 
 
@@ -61,8 +61,8 @@ def near(code: str) -> list[str]:
     """Return the titles of sections that an unknown code may mean: those with a similar code, or with its words."""
     named = {f"{each.code}: {each.title}": each for each in symptoms()}
     words = set(re.findall(r"\w{3,}", code.lower()))
-    alike = difflib.get_close_matches(code.upper(), [each.code for each in named.values()], 3, 0.5)
+    alike = difflib.get_close_matches(code.lower(), [each.code.lower() for each in named.values()], 3, 0.5)
     by_word = [
         name for name, each in named.items() if words and words <= set(re.findall(r"\w+", f"{name} {each.text}".lower()))
     ]
-    return [name for name, each in named.items() if each.code in alike or name in by_word][:5] or [*named]
+    return [name for name, each in named.items() if each.code.lower() in alike or name in by_word][:5] or [*named]

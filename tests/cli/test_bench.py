@@ -46,9 +46,13 @@ def test_bench_prints_a_table_and_writes_csv_and_plot(run, folder, tmp_path):
 
 def test_bench_makes_the_folder_of_its_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for out, stem in (("a/b", "a/b/stocache-bench"), ("c/x.csv", "c/x"), ("d/x.png", "d/x"), ("e.1", "e.1/stocache-bench")):
-        assert [str(path) for path in app._result_paths(Path(out))] == [f"{stem}.csv", f"{stem}.png"]
-        assert Path(stem).parent.is_dir()
+    pictures = {
+        "a/b": "a/b/stocache-bench.png", "c/x.csv": "c/x.png", "d/x.png": "d/x.png", "f/x.svg": "f/x.svg",
+        "e.1": "e.1/stocache-bench.png",
+    }  # fmt: skip
+    for out, picture in pictures.items():
+        assert app._result_paths(Path(out)) == (Path(picture).with_suffix(".csv"), Path(picture))
+        assert Path(picture).parent.is_dir()
 
 
 def test_bench_explains_what_it_cannot_do_and_names_the_extra_it_needs(run, tmp_path, monkeypatch):

@@ -1,0 +1,124 @@
+"""Draw the epochs of a loader or a cached dataset: into a file, in a notebook, or as text."""
+
+import sys
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stocache.observe.recording.epochs import EpochStats
+from stocache.observe.verdict import LoaderEpochStats
+from stocache.system.figures import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_WAIT, _STEP, _HITS = "tab:red", "tab:gray", "tab:blue"
+_BAR = 24  # columns of text
+
+
+def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
+    """Draw how long each epoch took, how much of it the loop waited for batches, and the hit rate.
+
+    Without ``file``, the picture appears below the cell of a notebook; elsewhere it is printed as text. A `CachedDataset` knows
+    neither the waits nor the end of its loop: its last epoch lasts until now.
+
+    Args:
+        source: a `DataLoader`, a `CachedDataset`, or what their ``stats()`` has returned.
+        file: where to write the picture; its ending names the format: ".svg", ".png", ".pdf".
+
+    Raises:
+        TypeError: ``source`` is something else.
+        ValueError: there is no epoch yet, or the format is unknown.
+        ImportError: a picture needs ``pip install matplotlib``.
+
+    Example:
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+        >>> for epoch in range(2):
+        ...     batches = list(loader)
+        >>> plot(loader, "epochs.svg")
+        >>> open("epochs.svg").read(5)
+        '<?xml'
+    """
+    epochs = _epochs(source)
+    display = None if file is not None else _notebook_display()
+    if file is not None:
+        _draw(epochs).savefig(file)
+    elif display is not None:
+        display(_draw(epochs))
+    else:
+        Console().print(_tabulate(epochs))
+
+
+def _epochs(source: Any) -> tuple[EpochStats | LoaderEpochStats, ...]:
+    stats = source.stats() if hasattr(source, "stats") else source
+    epochs = getattr(stats, "epochs", None)
+    if not isinstance(epochs, tuple):
+        raise TypeError(
+            f"plot() takes a stocache.DataLoader, a CachedDataset or their stats(), not {type(source).__name__}. Torch's "
+            "loader keeps no figures: use stocache.DataLoader, or `stocache run`."
+        )
+    if not epochs:
+        raise ValueError("there is no epoch to draw: iterate over the loader first")
+    return epochs
+
+
+def _notebook_display() -> Any:
+    """Return the function that shows an object below the cell of a notebook; None elsewhere."""
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import get_ipython
+    from IPython.display import display
+
+    return display if hasattr(get_ipython(), "kernel") else None
+
+
+def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    waits = [epoch for epoch in epochs if isinstance(epoch, LoaderEpochStats)]
+    figure = Figure(figsize=(3.6 * (3 if waits else 2), 3.2), layout="constrained")
+    times, *middle, rates = figure.subplots(1, 3 if waits else 2)
+    numbers = range(1, len(epochs) + 1)
+    if waits:
+        waited = [epoch.waited_s for epoch in waits]
+        rest = [epoch.seconds - epoch.waited_s for epoch in waits]
+        times.bar(numbers, waited, color=_WAIT, label="waiting for batches")
+        times.bar(numbers, rest, bottom=waited, color=_STEP, label="the rest: training steps")
+        times.legend(fontsize="small")
+        for name, style in (("max_s", ":"), ("p95_s", "--"), ("p50_s", "-")):
+            middle[0].plot(
+                numbers, [1e3 * getattr(epoch.wait, name) for epoch in waits], style, color=_WAIT, marker="o", label=name[:-2]
+            )
+        middle[0].set(title="wait for a batch (ms)", yscale="log")
+        middle[0].legend(fontsize="small")
+    else:
+        times.bar(numbers, [epoch.seconds for epoch in epochs], color=_STEP)
+    times.set(title="seconds", ylim=(0, None))
+    rates.plot(numbers, [100 * (epoch.hit_rate or 0) for epoch in epochs], "o-", color=_HITS)
+    rates.set(title="samples from the cache (%)", ylim=(-3, 103))
+    for axes in (times, *middle, rates):
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="y", alpha=0.3)
+    if verdict := getattr(epochs[-1], "verdict", None):
+        figure.suptitle(str(verdict), fontsize="small", wrap=True)
+    return figure
+
+
+def _tabulate(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> Table:
+    longest = max(epoch.seconds for epoch in epochs)
+    table = Table("epoch", "time", "[red]waiting[/], the rest", "waited", "p95", "hit rate")
+    for number, epoch in enumerate(epochs, 1):
+        shares = [epoch.seconds / longest, 0.0]
+        waits = ["", ""]
+        if isinstance(epoch, LoaderEpochStats):
+            shares[1] = epoch.waited_s / longest
+            waits = [f"{epoch.waited_share:.0%}", format_seconds(epoch.wait.p95_s)]
+        whole, red = (round(_BAR * share) for share in shares)
+        rate = "" if epoch.hit_rate is None else f"{epoch.hit_rate:.1%}"
+        bar = f"[red]{'█' * red}[/]{'░' * (whole - red)}"
+        table.add_row(str(number), format_seconds(epoch.seconds), bar, *waits, rate)
+    return table
