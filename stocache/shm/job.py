@@ -58,7 +58,7 @@ def job_here() -> Job:
     own, ranks, pid = _environment(os.getpid()), _ranks_here(), os.getpid()
     if ranks != 1:
         for names in _RANKS:
-            if not own.isdisjoint(names) and (names is not _OF_RAY or _is_rank()):
+            if not own.keys().isdisjoint(names) and (names is not _OF_RAY or _is_rank()):
                 launcher = _above(pid, names)
                 return Job(_key(launcher or pid), bool(launcher), max(1, ranks), not launcher)
     parent = multiprocessing.parent_process()
@@ -110,13 +110,30 @@ def _key(pid: int) -> str:
     return key if pid == os.getpid() or _program(pid).startswith(_STARTS_ONE_JOB) else f"{key}-{address}:{port}"
 
 
-def _environment(pid: int) -> set[str]:
-    """Return the names of the variables that a process was started with; none where they cannot be read."""
+def _environment(pid: int) -> dict[str, str]:
+    """Return the variables that a process was started with; none where they cannot be read."""
     try:
-        texts = (_PROC / f"{pid}/environ").read_bytes().split(b"\0")
+        texts = (_PROC / f"{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # it has ended, or is another user's
-        return set()
-    return {text.partition(b"=")[0].decode(errors="replace") for text in texts}
+        return {}
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def is_started_by(pid: int, others: set[int]) -> bool:
+    """Whether one of other processes has started a process that is not a rank of its own: a worker, or what that has started.
+
+    Lightning's first rank, which has no number at first, starts the others.
+    """
+    number, above = _rank_of(pid), pid
+    while (above := parent_of(above)) > 0:
+        if above in others:
+            return _rank_of(above) == number
+    return False
+
+
+def _rank_of(pid: int) -> str:
+    environment = _environment(pid)
+    return next((environment[name] for names in _RANKS for name in names if name in environment), "0")
 
 
 def _started(pid: int) -> str:

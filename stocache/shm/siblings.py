@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from stocache.errors import SegmentError
 from stocache.shm import registry
+from stocache.shm.job import is_started_by
 from stocache.shm.layout import LIMIT, LIMIT_AT, RANKS_AT, Layout
 from stocache.shm.named import Descriptor, holders
 from stocache.shm.segment import Segment, abandon, all_attached, attached
-from stocache.system.waiting import FileKey, identify, parent_of
+from stocache.system.waiting import FileKey, identify
 
 MOST_RANKS = 64
 """Ranks that share a segment in which each has a bit for each sample."""
@@ -101,7 +102,7 @@ def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
 def count_ranks(key: FileKey) -> int:
     """Return how many processes hold a segment, without those that another one of them has started, such as workers."""
     pids = set(holders().get(key, []))
-    return sum(parent_of(pid) not in pids for pid in pids)
+    return sum(not is_started_by(pid, pids) for pid in pids)
 
 
 def promised_bytes() -> int:

@@ -31,6 +31,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeAlias
 
@@ -40,7 +41,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.errors import DatasetError, WorkerError
-from stocache.system.waiting import StallWatch
+from stocache.system.waiting import StallWatch, process_tree
 
 logger = logging.getLogger("stocache")
 
@@ -196,10 +197,16 @@ class _Child:
             raise self._death()
 
     def end(self) -> None:
-        """Kill the child if it lives, and wait until it is gone."""
+        """Kill the child if it lives, and the processes that it has started, and wait until it is gone.
+
+        A worker that is still starting would not notice that its parent is gone, and would live for ever.
+        """
         if self._status is None:
+            _, *started = process_tree(self.pid)
+            for pid in (self.pid, *started):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):  # other code may have waited for it
-                os.kill(self.pid, signal.SIGKILL)
                 self._status = os.waitpid(self.pid, 0)[1]
         self.pipe.close()
 
@@ -261,6 +268,7 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
     for name in (signal.SIGINT, signal.SIGTERM):  # handlers, say for a checkpoint, are for the parent
         if signal.getsignal(name) != signal.SIG_IGN:  # as after nohup: then Ctrl-C must not end the child alone
             signal.signal(name, signal.SIG_DFL)
+    _leave_fork_server()
     gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
     _reopen_files()
     torch.set_num_threads(1)
@@ -269,6 +277,14 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch_worker._worker_info = torch_worker.WorkerInfo(id=number, num_workers=count, seed=seed, dataset=dataset)
+
+
+def _leave_fork_server() -> None:
+    """Forget the fork server of the parent: this process starts one of its own if it needs it, which `_Child.end` finds."""
+    server: Any = forkserver._forkserver
+    preloaded = server._preload_modules
+    server.__init__()
+    server.set_forkserver_preload(preloaded)
 
 
 def _reopen_files() -> None:

@@ -81,7 +81,7 @@ class StallWatch:
 
     def is_stalled(self) -> bool:
         """Check the process. Return whether it is stalled, as far as all checks so far show."""
-        now, pids = time.monotonic(), list(_tree(self._pid))
+        now, pids = time.monotonic(), list(process_tree(self._pid))
         cpu_s, wait = cpu_seconds(pids), max(map(_wait_of, pids))
         if self._cpu_s < 0 or abs(cpu_s - self._cpu_s) > _IDLE * (now - self._looked):
             wait = -1
@@ -90,13 +90,13 @@ class StallWatch:
         return any(now - since >= limit_s for since, limit_s in zip(self._since, _LIMITS_S, strict=True))
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
     """Yield a process and all its children, where the kernel lists them."""
     yield pid
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             for child in path.read_text().split():
-                yield from _tree(int(child))
+                yield from process_tree(int(child))
 
 
 def _wait_of(pid: int) -> int:

@@ -73,7 +73,9 @@ def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
     why = "changes samples, but those that are cached would stay as they are"
     if not changing:
         why = "makes another dataset, which would not be cached"
-    raise DatasetError(f"{name}() {why}. Call it before CachedDataset: CachedDataset(dataset.{name}(...), ...).")
+    call = f"dataset.{name}(...)"
+    how = f"{call}; CachedDataset(dataset, ...)" if name.startswith(("set_", "reset_")) else f"CachedDataset({call}, ...)"
+    raise DatasetError(f"{name}() {why}. Call it before CachedDataset: {how}.")
 
 
 def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], object], library: Any) -> Callable[..., Any]:

@@ -50,6 +50,16 @@ class Forever:
             yield from iter(self.sampler)
 
 
+class Shard:
+    """A batch sampler around another one, as in accelerate."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
 def infinite(base):
     class InfiniteDataLoader(base):
         def __init__(self, *args, **kwargs):
@@ -178,6 +188,15 @@ def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_ti
     assert shuffled.dataset is training  # what the program sees
     assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
     assert "cached: 24 of 24 samples" in everywhere.report()
+
+
+@pytest.mark.parametrize(("sampler", "loads"), [(data.RandomSampler, 16), (data.SequentialSampler, 24 + 16)])
+def test_a_batch_sampler_is_in_order_if_the_sampler_in_it_is(sampler, loads, everywhere):
+    dataset = Squares()
+    loader = data.DataLoader(dataset, batch_sampler=Shard(data.BatchSampler(sampler(dataset), 5, False)))
+    for _ in range(3):
+        list(loader)
+    assert dataset.loads == loads
 
 
 @pytest.mark.parametrize("kind", ["infinite", "late_infinite", "multi_epochs"])

@@ -23,7 +23,9 @@ def tree(monkeypatch):
             monkeypatch.setenv(name, value)
         numbers = [pid for pid, _, _ in processes]
         monkeypatch.setattr(job, "parent_of", lambda pid: dict(zip(numbers, [*numbers[1:], 0], strict=True)).get(pid, 0))
-        monkeypatch.setattr(job, "_environment", lambda pid: set({pid: names for pid, _, names in processes}[pid]))
+        monkeypatch.setattr(
+            job, "_environment", lambda pid: dict.fromkeys({pid: names for pid, _, names in processes}[pid], "1")
+        )
         monkeypatch.setattr(job, "_program", lambda pid: {pid: program for pid, program, _ in processes}[pid])
         monkeypatch.setattr(job, "_started", lambda pid: "7")
         monkeypatch.setattr(job.multiprocessing, "parent_process", lambda: parent)
@@ -82,4 +84,17 @@ def test_this_process_is_read_from_proc():
     assert "python" in job._program(SELF)
     assert "PATH" in job._environment(SELF)
     nobody = 2**22 + 1
-    assert (job.parent_of(nobody), job._started(nobody), job._program(nobody), job._environment(nobody)) == (0, "", "", set())
+    assert (job.parent_of(nobody), job._started(nobody), job._program(nobody), job._environment(nobody)) == (0, "", "", {})
+
+
+ABOVE = {2: 1, 3: 2, 4: 3, 5: 2, 6: 1, 7: 99}  # 1 is rank 0, 5 a fork server or a shell
+RANKS = {2: "1", 3: "1", 4: "1", 5: "1", 6: "0"}
+
+
+@pytest.mark.parametrize(("pid", "holders", "started"), [
+    (6, {1, 6}, True), (3, {1, 2, 3}, True), (4, {1, 2, 4}, True), (2, {1, 2}, False), (1, {1, 2}, False), (7, {1, 7}, False),
+], ids=["worker of 0", "worker of 1", "grandchild", "rank 1 of Lightning", "rank 0", "another job"])  # fmt: skip
+def test_what_a_rank_has_started_is_a_worker_unless_it_has_a_number_of_its_own(pid, holders, started, monkeypatch):
+    monkeypatch.setattr(job, "parent_of", lambda pid: ABOVE.get(pid, 0))
+    monkeypatch.setattr(job, "_environment", lambda pid: {"LOCAL_RANK": RANKS[pid]} if pid in RANKS else {})
+    assert job.is_started_by(pid, holders) is started

@@ -274,3 +274,18 @@ def test_what_is_random_before_the_cache_is_reported_once(kind, caplog):
     line = "" if kind == "own" else f"; random numbers were drawn in {__file__}:"
     assert all(each.startswith(f"sample 0 of Numbers was different when it was loaded again{line}") for each in said)
     assert ("sample 0 of Numbers does not depend on random numbers; random" in caplog.text) == (kind == "drawn")
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_processes_that_a_child_has_started_end_with_it_although_they_do_not_notice(start_method):
+    def job():
+        started = multiprocessing.get_context(start_method).Process(target=time.sleep, args=(600,))
+        started.start()
+        yield started.pid
+        time.sleep(600)
+
+    items = in_children([job], None)
+    pid = next(items)
+    assert psutil.pid_exists(pid)
+    items.close()
+    assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

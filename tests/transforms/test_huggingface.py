@@ -86,8 +86,9 @@ def test_a_view_warms_its_own_rows_and_what_changes_a_dataset_is_refused_once_it
         assert cached.cache.aux_array.nonzero().flatten().tolist() == [0, 3, 4]
         assert sorted(cached.train_test_split(5, seed=0)) == ["test", "train"]
         for name in ("set_format", "set_transform", "with_transform", "map", "filter", "remove_columns", "sort"):
-            why = r"\(\) (changes|makes another).*Call it before CachedDataset: CachedDataset\(data"
-            with pytest.raises(DatasetError, match=name + why):
+            why = r"\(\) (changes|makes another).*Call it before CachedDataset: "
+            how = r"dataset\.set_\w+\(...\); Cached" if name.startswith("set_") else r"CachedDataset\(dataset\."
+            with pytest.raises(DatasetError, match=name + why + how):
                 getattr(cached, name)("text")
         assert source.format["type"] is None
 

@@ -112,6 +112,14 @@ def use_everywhere(
 
     With ``STOCACHE_RUN=off`` in the environment, nothing is changed. Modules that have torch's class under a name of their own
     keep it; they are named in a warning on the logger "stocache".
+
+    Examples:
+        >>> with use_everywhere("1MB") as everywhere:
+        ...     loader = torch.utils.data.DataLoader(TensorDataset(torch.arange(6)), batch_size=2, shuffle=True)
+        ...     for epoch in range(2):
+        ...         batches = list(loader)
+        >>> isinstance(loader, DataLoader), everywhere.lines()[0].epochs[1].hit_rate
+        (True, 1.0)
     """
     global _everywhere
     options = ProgramOptions(cache, num_workers, worker_method, disk, disk_limit, stateful, share)

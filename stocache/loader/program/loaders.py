@@ -32,6 +32,7 @@ logger = logging.getLogger("stocache")
 _T = TypeVar("_T")
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
 _OURS = "__iter__", "_get_iterator"
 
@@ -207,7 +208,7 @@ class ProgramLoaders:
             return None
         if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
             return loader.source if loader.source is not loader.dataset else None
-        first = keeps_iterator or loader.persistent_workers or not isinstance(loader.sampler, SequentialSampler)
+        first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader.dataset, known)
         return known.cached
@@ -271,6 +272,19 @@ class ProgramLoaders:
             f"cached: {stats.filled} of {stats.dataset_len} samples, {format_size(stats.reserved_bytes)}, hit rate "
             f"{stats.hit_rate:.0%}{left}"
         )
+
+
+def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
+    """Whether a loader reads its dataset from the first sample to the last, as far as its samplers are known."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for _ in range(_SAMPLERS):
+        if isinstance(sampler, SequentialSampler):
+            return True
+        within = [each for name in ("batch_sampler", "sampler") if (each := getattr(sampler, name, None)) is not None]
+        if not within:
+            return False
+        sampler = within[0]
+    return False
 
 
 def _why_not(dataset: object) -> str:
