@@ -50,6 +50,14 @@ class CacheOptions:
         LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.
         CodecError: the codec is unknown, or not installed.
         CacheNameError: ``persist`` is given without a name, ``fingerprint`` is not a text, or ``on_busy`` is unknown.
+
+    Examples:
+        >>> images = TensorDataset(torch.zeros(20, 3, 64, 64))  # 49 KB each
+        >>> options = CacheOptions("500KB", disk="on-disk", disk_limit="10MB", fingerprint="v1")
+        >>> with CachedDataset(images, options) as dataset:
+        ...     stats = dataset.warm(progress=False)
+        >>> stats.total.filled, stats.disk.filled
+        (10, 20)
     """
 
     size_limit_gib: float | str = "auto"

@@ -60,6 +60,16 @@ class Placement:
 
     Raises:
         LimitError: the order is unknown, ``unit`` or ``nodes`` is below 1, or ``node`` is outside ``[0, nodes)``.
+
+    Examples:
+        >>> for node in range(2):
+        ...     placement = Placement("scattered", node=node, nodes=2)
+        ...     with SharedCache("20KB", dataset_len=8, data_dims=(4000,), placement=placement) as cache:
+        ...         for idx in range(8):
+        ...             cache.set_slot(idx, torch.zeros(4000, dtype=torch.uint8))
+        ...         print([idx for idx in range(8) if cache.get_slot(idx) is not None])
+        [0, 2, 5, 7]
+        [1, 3, 4, 6]
     """
 
     order: Literal["prefix", "scattered"] = "prefix"

@@ -92,6 +92,13 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         LimitError: the limit is not a size, or leaves no room for samples; or ``admission`` is unknown.
         CodecError: the codec is unknown, or not installed.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
+
+    Examples:
+        >>> with RaggedCache(size_limit_gib="1MB", dataset_len=10) as cache:
+        ...     cache.set_slot(3, {"text": "two cats", "boxes": torch.zeros(2, 4)})
+        ...     cache.set_slot(4, {"text": "a cat", "boxes": torch.ones(1, 4)})
+        ...     print(cache.get_slot(4), cache.get_slot(5))
+        {'text': 'a cat', 'boxes': tensor([[1., 1., 1., 1.]])} None
     """
 
     _RELEASED = (*SampleCache._RELEASED, "_records")

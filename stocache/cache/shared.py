@@ -78,6 +78,12 @@ class SharedCache(MemoryCache[_T]):
     directory if that is in memory; else it is not shared, and each rank has its part of the limit. All of this is logged as a
     warning on the logger "stocache".
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
+
+    Examples:
+        >>> with SharedCache(size_limit_gib="1MB", dataset_len=10, data_dims=(2,), dtype=torch.float32) as cache:
+        ...     cache.set_slot(3, torch.ones(2))
+        ...     print(cache.get_slot(3), cache.get_slot(4), cache.get_or_load(4, lambda idx: torch.zeros(2)))
+        tensor([1., 1.]) None tensor([0., 0.])
     """
 
     _RELEASED = (*SampleCache._RELEASED, "_columns")

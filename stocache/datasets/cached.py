@@ -143,6 +143,14 @@ class CachedDataset(DatasetProxy[_T]):
     where a transform does not begin like the one that cached samples were made with, ``on_change`` applies. For a Hugging Face
     dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the cached dataset;
     methods that change it or make another one are a `DatasetError`.
+
+    Examples:
+        >>> with CachedDataset(TensorDataset(torch.arange(12)), size_limit_gib="1MB") as dataset:
+        ...     for epoch in range(2):
+        ...         batches = list(DataLoader(dataset, batch_size=4))
+        ...     stats = dataset.stats()
+        >>> batches[0], stats.epochs[1].hits, stats.epochs[1].misses
+        ([tensor([0, 1, 2, 3])], 12, 0)
     """
 
     _hides_transforms = True  # of the wrapped dataset: they are split here

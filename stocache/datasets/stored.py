@@ -33,6 +33,12 @@ class StorageDataset(Dataset[TSample]):
         SampleIndexError: an index is not an integer, or is outside a storage that has a length.
 
     Source: the article on block storage in PyTorch Lightning.
+
+    Examples:
+        >>> storage = prepare(TensorDataset(torch.arange(10)), "numbers", block_size=4, progress=False)
+        >>> dataset = StorageDataset(storage, indices=range(5, 10))
+        >>> len(dataset), dataset[0]
+        (5, (tensor(5),))
     """
 
     def __init__(self, storage: DataStorage[TSample, Any], indices: Sequence[int] | NDArray[Any] | None = None) -> None:

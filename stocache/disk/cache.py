@@ -118,6 +118,13 @@ class DiskCache(ListCache[_T]):
         MismatchError: the folder is for samples of another dataset.
 
     If the disk does not take the folder (read-only, full, not there), the cache holds nothing, and says so once.
+
+    Examples:
+        >>> with DiskCache("photos", "1MB", dataset_len=10, fingerprint="v1") as cache:
+        ...     photo = cache.get_or_load(7, lambda idx: torch.full((3,), idx))
+        >>> with DiskCache("photos", "1MB", dataset_len=10, fingerprint="v1") as cache:  # in a later run
+        ...     print(cache.get_slot(7), cache.get_slot(8))
+        tensor([7, 7, 7]) None
     """
 
     _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")

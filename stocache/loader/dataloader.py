@@ -173,6 +173,15 @@ class DataLoader(ResumableLoader[_T]):
             ``device_limit_gib`` is not a size.
         DatasetError: ``sample_seed`` was given for an iterable dataset; while iterating: worker threads cannot use the dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
+
+    Examples:
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+        >>> next(iter(loader))
+        [tensor([0, 1])]
+        >>> resumed = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
+        >>> resumed.load_state_dict(loader.state_dict())
+        >>> list(resumed)
+        [[tensor([2, 3])], [tensor([4, 5])]]
     """
 
     @functools.wraps(TorchLoader.__init__)  # type: ignore[misc]  # for its types

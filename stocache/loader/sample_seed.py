@@ -69,6 +69,15 @@ class SampleSeed:
 
     Raises:
         LimitError: ``seed`` is not such a number; a hook is not callable.
+
+    Examples:
+        >>> noise = torch.Generator()  # not a global one, so a hook sets it
+        >>> seed = SampleSeed(17, hooks=(noise.manual_seed,))
+        >>> with CachedDataset(torch.zeros(4, 2), "1MB", transform=lambda x: x + torch.rand(2, generator=noise)) as dataset:
+        ...     one_by_one = list(DataLoader(dataset, batch_size=1, sample_seed=seed))
+        ...     together = list(DataLoader(dataset, batch_size=4, sample_seed=seed))
+        >>> torch.equal(torch.cat(one_by_one), together[0])
+        True
     """
 
     seed: int

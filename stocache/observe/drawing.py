@@ -33,12 +33,13 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
         ValueError: there is no epoch yet, or the format is unknown.
         ImportError: a picture needs ``pip install matplotlib``.
 
-    Example:
+    Examples:
+        >>> from pathlib import Path
         >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
         >>> for epoch in range(2):
         ...     batches = list(loader)
         >>> plot(loader, "epochs.svg")
-        >>> open("epochs.svg").read(5)
+        >>> Path("epochs.svg").read_text()[:5]
         '<?xml'
     """
     epochs = _epochs(source)

@@ -31,6 +31,16 @@ class DataPreparer(ABC, Generic[TSample, TInfo]):
     """Makes the samples of a dataset, once, for a `DataStorage`. All preprocessing that is not random belongs here.
 
     Source: the article on block storage in PyTorch Lightning; names and contract are from there.
+
+    Examples:
+        >>> class Squares(DataPreparer):
+        ...     def prepare_data(self):
+        ...         yield from (number**2 for number in range(5))
+        ...     def get_dataset_info(self):
+        ...         return {"unit": "cm2"}
+        >>> storage = prepare(Squares(), "squares", progress=False)
+        >>> storage.load_sample(3), storage.load_dataset_info()
+        (9, {'unit': 'cm2'})
     """
 
     @abstractmethod
@@ -109,6 +119,14 @@ def prepare(
 
     If several processes prepare the same folder, one does and the others wait for it. The random generators are seeded for each
     block.
+
+    Examples:
+        >>> import os
+        >>> storage = prepare(TensorDataset(torch.arange(10)), "numbers", block_size=4, progress=False)
+        >>> sorted(os.listdir("numbers/blocks"))
+        ['000000.safetensors', '000001.safetensors', '000002.safetensors']
+        >>> len(storage), storage.load_sample(7)
+        (10, (tensor(7),))
     """
     nbytes = check_block_bytes(block_size, block_bytes)
     if on_error not in ("stop", "skip"):

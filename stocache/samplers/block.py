@@ -145,6 +145,12 @@ class BlockSampler(ResumableSampler):
     The order depends only on (seed, epoch, rank, world_size). Each iteration begins the next epoch, unless `set_epoch` was
     called. If ``indices`` is a range, the sampler keeps no list of it; and above 2^24 samples no list of the blocks.
     Source: the article on block storage in PyTorch Lightning, for windows of one block.
+
+    Examples:
+        >>> list(BlockSampler(range(12), block_size=3, shuffle=True, window=2))  # two blocks together, then the others
+        [0, 6, 1, 7, 2, 8, 10, 4, 5, 11, 9, 3]
+        >>> list(BlockSampler(range(12), block_size=3, shuffle=False, rank=1, world_size=2))
+        [6, 7, 8, 9, 10, 11]
     """
 
     _form = sampler_form("BlockSampler")

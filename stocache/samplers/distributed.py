@@ -34,6 +34,16 @@ class StatefulDistributedSampler(ResumableSampler):
 
     Source: the interface of torchdata's StatefulDistributedSampler, whose states it loads, too. These do not hold the epoch, so
     call `set_epoch` before or after `load_state_dict`.
+
+    Examples:
+        >>> sampler = StatefulDistributedSampler(range(8), num_replicas=2, rank=0, shuffle=False)
+        >>> order = iter(sampler)
+        >>> next(order), next(order)
+        (0, 2)
+        >>> resumed = StatefulDistributedSampler(range(8), num_replicas=1, rank=0, shuffle=False)  # both ranks have taken two
+        >>> resumed.load_state_dict(sampler.state_dict())
+        >>> list(resumed)
+        [4, 5, 6, 7]
     """
 
     _form = sampler_form("StatefulDistributedSampler", num_replicas=(int,))

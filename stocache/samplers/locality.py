@@ -58,6 +58,13 @@ class LocalityDistributedSampler(ResumableSampler):
     As with torch's sampler, call `set_epoch` for each epoch, or all have the same order. Above 2^24 samples the order differs
     from torch's, and takes no memory. A state can be resumed with another number of ranks and nodes if the global batch has the
     same size.
+
+    Examples:
+        >>> for node in range(2):  # the first has samples 0 to 3 cached, the other 4 to 7
+        ...     placement = Placement("prefix", node=node, nodes=2)
+        ...     print(list(LocalityDistributedSampler(range(8), 2, placement=placement, num_replicas=2, rank=node)))
+        [0, 3, 2, 1]
+        [4, 7, 5, 6]
     """
 
     _form = sampler_form("LocalityDistributedSampler", batch_size=(int,), layout=(dict, NoneType))

@@ -186,6 +186,12 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     Any number of processes and threads may read. A pickle of a storage holds the arguments only.
     The format: NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] in the source, and the README.
+
+    Examples:
+        >>> prepared = prepare(TensorDataset(torch.arange(10)), "numbers", block_size=4, progress=False)
+        >>> with OnDiskBlockDataStorage("numbers") as storage:
+        ...     print(len(storage), storage.load_sample(7), storage.load_block(2))
+        10 (tensor(7),) [(tensor(8),), (tensor(9),)]
     """
 
     thread_safe = True  # worker threads share it

@@ -202,6 +202,14 @@ class CsvFormat(ColumnFormat):
 
     Attributes:
         delimiter: one ASCII character; None for any white space.
+
+    Examples:
+        >>> np.savetxt("people.csv", [[180, 75, 0], [165, 60, 1]], "%g", delimiter=",", header="cm,kg,kind", comments="")
+        >>> people = CsvFormat(",", skip_header=1, columns=["kg"], label_columns="kind")
+        >>> with StreamLoader("people.csv", batch_size=2, buffer_size=2, format=people) as loader:
+        ...     x, y = next(iter(loader))
+        >>> x.tolist(), y.tolist()
+        ([[75.0], [60.0]], [0, 1])
     """
 
     delimiter: str | None
@@ -255,6 +263,13 @@ class FixedWidthFormat(ColumnFormat):
 
     Attributes:
         widths: of the fields, in bytes.
+
+    Examples:
+        >>> np.savetxt("rows.txt", ["1.75  7 0", " 0.5 12 1"], "%s")
+        >>> with StreamLoader("rows.txt", batch_size=2, buffer_size=2, format=FixedWidthFormat([4, 3, 2])) as loader:
+        ...     x, y = next(iter(loader))
+        >>> x.tolist(), y.tolist()
+        ([[1.75, 7.0], [0.5, 12.0]], [0, 1])
     """
 
     kind: ClassVar[str | None] = "fixed"
@@ -277,7 +292,16 @@ class FixedWidthFormat(ColumnFormat):
 
 @dataclass(frozen=True)
 class JsonLinesFormat(ColumnFormat):
-    """Rows that are JSON objects. Columns are named by their keys, or numbered as in the first row."""
+    """Rows that are JSON objects. Columns are named by their keys, or numbered as in the first row.
+
+    Examples:
+        >>> np.savetxt("rows.jsonl", ['{"kind": 0, "height": 1.5}', '{"kind": 1, "height": 1.75}'], "%s")
+        >>> rows = JsonLinesFormat(columns=["height"], label_columns="kind")
+        >>> with StreamLoader("rows.jsonl", batch_size=2, buffer_size=2, format=rows) as loader:
+        ...     x, y = next(iter(loader))
+        >>> x.tolist(), y.tolist()
+        ([[1.5], [1.75]], [0, 1])
+    """
 
     kind: ClassVar[str | None] = "jsonl"
 
@@ -305,6 +329,14 @@ class CustomFormat(TextFormat):
         parse: takes a list of lines, and returns arrays or tensors, or a tree of them, with one row for each line. The rows
             of an array have the same shape for all lines.
         audit: whether one buffer that is cached is parsed again in each epoch, to notice that ``parse`` gives other rows.
+
+    Examples:
+        >>> np.savetxt("points.txt", ["1/2", "3/4"], "%s")
+        >>> points = CustomFormat(lambda lines: np.array([line.split("/") for line in lines], dtype=np.int64))
+        >>> with StreamLoader("points.txt", batch_size=2, buffer_size=2, format=points) as loader:
+        ...     print(list(loader))
+        [tensor([[1, 2],
+                [3, 4]])]
     """
 
     parse: Callable[[list[str]], Any]

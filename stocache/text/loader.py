@@ -128,6 +128,14 @@ class StreamLoader(IterableDataset[Any]):
     `stocache.DataLoader`, or of torchdata's StatefulDataLoader, holds the state of this dataset in each worker. So it is
     resumed with that loader, and needs as many workers as before.
     Source: the article on a streaming data loader for PyTorch (J. McCaffrey).
+
+    Examples:
+        >>> np.savetxt("train.csv", [[0.5, 1.5, 0], [2.5, 3.5, 1], [4.5, 5.5, 2]], "%g", delimiter=",")
+        >>> with StreamLoader("train.csv", batch_size=2, buffer_size=2, delimiter=",", drop_last=False) as loader:
+        ...     for x, y in loader:
+        ...         print(x.tolist(), y.tolist())
+        [[0.5, 1.5], [2.5, 3.5]] [0, 1]
+        [[4.5, 5.5]] [2]
     """
 
     def __init__(

@@ -22,6 +22,14 @@ class ReadOptions:
 
     Raises:
         StreamError: an option is unknown, or the engine is not installed.
+
+    Examples:
+        >>> np.savetxt("rows.csv", [[0.5, 1], [1.5, 0]], "%g", delimiter=",")
+        >>> read = ReadOptions(engine="numpy")
+        >>> with StreamLoader("rows.csv", batch_size=2, buffer_size=2, delimiter=",", read=read) as loader:
+        ...     x, y = next(iter(loader))
+        >>> x.tolist(), y.tolist()
+        ([[0.5], [1.5]], [1, 0])
     """
 
     engine: Literal["auto", "pyarrow", "numpy"] = "auto"

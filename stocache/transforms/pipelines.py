@@ -209,8 +209,13 @@ def split_transforms(transform: object) -> tuple[Any, Any]:
         DatasetError: ``transform`` is not a transform.
 
     Examples:
-        >>> before, after = split_transforms(transform)
-        >>> dataset = CachedDataset(MyDataset(transform=before), transform={0: after})
+        >>> halve = deterministic(lambda image: image / 2)
+        >>> before, after = split_transforms([halve, torch.nn.Dropout()])
+        >>> halved = [(before(torch.full((1000,), 2.0)), label) for label in range(3)]
+        >>> with CachedDataset(halved, "1MB", transform={0: after}) as dataset:
+        ...     image, label = dataset[1]
+        >>> halved[1][0].unique(), image.unique(), label
+        (tensor([1.]), tensor([0., 2.]), 1)
     """
     steps = transform if isinstance(transform, list | tuple) else [transform]
     for step in steps:
@@ -234,6 +239,16 @@ def deterministic(transform: _Transform) -> _Transform:
 
     Raises:
         DatasetError: ``transform`` is not callable.
+
+    Examples:
+        >>> def decode(path):
+        ...     return torch.full((2,), len(path))
+        >>> before, after = split_transforms([decode, torch.nn.Dropout()])
+        >>> before("1.jpg")  # decode may be random, so it is left to the second part
+        '1.jpg'
+        >>> before, after = split_transforms([deterministic(decode), torch.nn.Dropout()])
+        >>> before("1.jpg")
+        tensor([5, 5])
     """
     if not callable(transform):
         raise DatasetError(f"{transform!r:.100} is not a transform: it is not callable.")

@@ -91,6 +91,13 @@ class KeyedCache(Attached, Generic[_K, _T]):
         CodecError: the codec is unknown, or not installed.
         DiskError: the folder cannot be used, or lmdb is not installed.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
+
+    Examples:
+        >>> with KeyedCache(size_limit_gib="1MB") as frames:
+        ...     for number in (3, 4, 3):
+        ...         frame = frames.get_or_load(("a.mp4", number), lambda key: torch.full((2,), key[1]))
+        ...     print(frame, len(frames), frames.stats().hits)
+        tensor([3, 3]) 2 1
     """
 
     _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load", "_disk")

@@ -88,6 +88,16 @@ def cached(
 
     Raises:
         LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as `KeyedCache`.
+
+    Examples:
+        >>> @cached("1MB")
+        ... def decode(path, number):
+        ...     return torch.full((2,), number)
+        >>> [decode("a.mp4", number).tolist() for number in (3, 4, 3)]
+        [[3, 3], [4, 4], [3, 3]]
+        >>> decode.stats().filled, decode.stats().hits
+        (2, 1)
+        >>> decode.close()
     """
     if callable(size_limit_gib) or isinstance(size_limit_gib, staticmethod | classmethod):
         return cached()(size_limit_gib)
@@ -134,6 +144,16 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
     Raises:
         DatasetError: the object has no such method, or no attribute can be set.
         LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as `KeyedCache`.
+
+    Examples:
+        >>> class Photos(Dataset):
+        ...     def load_image(self, idx):
+        ...         return torch.full((2,), idx)
+        >>> dataset = Photos()
+        >>> method = cache_method(dataset, "load_image", "1MB")
+        >>> dataset.load_image(3), dataset.load_image(3), method.stats().filled
+        (tensor([3, 3]), tensor([3, 3]), 1)
+        >>> method.close()
     """
     function = inspect.getattr_static(type(obj), name, None)
     kind = type(obj).__name__

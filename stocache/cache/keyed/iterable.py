@@ -54,6 +54,16 @@ class CachedIterable(IterableDataset[_T]):
     Raises:
         DatasetError: the dataset cannot be iterated over.
         LimitError, CodecError, DiskError, CacheNameError, MismatchError, SegmentError, BusyError: as for `KeyedCache`.
+
+    Examples:
+        >>> class Squares:
+        ...     def __iter__(self):
+        ...         print("reading the source")
+        ...         yield from (number**2 for number in range(4))
+        >>> with CachedIterable(Squares(), size_limit_gib="1MB") as dataset:
+        ...     print(list(dataset), list(dataset))
+        reading the source
+        [0, 1, 4, 9] [0, 1, 4, 9]
     """
 
     def __init__(

@@ -114,6 +114,11 @@ def advise(
 
     Child processes, which end with the call, load the samples; or if these would stall, this process does, with copies. So the
     dataset object and the random generators of this process stay as they are.
+
+    Examples:
+        >>> advice = advise(TensorDataset(torch.rand(64, 3)), batch_size=16, time_limit_s=3, progress=False)
+        >>> print(advice.best.code)
+        DataLoader(...dataset..., batch_size=16, shuffle=True...)
     """
     began = time.monotonic()
     step_ms, sizes = _check_step(step_ms), _check_sizes(batch_size)
