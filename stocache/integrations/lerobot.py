@@ -13,7 +13,12 @@ from stocache.cache.keyed.cache import KeyedCache
 
 
 def cache_frames(dataset: Any, size_limit_gib: float | str = "auto", **options: Any) -> "CachedFrames":
-    """Have a dataset take its frames from a `KeyedCache`, whose arguments these are. ``close()`` of the result ends that."""
+    """Have a dataset take its frames from a `KeyedCache`, whose arguments these are. ``close()`` of the result ends that.
+
+    Ranks of a job share it. With a name or a disk, say by a ``fingerprint`` which version of the dataset it is.
+    """
+    if options.keys().isdisjoint(("name", "disk", "fingerprint")):
+        options["fingerprint"] = f"frames of {dataset.root}"
     dataset._query_videos = CachedFrames(dataset, KeyedCache(size_limit_gib, **options))
     return dataset._query_videos  # type: ignore[no-any-return]
 

@@ -13,7 +13,12 @@ from stocache.cache.keyed.cache import KeyedCache
 
 
 def with_cached_images(trainer: type, size_limit_gib: float | str = "auto", **options: Any) -> type:
-    """Return a trainer whose datasets share one `KeyedCache` of images. The arguments are those of `KeyedCache`."""
+    """Return a trainer whose datasets share one `KeyedCache` of images. The arguments are those of `KeyedCache`.
+
+    Ranks of a job share it. With a name or a disk, say by a ``fingerprint`` which version of the images it is.
+    """
+    if options.keys().isdisjoint(("name", "disk", "fingerprint")):
+        options["fingerprint"] = "images by path and size"  # which the ranks of one job see alike
 
     class CachedTrainer(trainer):  # type: ignore[misc]
         images: KeyedCache[Any, Any] | None = None

@@ -24,6 +24,8 @@ class Episodes(torch.utils.data.Dataset):
     def __len__(self):
         return 2 * self.length
 
+    root = "episodes"
+
     def _query_videos(self, query_timestamps, ep_idx):
         item = {}
         for camera, seconds in query_timestamps.items():

@@ -60,7 +60,7 @@ def test_a_notebook_shows_the_picture(loader, monkeypatch):
     assert [type(each) for each in shown] == [figures.Figure]
 
 
-@pytest.mark.parametrize("source", [3, "epochs", TorchLoader([1])], ids=str)
+@pytest.mark.parametrize("source", [3, "epochs", TorchLoader([1])], ids=lambda source: type(source).__name__)
 def test_what_has_no_epochs_is_refused(source):
     with pytest.raises(TypeError, match=r"takes a stocache\.DataLoader, a CachedDataset"):
         stocache.plot(source)

@@ -65,7 +65,7 @@ class KeyedStore(RecordStore):
 
 
 class KeyedCache(Attached, Generic[_K, _T]):
-    """A cache in shared memory for values that have keys: one copy for all samples, workers, ranks and runs that need one.
+    """A cache in shared memory for values that have keys: one copy for all samples and workers that need one.
 
         frames = KeyedCache(size_limit_gib=32)
         frame = frames.get_or_load((path, number), lambda key: decode(*key))
@@ -74,8 +74,9 @@ class KeyedCache(Attached, Generic[_K, _T]):
     value is what a sample of a `RaggedCache` may be: tensors, arrays, numbers, texts, images, in any containers. It comes back
     equal. Nothing is evicted. When the cache is full, further keys are loaded each time, with one warning.
 
-    Make it before worker processes start, or give it a name: a cache without a name is shared with the processes that get it,
-    by fork or pickled, and with no others.
+    Make it before worker processes start: a cache is shared with the processes that get it, by fork or pickled. With a
+    ``fingerprint``, a text that says which data it is, it is one for all ranks of the job; with a ``name``, for all processes
+    of the user that ask for that name.
 
     Args:
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
@@ -83,8 +84,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         allow_pickle: True to pickle objects that cannot be stored otherwise.
         disk, disk_limit: a folder on a local disk behind the memory, and the bytes that it may have. It gets all values, stays
             for the next run with the same fingerprint, and needs ``pip install 'stocache[disk]'`` (LMDB).
-        name, persist, fingerprint, on_busy: to share the cache with other ranks, jobs and later runs. `CacheOptions` describes
-            all options in full.
+        name, persist, fingerprint, on_busy: to share the cache; `CacheOptions` describes all options in full.
 
     Raises:
         LimitError: the limit is not a size, or leaves no room.
