@@ -150,7 +150,9 @@ class Audit:
             raise DatasetError(f"{finding}. {_REMEDY}")
         self._shared.words[_CHANGED] = 1
         self._shared.words[_VERSION] += 1
-        logger.warning("%s. From now on %s makes each sample itself. %s", finding, type(self._dataset).__name__, _REMEDY)
+        logger.warning(
+            "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
+        )
 
     # ------------------------------------------------------------------------------------------------ comparing
 

@@ -2,7 +2,7 @@
 
     frames = cache_frames(LeRobotDataset("lerobot/pusht", delta_timestamps=...), "16GiB")
 
-Tried with a stand-in that has the names of lerobot 0.3: ``_query_videos(query_timestamps, ep_idx)``.
+Tried with lerobot 0.4.4 and 0.6.1.
 """
 
 from typing import Any
@@ -17,8 +17,12 @@ def cache_frames(dataset: Any, size_limit_gib: float | str = "auto", **options: 
 
     Ranks of a job share it. With a name or a disk, say by a ``fingerprint`` which version of the dataset it is.
     """
+    root = dataset.root
+    dataset = getattr(dataset, "reader", dataset)  # which decodes, from lerobot 0.6 on
+    if not hasattr(dataset, "_query_videos"):
+        raise TypeError(f"{type(dataset).__name__} has no _query_videos, so it is not a LeRobotDataset as it is known here.")
     if options.keys().isdisjoint(("name", "disk", "fingerprint")):
-        options["fingerprint"] = f"frames of {dataset.root}"
+        options["fingerprint"] = f"frames of {root}"
     dataset._query_videos = CachedFrames(dataset, KeyedCache(size_limit_gib, **options))
     return dataset._query_videos  # type: ignore[no-any-return]
 

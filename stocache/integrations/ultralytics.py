@@ -25,6 +25,9 @@ def with_cached_images(trainer: type, size_limit_gib: float | str = "auto", **op
 
         def build_dataset(self, *args: Any, **kwargs: Any) -> Any:
             dataset = super().build_dataset(*args, **kwargs)
+            if not hasattr(dataset, "load_image"):
+                name = type(dataset).__name__
+                raise TypeError(f"{name} has no load_image: its samples are not mosaics. Use `stocache run --cache auto`.")
             if self.images is None:
                 self.images = KeyedCache(size_limit_gib, **options)
             dataset.load_image = CachedImages(dataset, self.images)

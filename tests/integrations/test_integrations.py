@@ -4,6 +4,7 @@ import asyncio
 import pickle
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,6 +55,15 @@ def test_frames_of_windows_are_decoded_once(tmp_path, workers):
     assert len(decoded) == len(set(decoded)) == 2 * 2 * 30  # two cameras, two episodes
     frames.close()
     assert dataset._query_videos.__func__ is Episodes._query_videos
+
+
+def test_frames_are_taken_from_the_part_that_decodes_them_and_what_has_none_is_refused(tmp_path):
+    newer = SimpleNamespace(root="episodes", reader=Episodes(tmp_path / "log"))
+    frames = cache_frames(newer, "1MB")
+    assert newer.reader._query_videos is frames
+    frames.close()
+    with pytest.raises(TypeError, match="SimpleNamespace has no _query_videos"):
+        cache_frames(SimpleNamespace(root=""), "1MB")
     assert same(dataset[3], expected[3])
 
 
