@@ -55,6 +55,7 @@ def test_frames_of_windows_are_decoded_once(tmp_path, workers):
     assert len(decoded) == len(set(decoded)) == 2 * 2 * 30  # two cameras, two episodes
     frames.close()
     assert dataset._query_videos.__func__ is Episodes._query_videos
+    assert same(dataset[3], expected[3])
 
 
 def test_frames_are_taken_from_the_part_that_decodes_them_and_what_has_none_is_refused(tmp_path):
@@ -64,7 +65,6 @@ def test_frames_are_taken_from_the_part_that_decodes_them_and_what_has_none_is_r
     frames.close()
     with pytest.raises(TypeError, match="SimpleNamespace has no _query_videos"):
         cache_frames(SimpleNamespace(root=""), "1MB")
-    assert same(dataset[3], expected[3])
 
 
 def test_monai_s_cache_dataset_is_one_copy_with_the_same_items():
