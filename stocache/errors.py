@@ -25,8 +25,6 @@ StocacheError
 └── StateError        (ValueError)                  a state does not belong to this DataLoader, or cannot be taken
 """
 
-import sys
-
 
 class StocacheError(Exception):
     """Base of all stocache errors. Their tracebacks end with the command that explains them, from Python 3.11 on."""
@@ -34,8 +32,9 @@ class StocacheError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         public = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)
-        if public is not StocacheError and sys.version_info >= (3, 11):
-            self.add_note(f"(stocache explain {public.__name__})")
+        add_note = getattr(self, "add_note", None)  # Python 3.11
+        if public is not StocacheError and add_note is not None:
+            add_note(f"(stocache explain {public.__name__})")
 
 
 class LimitError(StocacheError, ValueError):

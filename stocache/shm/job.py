@@ -20,8 +20,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.utils.data import get_worker_info
-
 from stocache.system.ranks import torch_ranks
 from stocache.system.waiting import parent_of, status_of
 
@@ -61,6 +59,8 @@ def job_here() -> Job:
             if not own.keys().isdisjoint(names) and (names is not _OF_RAY or _is_rank()):
                 launcher = _above(pid, names)
                 return Job(_key(launcher or pid), bool(launcher), max(1, ranks), not launcher)
+    from torch.utils.data import get_worker_info  # here: commands that list caches do without torch
+
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None and (_is_rank() or get_worker_info() is not None):
         return Job(_key(parent.pid), True, max(1, ranks))

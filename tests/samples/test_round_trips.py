@@ -171,7 +171,7 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
         *before, pickled, one = got["list"]
         return (before, one) == (wanted["list"][:-2], 1) and check(pickled, value) and check(got["last"], value)
 
-    with pytest.raises(SampleError, match=PLACE.format(0) + r'sample\["(list"\]\[0|last")\].*pass allow_pickle=True\.$'):
+    with pytest.raises(SampleError, match=PLACE.format(0) + r'sample\["(list"\]\[0|last")\].*pass allow_pickle=True\.'):
         way(values)
     way(values, equal, allow_pickle=True)
 
@@ -232,7 +232,7 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
 
 @way
 @pytest.mark.parametrize(("sample", "message"), [
-    ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.$'),
+    ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.'),
     ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
     (np.array([(None,)], dtype=[("a", "O")]), r"value is a ndarray, which has no bytes of its own"),
     (some.Note(some.SHARED, some.SHARED), r"value is a Note, which has no bytes of its own"),  # one tensor would become two
@@ -250,7 +250,7 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
     (dataclasses.make_dataclass("Local", ["x"])(1), "processes do not find as .*:Local. Define it at .*, or pass allow_pickle"),
     ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
     ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, .*a.*, that is not a str'),
-    (some.nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\.$"),
+    (some.nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\."),
 ])  # fmt: skip
 def test_what_would_not_come_back_the_same_is_refused(way, sample, message):
     with pytest.raises(SampleError, match=PLACE.format(1) + f".*{message}"):
