@@ -1,5 +1,7 @@
 """Draw the epochs of a loader or a cached dataset: into a file, in a notebook, or as text."""
 
+import io
+import math
 import sys
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -43,11 +45,14 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
         '<?xml'
     """
     epochs = _epochs(source)
-    display = None if file is not None else _notebook_display()
     if file is not None:
         _draw(epochs).savefig(file)
-    elif display is not None:
-        display(_draw(epochs))
+    elif _is_in_notebook():
+        from IPython.display import Image, display
+
+        picture = io.BytesIO()
+        _draw(epochs).savefig(picture, format="png", dpi=80)
+        display(Image(picture.getvalue()))  # a figure is shown only where pyplot is set up
     else:
         Console().print(_tabulate(epochs))
 
@@ -65,14 +70,8 @@ def _epochs(source: Any) -> tuple[EpochStats | LoaderEpochStats, ...]:
     return epochs
 
 
-def _notebook_display() -> Any:
-    """Return the function that shows an object below the cell of a notebook; None elsewhere."""
-    if "IPython" not in sys.modules:
-        return None
-    from IPython import get_ipython
-    from IPython.display import display
-
-    return display if hasattr(get_ipython(), "kernel") else None
+def _is_in_notebook() -> bool:
+    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
 
 
 def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
@@ -97,8 +96,9 @@ def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
         middle[0].legend(fontsize="small")
     else:
         times.bar(numbers, [epoch.seconds for epoch in epochs], color=_STEP)
-    times.set(title="seconds", ylim=(0, None))
-    rates.plot(numbers, [100 * (epoch.hit_rate or 0) for epoch in epochs], "o-", color=_HITS)
+    times.set(title="seconds", ylim=(0, 1.3 * max(epoch.seconds for epoch in epochs)))  # with room for the legend
+    shares = [math.nan if epoch.hit_rate is None else 100 * epoch.hit_rate for epoch in epochs]
+    rates.plot(numbers, shares, "o-", color=_HITS)  # of a loader without a cache nothing
     rates.set(title="samples from the cache (%)", ylim=(-3, 103))
     for axes in (times, *middle, rates):
         axes.set_xlabel("epoch")
