@@ -27,7 +27,8 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
-from stocache.errors import BusyError, LimitError, SegmentError
+from stocache.errors import BusyError, CacheNameError, LimitError, SegmentError
+from stocache.platform import here
 from stocache.samples.spec import Structure
 from stocache.shm import agreement, claims, named, registry, siblings
 from stocache.shm.job import Job, job_here
@@ -168,7 +169,8 @@ class CacheLayout:
 def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:
     """Return a new segment without a name, and its capacity: 0 where the machine gives no shared memory."""
     descriptor = layout.segment_layout(capacity, identity or {}).descriptor
-    segment = Segment.create(layout.all_control_bytes, layout.data_bytes(capacity), layout.extent_bytes, descriptor)
+    data_bytes = layout.data_bytes(capacity)
+    segment = Segment.create(layout.all_control_bytes, data_bytes, layout.extent_bytes, descriptor, for_threads=True)
     if segment.backing == "none":
         capacity = 0
     layout.mark_outsiders(segment.control, capacity)
@@ -213,6 +215,13 @@ def open_memory(
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
     """
     limit, name = options.size_limit_gib, options.name
+    if not here.SHARES_MEMORY:
+        if name is not None:
+            raise CacheNameError(
+                f"name={name!r}: caches with a name are shared between processes, which works on Linux only. Leave the name "
+                f"out, and use worker_method='thread'. For later runs: disk=, disk_limit=, fingerprint=."
+            )
+        return open_own(layout, layout.affordable(limit, False))
     if name is None:
         return _open_shared(layout, options, proof, job or job_here())
     identity = {"dataset_len": layout.dataset_len, **layout.identity}

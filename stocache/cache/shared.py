@@ -159,6 +159,7 @@ class SharedCache(MemoryCache[_T]):
         placement: Placement
         structure, placement, dataset_len = parts
         self._structure, self._placement, self._slots = structure, placement, capacity
+        capacity = 0 if segment.backing == "none" else capacity  # as in a process that cannot have the memory of this one
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, capacity))
         room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
         self._share(segment, dataset_len, self._columns, str(structure), room, own, dataset_len)

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from stocache.cache.placement import Placement, ordering_of
 from stocache.datasets.cached import CachedDataset
 from stocache.loader.threads.loading import would_stall
+from stocache.platform import here
 from stocache.preparation.sources import load_jpeg
 from stocache.system.objects import TorchLoader
 
@@ -84,7 +85,7 @@ def drop_pages(paths: Iterable[Path]) -> None:
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            here.drop_pages(fd)
         finally:
             os.close(fd)
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 from stocache.cli import listing
 from stocache.disk.folder import IN_MEMORY, NETWORK
 from stocache.disk.inspection import place_of
+from stocache.platform import here
 from stocache.shm import named
 from stocache.shm.registry import directory_of
 from stocache.system import limits
@@ -39,7 +39,8 @@ def examine(size_limit: int | None = None, disk: str | None = None, disk_limit: 
         size_limit: bytes of a planned cache.
         disk, disk_limit: folder and bytes of a planned disk cache.
     """
-    return [*_shm(size_limit), *_memory(size_limit), *_named(), *_disks(disk, disk_limit), *_remove_ipc(), *_process()]
+    shared = [*_shm(size_limit), *_named(), *_remove_ipc()] if here.SHARES_MEMORY else []
+    return [*shared, *_memory(size_limit), *_disks(disk, disk_limit), *_process()]
 
 
 def _problem(what: str, remedy: str) -> Finding:
@@ -157,7 +158,7 @@ def _disk(folder: str, limit: int | None) -> Iterator[Finding]:
 
 
 def _remove_ipc() -> Iterator[Finding]:
-    uid, user = os.geteuid(), listing.user_name(os.geteuid())
+    uid, user = here.user(), listing.user_name(here.user())
     if uid < 1000 or not _SEATS.is_dir() or (_LINGER / user).exists():
         return  # logind does not run, or spares system users and users who linger
     if _logind_setting("RemoveIPC", "yes").lower() in ("yes", "true", "1", "on"):
@@ -180,15 +181,15 @@ def _logind_setting(key: str, default: str) -> str:
 
 
 def _process() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = here.limit_of("NOFILE")
     if soft < _LEAST_DESCRIPTORS:
         more = min(65536, hard) if hard > 0 else 65536
         yield _problem(
             f"a process may open {soft} files: DataLoader workers that send many tensors fail with 'Too many open files'.",
             f"ulimit -n {more}" + (f" (as root first: the hard limit is {hard})" if more < _LEAST_DESCRIPTORS else ""),
         )
-    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if address_space != resource.RLIM_INFINITY:
+    address_space, _ = here.limit_of("AS")
+    if address_space >= 0:
         yield _problem(
             f"a process may map {format_size(address_space)} (ulimit -v), and an empty cache counts with its full size.",
             "ulimit -v unlimited",

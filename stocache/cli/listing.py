@@ -21,6 +21,7 @@ from stocache.cache.keyed.layout import BY_KEY, count_keys
 from stocache.cache.keyed.layout import CONTROL_BYTES as KEYED_CONTROL
 from stocache.cache.stats import OOB, SET, CacheStats
 from stocache.errors import SegmentError, StocacheError
+from stocache.platform import here
 from stocache.shm import named, registry
 from stocache.shm.layout import COUNTERS_AT, EXTENTS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
@@ -179,7 +180,7 @@ def find_loaders(uid: int | None = None, count: bool = True) -> list[NamedLoader
 
 
 def _uids(uid: int | None) -> list[int]:
-    return registry.users() if uid == -1 else [os.geteuid() if uid is None else uid]
+    return registry.users() if uid == -1 else [here.user() if uid is None else uid]
 
 
 _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for

@@ -3,7 +3,6 @@
 In a pipe or a file, lines are not broken.
 """
 
-import os
 import shutil
 import sys
 import textwrap
@@ -14,8 +13,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stocache.cache.stats import CacheStats
+from stocache.platform import here
 
-CORES = min(4, len(os.sched_getaffinity(0)))
+CORES = min(4, here.usable_cpus())
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
 
 

@@ -4,9 +4,7 @@ import contextlib
 import os
 import select
 import sys
-import termios
 import time
-import tty
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -179,6 +177,9 @@ def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Enter with a function that waits for a number of seconds and returns whether q was typed meanwhile."""
+    import termios  # here: Windows has none
+    import tty
+
     stdin = sys.stdin.fileno()
     settings = termios.tcgetattr(stdin)
     tty.setcbreak(stdin)

@@ -20,7 +20,6 @@ NOTE [ The audit ]
 import functools
 import logging
 import operator
-import os
 import sys
 import threading
 import time
@@ -38,6 +37,7 @@ from stocache.cache.options import check_share
 from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
+from stocache.platform import here
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
@@ -447,4 +447,4 @@ def _enter_child() -> None:
         audit._enter_process()
 
 
-os.register_at_fork(after_in_child=_enter_child)
+here.at_fork(after_in_child=_enter_child)

@@ -26,6 +26,7 @@ from stocache.disk.formats import Rows, pack_example, unpack_example
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
 from stocache.disk.store import USED, Control, DiskStore, control_bytes
 from stocache.errors import ClosedError, DiskError, LimitError, SegmentError
+from stocache.platform import here
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_decoder import Records
@@ -400,7 +401,12 @@ def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int)
 
 def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, capacity: int) -> Segment:
     """Return the shared memory with the states of the samples of a folder, attached to or new."""
-    name = f"disk.{folder.key}"
+    name, control = f"disk.{folder.key}", claims.with_words(control_bytes(options.dataset_len), options.dataset_len)
+    initialise = partial(_initialise, options, form.nbytes, folder, capacity)
+    if not here.SHARES_MEMORY:
+        segment = Segment.create(control, 0, for_threads=True)
+        initialise(segment.control)
+        return segment
     identity: Identity = {
         "disk": folder.path,
         "dataset_len": options.dataset_len,
@@ -411,12 +417,8 @@ def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, ca
         with contextlib.suppress(OSError):
             named.remove(named.find(name), dead=True)
     descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
-    layout = Layout.for_sizes(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0, descriptor.pack())
-
-    def new() -> tuple[Layout, Callable[[memoryview], None]]:
-        return layout, partial(_initialise, options, form.nbytes, folder, capacity)
-
-    found = named.join(name, identity, False, new)
+    layout = Layout.for_sizes(control, 0, descriptor.pack())
+    found = named.join(name, identity, False, lambda: (layout, initialise))
     assert found is not None
     return found[0]
 

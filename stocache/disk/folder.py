@@ -10,7 +10,6 @@ NOTE [ Who uses a folder ]
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -24,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from stocache.errors import DiskError, MismatchError
+from stocache.platform import here
 from stocache.shm.named import Identity
 from stocache.system import limits
 from stocache.system.hashing import ZEROS, embed_checksum, read_checksum
 from stocache.system.limits import filesystem_of
-from stocache.system.waiting import describe_first, flock_owners, printable, try_flock, wait_until
+from stocache.system.waiting import describe_first, flock_owners, printable, wait_until
 
 logger = logging.getLogger("stocache")
 
@@ -129,7 +129,7 @@ class Folder:
 
     def _open_directory(self) -> None:
         try:
-            self._at = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._at = here.open_folder(self.path)
         except NotADirectoryError:
             raise DiskError(f"disk={self.path!r} is a file or below one. Give a folder of its own; it may be new.") from None
         self._fds.append(self._at)
@@ -137,8 +137,8 @@ class Folder:
     def _check(self, private: bool) -> None:
         """Raise DiskError unless the folder is this user's alone; warn if it is in memory or on a network."""
         status, path = os.fstat(self._at), printable(self.path)
-        if status.st_uid != os.geteuid():
-            raise DiskError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}. Give a folder of your own.")
+        if status.st_uid != here.user():
+            raise DiskError(f"{path} belongs to user {status.st_uid}, not to {here.user()}. Give a folder of your own.")
         forbidden = stat.S_IWOTH | (stat.S_IWGRP if private else 0)
         if status.st_mode & forbidden:
             raise DiskError(f"others may write to {path} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {path}")
@@ -172,13 +172,13 @@ class Folder:
         lock = self._lock = self._open_lock()
 
         def taken() -> bool:
-            self.alone = try_flock(lock)
+            self.alone = here.lock_file(lock)
             if self.alone:
                 return True
-            if not _try_shared_flock(lock):
+            if not here.lock_file(lock, shared=True):
                 return False
             if self.writable and not (self._has(MANIFEST_FILE) and os.fstat(lock).st_size):
-                fcntl.flock(lock, fcntl.LOCK_UN)  # the process that was alone has ended before it was done
+                here.unlock_file(lock)  # the process that was alone has ended before it was done
                 return False
             return True
 
@@ -205,11 +205,13 @@ class Folder:
 
     def share(self) -> None:
         """Let other processes of this machine use the folder, too."""
-        if self.alone:
+        if self.alone and here.SHARES_MEMORY:
             self.alone = False
-            self._wait_for_lock(lambda: _try_shared_flock(self._lock))  # the kernel may let another process in between
+            self._wait_for_lock(lambda: here.lock_file(self._lock, shared=True))  # another process may come between
 
     def _wait_for_lock(self, taken: Callable[[], bool]) -> None:
+        if not here.SHARES_MEMORY and not taken():
+            raise DiskError(f"{printable(self.path)} is in use by another process. On this system it serves one at a time.")
         if not wait_until(taken, _LONGEST_S):
             holder = describe_first(flock_owners(self._lock))
             raise DiskError(f"{printable(self.path)} has been locked by {holder} for {_LONGEST_S:.0f} s.")
@@ -239,9 +241,9 @@ class Folder:
         """Open a file of the folder. Raises DiskError where something else has its name."""
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=self._at, follow_symlinks=False)  # opening a device may have effects
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != here.user():
                 raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC, 0o600, dir_fd=self._at)
         self._fds.append(fd)
         return fd
 
@@ -269,7 +271,7 @@ class Folder:
             logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
         remove_files(self._at, *CONTENT)
         for name in (INDEX_FILE, SAMPLES_FILE):
-            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
+            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | here.CLOSED_ON_EXEC, 0o600, dir_fd=self._at))
         manifest = {
             "format": "stocache disk cache",
             "version": _VERSION,
@@ -280,7 +282,8 @@ class Folder:
             "facts": facts,
         }
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        draft = os.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | here.CLOSED_ON_EXEC
+        draft = os.open(f"{MANIFEST_FILE}.new", flags, 0o600, dir_fd=self._at)
         try:
             if os.write(draft, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -322,7 +325,7 @@ def read_manifest(at: int) -> dict[str, Any]:
         ValueError: it is damaged, or of another version.
         OSError: it cannot be read.
     """
-    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC, dir_fd=at)
     try:
         text = os.read(fd, _MOST)
     finally:
@@ -366,17 +369,10 @@ def _is_sane(manifest: dict[str, Any]) -> bool:
     )
 
 
-def _try_shared_flock(fd: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    return False
-
-
 def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the manifest of the folder at a path; None if there is no cache that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        at = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        at = here.open_folder(path)
         try:
             return read_manifest(at)
         finally:
@@ -386,6 +382,8 @@ def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def domain() -> str:
     """Return a text that is the same in all processes with the same shared memory, and in no others."""
+    if not here.SHARES_MEMORY:
+        return ""
     return f"{_read(_MACHINE)} {_read(_BOOT)} {os.stat(limits.SHM_DIR).st_dev if os.path.isdir(limits.SHM_DIR) else 0}"
 
 

@@ -26,14 +26,15 @@ from stocache.disk.folder import (
 )
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
+from stocache.platform import here
 from stocache.shm import named
 from stocache.system.limits import filesystem_of
-from stocache.system.waiting import describe_first, flock_owners, printable, try_flock
+from stocache.system.waiting import describe_first, flock_owners, printable
 
 _RUN = 256  # samples that a thread checks at a time
 _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC
 
 _Numbers = NDArray[np.uint64]
 
@@ -156,13 +157,13 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
     key = None
     with _directory(path) as at, contextlib.ExitStack() as stack:
         _check_names(at, shown)
-        if os.fstat(at).st_uid != os.geteuid() and not force:
+        if os.fstat(at).st_uid != here.user() and not force:
             raise DiskError(f"{shown} belongs to user {os.fstat(at).st_uid}. To remove it anyway: stocache rm --force {shown}")
         with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
             key = _read_manifest(at, path)["key"]
         if not force:
             lock = _open_file(stack, at, path, LOCK_FILE, os.O_RDWR)
-            if not try_flock(lock):
+            if not here.lock_file(lock):
                 user = describe_first(flock_owners(lock))
                 raise DiskError(f"{shown} is in use by {user}. To remove it anyway: stocache rm --force {shown}")
         remove_files(at, *CONTENT, LOCK_FILE)
@@ -205,7 +206,7 @@ class _Files(NamedTuple):
 @contextlib.contextmanager
 def _directory(path: str) -> Iterator[int]:
     try:
-        at = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        at = here.open_folder(path)
     except OSError as error:
         raise DiskError(f"{printable(path)} is not the folder of a disk cache: {error.strerror}.") from None
     try:

@@ -25,6 +25,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from stocache.disk.folder import Folder
+from stocache.platform import here
 from stocache.shm.segment import MOST_BUFFERS
 
 DATA_OFFSET = 4096
@@ -145,7 +146,7 @@ class SamplesFile:
 
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""
-        os.posix_fadvise(self._samples, self.offsets[idx], self.room(self.sizes[idx]), os.POSIX_FADV_WILLNEED)
+        here.read_ahead(self._samples, self.offsets[idx], self.room(self.sizes[idx]))
 
     def pack(self, idx: int, buffers: Sequence[Any]) -> tuple[list[Any], int]:
         """Return the buffers to write for a sample, and their bytes in total."""
@@ -179,7 +180,7 @@ class SamplesFile:
         So samples that were written once, and are read an epoch later, do not fill the memory.
         """
         if end - self._advised >= 2 * _WINDOW:
-            os.posix_fadvise(self._samples, self._advised, end - self._advised, os.POSIX_FADV_DONTNEED)
+            here.drop_pages(self._samples, self._advised, end - self._advised)
             self._advised = end - _WINDOW  # once more: these are being written
 
     def enter(self, idx: int, at: int, nbytes: int) -> None:

@@ -45,6 +45,7 @@ from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distributio
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
 from stocache.observe.recording.spans import WAIT, span
 from stocache.observe.verdict import LoaderEpochStats, Verdict
+from stocache.platform import here
 from stocache.ring.ring import Ring
 from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
@@ -157,7 +158,8 @@ class DataLoader(ResumableLoader[_T]):
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
             pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" measures that, and logs what it chooses. Each thread has its own copy of the dataset object, and
-            shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.)
+            shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.) None stands
+            for processes; for threads where the dataset is cached and the system shares no memory between processes.
         device: a GPU, such as "cuda", on which batches are delivered. They are copied, two ahead, on a stream of its own, from
             pinned memory, whatever ``pin_memory`` is. Samples of a `CachedDataset` that are in memory are read by the GPU
             itself. "cuda" is the current device when the first iterator is made. Parts that are no tensors stay on the host.
@@ -193,7 +195,7 @@ class DataLoader(ResumableLoader[_T]):
         prefetch_factor: int | None = None,
         snapshot_every_n_steps: int | None = 1,
         sample_seed: int | SampleSeed | None = None,
-        worker_method: str = "multiprocessing",
+        worker_method: str | None = None,
         device: Any = None,
         device_limit_gib: float | str = 0,
         **kwargs: Any,
@@ -216,9 +218,9 @@ class DataLoader(ResumableLoader[_T]):
                 f"the sampler makes batches of {planned} samples, but batch_size={self.batch_size}. Make them equal."
             )
         self.sample_seed = as_sample_seed(sample_seed, dataset)
-        if worker_method not in METHODS:
+        if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
-        self.worker_method = worker_method
+        self.worker_method = worker_method or self._default_method()
         self._trial: GilTrial | None = None  # of worker_method="auto"
         self.device, self.device_limit_gib = None if device is None else _as_device(device), device_limit_gib
         self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
@@ -226,7 +228,7 @@ class DataLoader(ResumableLoader[_T]):
         self._epoch: int | None = None
         self._reset_position()
         vars(self).update(_fresh())
-        options = {"sample_seed": self.sample_seed is not None, "worker_method": worker_method != "multiprocessing"}
+        options = {"sample_seed": self.sample_seed is not None, "worker_method": worker_method not in (None, "multiprocessing")}
         options |= {"device": self.device is not None}
         lost = [name for name, given in options.items() if given]
         if lost:
@@ -407,6 +409,15 @@ class DataLoader(ResumableLoader[_T]):
     def source(self) -> Any:
         """The dataset that is iterated."""
         return self.dataset
+
+    def _default_method(self) -> str:
+        if here.SHARES_MEMORY or not self.num_workers or not self._cached_datasets:
+            return "multiprocessing"
+        logger.warning(
+            "worker_method='thread': on this system a cache is memory of one process, which its threads share. Worker "
+            "processes (worker_method='multiprocessing') would load each sample from the dataset."
+        )
+        return "thread"
 
     @property
     def _start_method(self) -> str:

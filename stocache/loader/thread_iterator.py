@@ -50,6 +50,7 @@ from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMa
 from stocache.observe.recording.gil import GilWatch
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.observe.recording.spans import COLLATE, span
+from stocache.platform import here
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets, walk
 
@@ -485,7 +486,7 @@ class ThreadIterator(QuickIterator):
         # numbers could hold a lock that an earlier one needs; and collating, which calls hooks of ``sample_seed``, could meet a
         # sample
         pools = [1] * count if self._is_bound or self._in_turn else [count]
-        cores = len(os.sched_getaffinity(0))  # on which to gather: more threads would only take the GIL from each other
+        cores = here.usable_cpus()  # on which to gather: more threads would only take the GIL from each other
         self._threads = [
             WorkerThreads(size, partial(crew.begin, first), crew.end, most_others=cores) for first, size in enumerate(pools)
         ]

@@ -1,7 +1,6 @@
 """The figures of each epoch of a loader: how long the trainer waited, how long each part took, and the verdict."""
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from stocache.datasets.cached import CachedDataset
 from stocache.observe.recording.epochs import EpochStats
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord
 from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, judge
+from stocache.platform import here
 from stocache.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
 from stocache.system.ranks import is_first_rank
@@ -107,7 +107,7 @@ class RunningEpoch:
             starts_workers=self.workers > 0 and not self.threads and not (self.persistent and self.number),
             persistent=self.persistent,
             buffers=0 if self.ring is None else self.ring.depth,
-            cores=len(os.sched_getaffinity(0)),
+            cores=here.usable_cpus(),
             cache=None if self._cache is None else partial(self._cache_facts, self._cache),
             left=self.dataset is not None and self.dataset.is_left,
         )

@@ -12,7 +12,6 @@ NOTE [ Measurements ]
 
 import contextlib
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -40,6 +39,7 @@ from stocache.observe.trials import (
     time_busy_loads,
     time_loads,
 )
+from stocache.platform import here
 from stocache.system.children import ChildError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.objects import get_many_of
@@ -62,7 +62,7 @@ _SPARE_S = 1.0  # to end all processes
 
 def count_cores() -> int:
     """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return here.usable_cpus()
 
 
 def measure_costs(dataset: object, **options: Any) -> Costs:

@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 
+from stocache.platform import here
+
 
 class ForkTracker:
     """The children that may read memory that this process held when it forked them; ``held`` returns what it holds now."""
@@ -70,7 +72,7 @@ def _watch_forks() -> None:
     global _watching
     if not _watching:
         _watching = True
-        os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+        here.at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _before() -> None:

@@ -43,6 +43,7 @@ from torch import Tensor
 from stocache.errors import WorkerError
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord
 from stocache.observe.recording.spans import RECEIVE, span
+from stocache.platform import here
 from stocache.ring.fork_tracker import ForkTracker
 from stocache.ring.pickling import RingPickler, pack, unpack
 from stocache.ring.pinned import Pinned
@@ -243,7 +244,7 @@ class Ring:
     def record_fallback(self, reason: str) -> None:
         """Count a batch that arrived without the ring. Warn, once, where that is slow."""
         global _said_no_memory
-        if reason == NO_MEMORY and not _said_no_memory:
+        if reason == NO_MEMORY and not _said_no_memory and here.SHARES_MEMORY:
             _said_no_memory = True
             logger.warning(
                 "there is no shared memory for batches: they go through a pipe, which is slower. In Docker, raise --shm-size."

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
+from stocache.platform import here
 from stocache.shm.layout import (
     EXTENTS_AT,
     LIMIT,
@@ -39,7 +40,8 @@ class Extents:
     """
 
     def __init__(self, layout: Layout, memory: mmap.mmap, fds: list[int], locks: FileLocks, backing: str, huge: bool) -> None:
-        self._layout, self._mmap, self._fds, self._locks, self._backing, self._huge = layout, memory, fds, locks, backing, huge
+        self._layout, self._mmap, self._locks, self._backing, self._huge = layout, memory, locks, backing, huge
+        self._fds = fds or [-1]  # the platform reserves nothing where segments have no file
         self._bytes = memoryview(memory)
         self.states = self._bytes[EXTENTS_AT : layout.control_at]
         self._known_spare = 0  # bytes of memory that this process may reserve before it looks again how much is left
@@ -123,7 +125,7 @@ class Extents:
             # range with small ones. Where this fails (an old kernel, no memory), fallocate does the rest, or reports the error.
             self.populate(at - self._layout.data_at, at - self._layout.data_at + nbytes)
         try:
-            os.posix_fallocate(self._fds[0], at, nbytes)
+            here.reserve(self._fds[0], at, nbytes)
         except OSError as error:
             with contextlib.suppress(OSError):  # give back the part that was taken, if the kernel can
                 self._mmap.madvise(mmap.MADV_REMOVE, at, nbytes)

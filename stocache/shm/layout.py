@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stocache.errors import SegmentError
+from stocache.platform import here
 from stocache.system.limits import MIB, format_size
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
@@ -111,7 +112,7 @@ class Layout:
             OSError: the machine does not give the memory.
         """
         os.ftruncate(fd, self.size)
-        os.posix_fallocate(fd, 0, self.control_at + self.control_bytes)
+        here.reserve(fd, 0, self.control_at + self.control_bytes)
         os.pwrite(fd, self._pack(self._checksum()) + self.descriptor, 0)
 
     @classmethod

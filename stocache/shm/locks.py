@@ -19,16 +19,14 @@ NOTE [ Reading in order ]
     (NOTE [ Publishing a slot ]).
 """
 
-import fcntl
 import logging
-import os
 import platform
-import struct
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from typing import TypeVar
 
+from stocache.platform import here
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")
@@ -39,7 +37,6 @@ ROW_LOCKS, EXTENTS_LOCK, OWNER_LOCKS = 1 << 40, 1 << 41, 1 << 42
 WEAKLY_ORDERED = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 """Whether a reader needs `fence` on this CPU."""
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 _WAITED_TO_IDLE = 6.0  # back-off: after waits of t seconds for a process, do not wait for it again for 6 t
 
 _Result = TypeVar("_Result")
@@ -62,21 +59,17 @@ class FileLocks:
     """
 
     def __init__(self, fds: list[int], where: str) -> None:
-        self._fds, self._where = fds, where
+        self._fds, self._where = fds or [-1], where  # the platform has no locks of bytes where segments have no file
         self._timed_out: dict[int, tuple[float, float]] = {}  # by process that held a lock: when to wait again; seconds waited
         self._warned_of: set[int] = set()  # processes
 
     def take(self, offset: int) -> bool:
         """Take a lock; False if another process has it."""
-        try:
-            fcntl.lockf(self._fds[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        return here.lock_byte(self._fds[0], offset)
 
     def release(self, offset: int) -> None:
         """Release a lock, if this process has it."""
-        fcntl.lockf(self._fds[0], fcntl.LOCK_UN, 1, offset)
+        here.unlock_byte(self._fds[0], offset)
 
     def run(self, offset: int, work: Callable[[], _Result], late: _Result) -> _Result:
         """Return ``work()``, run with a lock held that is usually held for microseconds. Not reentrant.
@@ -125,14 +118,8 @@ class FileLocks:
 
     def is_free(self, offset: int) -> bool:
         """Return whether no other process has a lock."""
-        return self._ask(offset)[0] == fcntl.F_UNLCK
+        return here.holder_of_byte(self._fds[0], offset) is None
 
     def holder_of(self, offset: int) -> int:
         """Return the process that has a lock; 0 if it is not visible from here, or the lock is free."""
-        kind, pid = self._ask(offset)
-        return 0 if kind == fcntl.F_UNLCK else max(0, pid)
-
-    def _ask(self, offset: int) -> tuple[int, int]:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self._fds[0], fcntl.F_GETLK, asked))
-        return kind, pid
+        return here.holder_of_byte(self._fds[0], offset) or 0

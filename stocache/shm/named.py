@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from stocache.errors import MismatchError, SegmentError
+from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.layout import COUNTER_ROWS, COUNTERS_AT, EXTENTS_AT, REFUSED_EXTENT, UNRESERVED_EXTENT, WARNED_AT, Layout
 from stocache.shm.locks import ROW_LOCKS
@@ -217,7 +218,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
     def unlink(at: int | None) -> None:
         if at is None:
             raise SegmentError(f"there is no cache {name!r}.")
-        if not force and os.fstat(at).st_uid != os.geteuid():
+        if not force and os.fstat(at).st_uid != here.user():
             raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. To remove it anyway: --force")
         if dead or not force:
             with peek(at, path) as (fd, held):
@@ -232,7 +233,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
 
     folder = os.path.dirname(path)
     registry.run_locked(folder, unlink)
-    if registry.owner_of(folder) != os.geteuid():  # it was not locked, so it is not removed when it is empty
+    if registry.owner_of(folder) != here.user():  # it was not locked, so it is not removed when it is empty
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
@@ -378,5 +379,5 @@ def _warn_of_deleted(at: int, path: str) -> None:
             "the file of cache %r was deleted while processes %s use it. They go on; this is a second copy. systemd deletes "
             "the files of a user in %s at the last logout. To prevent that: set RemoveIPC=no in /etc/systemd/logind.conf, or "
             "loginctl enable-linger %d",
-            os.path.basename(path), ", ".join(map(str, pids)), limits.SHM_DIR, os.geteuid(),
+            os.path.basename(path), ", ".join(map(str, pids)), limits.SHM_DIR, here.user(),
         )  # fmt: skip

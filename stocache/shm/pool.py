@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.platform import here
+
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.uint8: np.uint8,
     torch.int8: np.int8,
@@ -120,7 +122,7 @@ def pinned_memory(nbytes: int) -> Tensor:
 
 
 def _new(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    memory = mmap.mmap(-1, nbytes, **here.PRIVATE)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -16,6 +16,7 @@ NOTE [ Private views ]
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -26,6 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from stocache.platform import here
 from stocache.shm.pool import LeaseTracker
 
 _MAP_NORESERVE = 0x4000
@@ -38,11 +40,12 @@ _THERE, _OF_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 _Pages: TypeAlias = NDArray[np.int64]
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+if here.SHARES_MEMORY:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -57,6 +60,8 @@ def map_privately(fd: int, nbytes: int) -> Any:
     Raises:
         OSError: the kernel does not map the file.
     """
+    if not here.SHARES_MEMORY:
+        raise OSError(errno.ENOTSUP, "mmap")
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_NORESERVE, fd, 0)
     if address == _FAILED:
         raise OSError(ctypes.get_errno(), "mmap")

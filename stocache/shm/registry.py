@@ -30,7 +30,6 @@ NOTE [ Whose directory ]
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -43,6 +42,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stocache.errors import BusyError, CacheNameError, SegmentError
+from stocache.platform import here
 from stocache.shm.layout import persists
 from stocache.system import limits
 from stocache.system.limits import filesystem_of
@@ -54,7 +54,6 @@ from stocache.system.waiting import (
     is_at_work,
     listed_locks,
     printable,
-    try_flock,
     wait_until,
 )
 
@@ -101,7 +100,7 @@ def path_of(name: str, uid: int | None = None) -> str:
 
 def directory_of(uid: int | None = None) -> str:
     """Return the directory of a user's named segments."""
-    return f"{limits.SHM_DIR}/{_PREFIX}{os.geteuid() if uid is None else uid}"
+    return f"{limits.SHM_DIR}/{_PREFIX}{here.user() if uid is None else uid}"
 
 
 def owner_of(folder: str) -> int:
@@ -112,9 +111,9 @@ def owner_of(folder: str) -> int:
 def directories_of(uid: int | None = None) -> Iterator[str]:
     """Yield the directories in which a user's named segments may be, best first; see NOTE [ Whose directory ]."""
     yield directory_of(uid)
-    number = os.geteuid() if uid is None else uid
+    number = here.user() if uid is None else uid
     folders = [_RUNTIME_DIR.format(number)]
-    if number == os.geteuid() and os.environ.get("XDG_RUNTIME_DIR"):
+    if number == here.user() and os.environ.get("XDG_RUNTIME_DIR"):
         folders.append(os.path.normpath(os.environ["XDG_RUNTIME_DIR"]))
     for folder in dict.fromkeys(folders):
         if _is_private_memory(folder, number):
@@ -206,7 +205,7 @@ class _Lock:
         """Open the directory, check it, and lock it."""
         while self._open(create):
             assert self._fd is not None
-            if self._uid != os.geteuid():
+            if self._uid != here.user():
                 return self._fd
             _momentary.add(self._fd)
             self._wait(self._fd, wait_s)
@@ -227,7 +226,7 @@ class _Lock:
             self._taken = False
             with contextlib.suppress(OSError):
                 os.rmdir(self._path)
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        here.unlock_file(fd)
         self._fd = None  # before it is closed: the number may be another file's then
         _momentary.discard(fd)
         os.close(fd)
@@ -268,7 +267,7 @@ class _Lock:
         deadline = time.monotonic() + min(_LONGEST_S, 6 * wait_s)
         while True:
             since = os.fstat(fd).st_mtime
-            if wait_until(lambda: try_flock(fd), wait_s):
+            if wait_until(lambda: here.lock_file(fd), wait_s):
                 _timed_out.discard(self._path)
                 return
             pids = flock_owners(fd)
@@ -332,7 +331,7 @@ def open_file(at: int, path: str) -> int | None:
     Raises:
         SegmentError: as `key_of`.
     """
-    mode = os.O_RDWR if os.fstat(at).st_uid == os.geteuid() else os.O_RDONLY
+    mode = os.O_RDWR if os.fstat(at).st_uid == here.user() else os.O_RDONLY
     try:
         fd = os.open(os.path.basename(path), mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except FileNotFoundError:
@@ -348,7 +347,8 @@ def open_file(at: int, path: str) -> int | None:
 
 def hold(fd: int) -> None:
     """Take the shared flock on a descriptor, and keep it; see NOTE [ Holding a file ]."""
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    if not here.lock_file(fd, shared=True):
+        raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
     _momentary.discard(fd)
 
 
@@ -363,11 +363,11 @@ def is_held(fd: int) -> bool:
 
     For another user's file, read the kernel's list of locks: trying the lock could disturb the owner.
     """
-    if os.fstat(fd).st_uid != os.geteuid():
+    if os.fstat(fd).st_uid != here.user():
         return bool(flock_owners(fd))
-    if not try_flock(fd):
+    if not here.lock_file(fd):
         return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
+    here.unlock_file(fd)
     return False
 
 

@@ -3,11 +3,12 @@
 `Extents` reserves its memory before it is touched, and `FileLocks` locks parts of it.
 """
 
-import fcntl
+import contextlib
 import functools
 import logging
 import mmap
 import os
+import secrets
 import sys
 import threading
 import weakref
@@ -19,6 +20,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stocache.errors import SegmentError
+from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.extents import Extents
 from stocache.shm.layout import (
@@ -67,6 +69,7 @@ class Segment:
         holder: a number that identifies this process among all that have ever attached. 0 if too many are attached.
         guard: lock for the threads of this process. Take it before a lock of the file, and before reserving.
         backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
+            "process" is memory of this process alone, where the platform shares none.
         rank: a number of this process's rank among those that share a segment without a name; else 0.
     """
 
@@ -78,9 +81,10 @@ class Segment:
     rank: int = 0
 
     def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
-        self.layout, self.backing, self.path = layout, backing, path
+        self.layout, self.backing, self.path, self._pid = layout, backing, path, os.getpid()
         self.data_bytes, self._data_at = layout.data_bytes, layout.data_at
         self._fds = fds  # ours from here on, whatever happens: code that closes one removes it from the list
+        self._key = -1, secrets.randbits(63)  # of memory without a file
         if self._fds:
             self._key = identify(fds[0])
             task = functools.partial(_leave, self._key, fds, path)
@@ -92,13 +96,13 @@ class Segment:
         self._bytes = memoryview(self._mmap)
         self.control = self._bytes[layout.control_at : layout.control_at + layout.control_bytes]
         self._enter_process()
-        if self._fds:
+        if self._fds or self._is_own:  # others have nothing that a forked child must not use
             _watch_processes()
             _attached[self._key] = self
 
     def _map(self) -> mmap.mmap:
-        if not self._fds:
-            return mmap.mmap(-1, self.layout.size)
+        if not self._fds:  # private, so that a forked child writes to memory of its own
+            return mmap.mmap(-1, self.layout.size, **(here.PRIVATE if self.backing == "process" else {}))
         mapping = _mapped.get(self._key)  # views may have kept the mapping of an earlier attachment
         if mapping is None:
             options: Any = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # no duplicate of the descriptor
@@ -126,7 +130,12 @@ class Segment:
             row = os.getpid() % COUNTER_ROWS
         self.counters = self._row(row)
         self.counters[_GENERATION] += 1  # with the row's lock held: this ends the claims of the row's last process
-        self.holder = self._holder_in(row) if self._fds and row < COUNTER_ROWS - 1 else 0
+        self.holder = self._holder_in(row) if row < COUNTER_ROWS - 1 and (self._fds or self._is_own) else 0
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this process has made the segment, of its own memory. A forked child reads it, and caches nothing."""
+        return self.backing == "process" and os.getpid() == self._pid
 
     def _row(self, row: int) -> memoryview:
         at = COUNTERS_AT + row * COUNTER_WORDS * 8
@@ -136,12 +145,25 @@ class Segment:
         return self._row(row)[_GENERATION] % _GENERATIONS * COUNTER_ROWS + row + 1
 
     @classmethod
-    def create(cls, control_bytes: int, data_bytes: int, extent_bytes: int | None = None, descriptor: bytes = b"") -> "Segment":
+    def create(
+        cls,
+        control_bytes: int,
+        data_bytes: int,
+        extent_bytes: int | None = None,
+        descriptor: bytes = b"",
+        *,
+        for_threads: bool = False,
+    ) -> "Segment":
         """Return a new anonymous segment: ``control_bytes`` are reserved now, ``data_bytes`` can be reserved later.
 
         If the machine gives no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
-        `Layout.for_sizes`.
+        `Layout.for_sizes`. ``for_threads``: memory of this process is of use, too, where the platform shares none.
         """
+        if not here.SHARES_MEMORY:
+            with contextlib.suppress(OSError, MemoryError):
+                layout = Layout.for_sizes(control_bytes, data_bytes * for_threads, descriptor, extent_bytes)
+                return cls([], layout, "process" if for_threads else "none")
+            return _blank(control_bytes)
         if limits.memfd_huge_policy() in _HUGE_POLICIES:
             extent_bytes = max(extent_bytes or 0, HUGE_PAGE)
         layout = Layout.for_sizes(control_bytes, data_bytes, descriptor, extent_bytes)
@@ -152,7 +174,7 @@ class Segment:
             try:
                 layout.allocate(fd)
                 if backing == "memfd":  # SIGBUS kills the reader of a truncated file; files in /dev/shm cannot be sealed
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+                    here.seal(fd)
             except OSError as error:
                 os.close(fd)
                 logger.debug("no segment in %s: %s", backing, error)
@@ -186,6 +208,8 @@ class Segment:
         It uses pwrite, not the mapping: whole pages are then neither faulted in nor zeroed first, which halves the cost of
         filling (measured: 35 against 70 µs for 192 KiB); and if memory runs out after all, it is an error.
         """
+        if not self._fds:
+            return self._copy(offset, [buffer])
         done = 0
         while done < nbytes:  # Linux writes at most 2 GiB at once
             rest = memoryview(buffer).cast("B")[done:] if done else buffer
@@ -196,6 +220,10 @@ class Segment:
 
     def write_rows(self, rows: Iterable[tuple[int, Any]], nbytes: int) -> None:
         """Write buffers of ``nbytes`` each to reserved data, given as pairs of an offset and a buffer; see `write`."""
+        if not self._fds:
+            for offset, buffer in rows:
+                self._copy(offset, [buffer])
+            return
         fd, data_at = self._fds[0], self._data_at
         for offset, buffer in rows:
             if os.pwrite(fd, buffer, data_at + offset) != nbytes:
@@ -203,6 +231,8 @@ class Segment:
 
     def write_all(self, offset: int, buffers: list[Any], nbytes: int) -> None:
         """Write buffers, ``nbytes`` together, to reserved data, one behind the other; see `write`. The first is not empty."""
+        if not self._fds:
+            return self._copy(offset, buffers)
         done = 0
         while done < nbytes:
             written = os.pwritev(self._fds[0], buffers[:MOST_BUFFERS], self._data_at + offset + done)
@@ -212,6 +242,14 @@ class Segment:
             if done < nbytes:
                 buffers = _behind(buffers, written)
 
+    def _copy(self, offset: int, buffers: list[Any]) -> None:
+        """Copy buffers to data, one behind the other, in memory of this process."""
+        at = self._data_at + offset
+        for buffer in buffers:
+            view = PickleBuffer(buffer).raw()
+            self._bytes[at : at + len(view)] = view
+            at += len(view)
+
     @property
     def ranks(self) -> int:
         """How many ranks have attached to a segment without a name; 0 if it is not shared by ranks."""
@@ -219,6 +257,8 @@ class Segment:
 
     def _ask_for_huge_pages(self) -> bool:
         """Ask for page table entries of 2 MiB instead of 4 KiB: else each process needs 2 MiB of page tables per GiB."""
+        if not self._fds:
+            return False
         try:
             self._mmap.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages
@@ -268,7 +308,7 @@ class Segment:
     def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
         """Pickle as a handle: a descriptor for a process that is being spawned, the path of ours for a running process."""
         if not self._fds:
-            return _blank, (self.layout.control_bytes,)
+            return _of_this_process, (self._key, self.layout.control_bytes)
         spawning = get_spawning_popen() is not None
         handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
         return _attach, (self._key, handle, self.backing, self.path, self.rank)
@@ -365,6 +405,11 @@ def _blank(control_bytes: int) -> Segment:
     return Segment([], Layout.for_sizes(control_bytes, 0), "none")
 
 
+def _of_this_process(key: FileKey, control_bytes: int) -> Segment:
+    """Return the segment without a file that this process has; in another process one that caches nothing."""
+    return _attached.get(key) or _blank(control_bytes)
+
+
 def _attach(key: FileKey, handle: Any, backing: str, path: str | None, rank: int) -> Segment:
     """Return the segment of a pickled handle: the one that this process has, or a new one."""
     try:
@@ -420,7 +465,7 @@ def _watch_processes() -> None:
     global _watching
     if not _watching:
         _watching = True
-        os.register_at_fork(after_in_child=_enter_child)
+        here.at_fork(after_in_child=_enter_child)
         util.register_after_fork(Segment, lambda _: _leave_at_exit())  # multiprocessing forgets its finalizers in a child
         _leave_at_exit()
 

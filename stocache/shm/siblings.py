@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from stocache.errors import SegmentError
+from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.job import is_started_by
 from stocache.shm.layout import LIMIT, LIMIT_AT, RANKS_AT, Layout
@@ -132,7 +133,7 @@ def _open(key: FileKey, pids: list[int]) -> Sibling | None:
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
                     with contextlib.suppress(SegmentError):  # without a descriptor, or of another version
-                        if identify(fd) == key and os.fstat(fd).st_uid == os.geteuid():
+                        if identify(fd) == key and os.fstat(fd).st_uid == here.user():
                             layout = Layout.read(fd)
                             sibling = Sibling(key, fd, layout, Descriptor.read(layout), registry.backing_of(path))
                             return sibling

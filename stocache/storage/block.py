@@ -37,6 +37,7 @@ import xxhash
 from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
+from stocache.platform import here
 from stocache.samples.column_decoder import Read, Walk, reader, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.type_lookup import Unresolved, check_size
@@ -138,7 +139,7 @@ class _Descriptor:
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = os.open(path, os.O_RDONLY | here.CLOSED_ON_EXEC)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone before
         if self.fd >= 0:
@@ -157,7 +158,7 @@ class File(ByteSource):
     def open(self) -> "File":
         """Read the beginning of the file: most small columns are there."""
         self.prefetch(0, HEAD_BYTES)  # else the kernel, which takes it for a sequential read, reads four times as much
-        self._head = os.pread(self._opened().fd, HEAD_BYTES, 0)
+        self._head = here.pread(self._opened().fd, HEAD_BYTES, 0)
         return self
 
     def close(self, head: int) -> None:
@@ -178,12 +179,12 @@ class File(ByteSource):
         if end > self.nbytes:
             raise ValueError("it is truncated")
         descriptor = self._descriptor or self._opened()
-        if not writable and len(data := os.pread(descriptor.fd, nbytes, at)) == nbytes:
+        if not writable and len(data := here.pread(descriptor.fd, nbytes, at)) == nbytes:
             return data, 0
         buffer = bytearray(nbytes)
-        done = os.preadv(descriptor.fd, [buffer], at)
+        done = here.preadv(descriptor.fd, [buffer], at)
         while done < nbytes:  # one call reads at most 2 GiB
-            more = os.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)
+            more = here.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)
             if not more:
                 raise ValueError("it is truncated")
             done += more
@@ -196,7 +197,7 @@ class File(ByteSource):
             with contextlib.suppress(OSError):  # a file that is gone is an error when it is read
                 descriptor = self._opened()
                 for begin in range(at, end, _STEP):
-                    os.posix_fadvise(descriptor.fd, begin, min(_STEP, end - begin), os.POSIX_FADV_WILLNEED)
+                    here.read_ahead(descriptor.fd, begin, min(_STEP, end - begin))
 
 
 class BytesFile(ByteSource):

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import shutil
@@ -12,11 +11,12 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from stocache.errors import StorageError
+from stocache.platform import here
 from stocache.storage.block import File
 from stocache.storage.remote import RemoteStore
 from stocache.storage.urls import is_url
 from stocache.system.hashing import BytesLike
-from stocache.system.waiting import describe_first, flock_owners, is_at_work, try_flock, wait_until
+from stocache.system.waiting import describe_first, flock_owners, is_at_work, wait_until
 
 logger = logging.getLogger("stocache")
 
@@ -43,10 +43,10 @@ class LocalStore:
             StorageError: another process has the lock, and ``wait`` is False or it makes no progress.
         """
         os.makedirs(self.path, exist_ok=True)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = here.open_folder(self.path)
         try:
             try:
-                if not try_flock(fd):
+                if not here.lock_file(fd):
                     if not wait:
                         raise StorageError(f"{self.path} is being prepared by another process. Wait for it, or end it.")
                     self._wait(fd)
@@ -56,13 +56,13 @@ class LocalStore:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # workers have it open too, as long as an error's traceback refers to them
+                here.unlock_file(fd)  # workers have it open too, as long as an error's traceback refers to them
             os.close(fd)
 
     def _wait(self, fd: int) -> None:
         """Wait for the lock while its holder works or files change."""
         moved, seen = time.monotonic(), self._newest()
-        while not wait_until(lambda: try_flock(fd), _REPORT_S):
+        while not wait_until(lambda: here.lock_file(fd), _REPORT_S):
             pids = flock_owners(fd)
             who, newest = describe_first(pids), self._newest()
             if newest != seen or any(map(is_at_work, pids)):
@@ -156,15 +156,11 @@ def write_file(path: str, *pieces: BytesLike) -> None:
                 while view:
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
-        os.rename(temporary, path)
+        os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise OSError(
             error.errno, f"{error.strerror}. Complete blocks stay, and preparing again continues from there. Writing", path
         ) from error
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    here.sync_folder(os.path.dirname(path) or ".")

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
+from stocache.platform import here
 from stocache.storage.block import HEAD_BYTES, ByteSource
 from stocache.storage.urls import file_system
 from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
-from stocache.system.waiting import describe_first, flock_owners, try_flock, wait_until
+from stocache.system.waiting import describe_first, flock_owners, wait_until
 
 logger = logging.getLogger("stocache")
 
@@ -235,9 +236,9 @@ def _locked(path: str) -> Iterator[int | None]:
 
     Yields None if another process has the lock, and has not written to the file for `_STANDSTILL_S`.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | here.CLOSED_ON_EXEC, 0o644)
     try:
-        while not (locked := wait_until(lambda: try_flock(fd), _STANDSTILL_S)):
+        while not (locked := wait_until(lambda: here.lock_file(fd), _STANDSTILL_S)):
             if os.fstat(fd).st_mtime < time.time() - _STANDSTILL_S:
                 logger.warning("%s is fetched twice: %s makes no progress.", path, describe_first(flock_owners(fd)))
                 break

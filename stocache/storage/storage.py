@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, StorageError
+from stocache.platform import here
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
 from stocache.storage.block import HEAD_BYTES, Block, BytesFile, File, encode
@@ -473,4 +473,4 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
 
 def _most_open() -> int:
-    return min(_OPEN_BLOCKS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+    return min(_OPEN_BLOCKS, here.limit_of("NOFILE")[0] // 4)

@@ -16,7 +16,6 @@ NOTE [ A child loads ]
 
 import contextlib
 import ctypes
-import fcntl
 import gc
 import logging
 import os
@@ -41,6 +40,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.errors import DatasetError, WorkerError
+from stocache.platform import here
 from stocache.system.waiting import StallWatch, process_tree
 
 logger = logging.getLogger("stocache")
@@ -48,7 +48,6 @@ logger = logging.getLogger("stocache")
 _POLL_S = 0.5  # between checks of children that send nothing
 _SLOW_S = 30.0  # for one item; then warn
 _PR_SET_PDEATHSIG = 1
-_OPEN_FILES = "/proc/self/fd"
 
 
 class ChildError(Exception):
@@ -154,8 +153,8 @@ class _Child:
     """One forked process that runs a job."""
 
     def __init__(self, job: Callable[[], Iterator[object]], dataset: object, number: int, count: int) -> None:
-        if not os.path.isdir(_OPEN_FILES):
-            raise ChildError("a child process cannot get file positions of its own: /proc is hidden")
+        if not os.path.isdir(here.OPEN_FILES):
+            raise ChildError("a child process cannot get file positions of its own: there is no /proc")
         for stream in (sys.stdout, sys.stderr):  # else the text in their buffers would be written twice
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -289,12 +288,12 @@ def _leave_fork_server() -> None:
 
 def _reopen_files() -> None:
     """Give this process its own position in every regular file that is open for reading."""
-    for fd in map(int, os.listdir(_OPEN_FILES)):
+    for fd in map(int, os.listdir(here.OPEN_FILES)):
         with contextlib.suppress(OSError):  # the directory's own descriptor; files that may not be opened again
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            flags = here.open_mode(fd)
             if fd <= 2 or flags & os.O_ACCMODE == os.O_WRONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
                 continue
-            path = f"{_OPEN_FILES}/{fd}"
+            path = f"{here.OPEN_FILES}/{fd}"
             if flags & os.O_ACCMODE == os.O_RDWR and os.readlink(path).startswith(("/dev/shm/", "/memfd:")):
                 continue  # our segments: they are mapped, never read by position, and closing one would drop its locks
             position = os.lseek(fd, 0, os.SEEK_CUR)

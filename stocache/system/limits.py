@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from stocache.errors import LimitError
+from stocache.platform import here
 
 logger = logging.getLogger("stocache")
 
@@ -92,6 +93,8 @@ def shm_room() -> int:
 
 
 def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
+    if not here.SHARES_MEMORY:
+        return 0
     try:
         status = os.statvfs(SHM_DIR)
     except OSError:
@@ -101,7 +104,7 @@ def _statvfs_bytes(field: Literal["f_blocks", "f_bavail"]) -> int:
 
 def open_memfd() -> int | None:
     """Return the descriptor of a new anonymous file in memory, not limited by /dev/shm; None if that is forbidden."""
-    for flags in (_MFD_NOEXEC_SEAL, 0):
+    for flags in (_MFD_NOEXEC_SEAL, 0) if here.SHARES_MEMORY else ():
         try:
             return os.memfd_create("stocache", flags | os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
@@ -234,7 +237,7 @@ class Memory:
 
 def memory() -> Memory:
     """Return the memory that this process may use now."""
-    machine, cgroup = _machine_memory(), cgroup_memory()
+    machine, cgroup = _machine_memory(), cgroup_memory() if here.SHARES_MEMORY else None
     if cgroup is None:
         return machine
     return Memory(min(machine.total, cgroup.limit), min(machine.available, cgroup.available))
@@ -261,7 +264,7 @@ def shared_memory_room(named: bool = False) -> int:
     caches if memfd is forbidden.
     """
     spare = memory().spare
-    return spare if has_memfd() and not named else min(spare, shm_room())
+    return spare if not here.SHARES_MEMORY or (has_memfd() and not named) else min(spare, shm_room())
 
 
 def recommended_limit(named: bool = False, promised: int = 0) -> int:
@@ -282,7 +285,7 @@ def recommended_limit(named: bool = False, promised: int = 0) -> int:
 def warn_short(limit: int, fitting: str, named: bool) -> None:
     """Warn that the machine cannot give a cache ``limit`` bytes, and that it holds ``fitting`` instead."""
     gib = -(-limit // GIB) + 1
-    if has_memfd() and not (named and shm_room() < memory().spare):
+    if not here.SHARES_MEMORY or (has_memfd() and not (named and shm_room() < memory().spare)):
         have = f"{format_size(memory().available)} of memory are available, of which {format_size(memory().floor)} stay free"
         remedy = "give this process more memory"
     elif shm_free():

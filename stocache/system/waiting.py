@@ -9,8 +9,8 @@ NOTE [ Stalled processes ]
     a futex that is not private.
 """
 
-import fcntl
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -26,7 +26,7 @@ LOCK_TIMEOUT_S = 5.0
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _SHORTEST_S, _LONGEST_S = 0.0001, 0.01  # between two calls of ready
 
-_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(os.uname().machine)
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 _PRIVATE = 128  # FUTEX_PRIVATE_FLAG
 _LIMITS_S = 600.0, 3.0, 1.0  # without CPU time: in any wait, in private futexes, and in those without a timeout
 _IDLE = 0.01  # the share of a CPU that a process which only polls may use
@@ -145,15 +145,6 @@ def printable(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- locks of files
-
-
-def try_flock(fd: int) -> bool:
-    """Take the exclusive flock of a file; False if another process has a flock."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def identify(fd: int) -> FileKey:

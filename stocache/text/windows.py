@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from stocache.errors import StreamError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
+from stocache.platform import here
 from stocache.samples.pytree import leaves, tree_map
 from stocache.system.background import Background
 from stocache.text.buffers import Buffers, Fault, RowBuffer
@@ -172,7 +172,7 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
         fetched = fetching.result()
         return None if fetched is None else windows.deliver(key, number, fetched)
 
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(_MAX_THREADS, here.usable_cpus())
     reader, *parsers = (Background("stocache-text") for _ in range(1 + threads))
     ahead: deque[Future[WindowBatches | None]] = deque()
     try:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import operator
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stocache.platform import here
 from stocache.transforms.part_transform import find_parts
 
 
@@ -212,4 +212,4 @@ def _recorded(module: Any, name: str) -> tuple[Any, Any]:
 
 
 recorded_conversions = RecordedConversions()
-os.register_at_fork(after_in_child=recorded_conversions.enter_child)
+here.at_fork(after_in_child=recorded_conversions.enter_child)

@@ -14,6 +14,7 @@ from stocache import DiskCache, prepare
 from stocache.cli import doctor, listing
 from stocache.disk import inspection
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile
+from stocache.platform import here
 from stocache.samples.spec import Structure
 from stocache.shm import registry
 from stocache.system.hashing import ZEROS, embed_checksum
@@ -119,7 +120,7 @@ def test_stat_shows_a_folder_that_is_not_in_use_and_changes_nothing(run, folder)
     facts = json.loads(run("stat", folder, "--json").stdout)
     assert (facts["in_use"], facts["holders"], facts["limit_bytes"], facts["stats"]) == (False, [], None, None)
     with open(folder / "lock", "r+") as lock:  # held by a process before it has shared memory
-        inspection.try_flock(lock.fileno())
+        here.lock_file(lock.fileno())
         assert rows(run("stat", folder))["in use by"].startswith(f"{os.getpid()} ")
 
 

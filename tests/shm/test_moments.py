@@ -20,6 +20,7 @@ import torch
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
 from stocache.cache import admission, arena, base, records, slots, states
 from stocache.cache.slots import SlotArrays
+from stocache.platform import here
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
 from stocache.shm.locks import fence
@@ -124,7 +125,7 @@ def is_locked(path):
     with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
         fd = os.open(path, os.O_RDONLY)
         stack.callback(os.close, fd)
-        return not waiting.try_flock(fd)
+        return not here.lock_file(fd)
     return False
 
 

@@ -18,6 +18,7 @@ import torch
 from benchmark import damage
 from stocache import InMemoryDataStorage, OnDiskBlockDataStorage, StorageDataset
 from stocache.errors import DamagedError, LimitError, SampleError, SampleIndexError, StorageError
+from stocache.platform import here
 from stocache.storage import local
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
@@ -150,9 +151,9 @@ def images(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    calls, advise, read = [], os.posix_fadvise, os.preadv
-    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: (calls.append(("advise", *arguments[:3])), advise(*arguments)))
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: calls.append(("read", fd, at, len(into[0]))) or read(fd, into, at))
+    calls, advise, read = [], here.read_ahead, here.preadv
+    monkeypatch.setattr(here, "read_ahead", lambda *arguments: (calls.append(("advise", *arguments)), advise(*arguments)))
+    monkeypatch.setattr(here, "preadv", lambda fd, into, at: calls.append(("read", fd, at, len(into[0]))) or read(fd, into, at))
     return calls
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from stocache import CachedDataset, DatasetError, RaggedCache, SharedCache, WorkerError, prepare
 from stocache.datasets import probing
+from stocache.platform import here
 from stocache.system import children
 from stocache.system.children import ChildError, in_children
 from tests.support.processes import wait_until
@@ -231,7 +232,7 @@ def test_without_child_processes_or_proc_samples_are_loaded_here(monkeypatch, tm
 
     for owner, name, value, reason in (
         (os, "fork", no_fork, "no child process can be made"),
-        (children, "_OPEN_FILES", str(tmp_path / "fd"), "a child process cannot get file positions of its own: /proc is hid"),
+        (here, "OPEN_FILES", str(tmp_path / "fd"), "a child process cannot get file positions of its own: there is no /"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

@@ -35,6 +35,7 @@ from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import PartialBatch
 from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
+from stocache.platform import here
 
 _AHEAD = 2
 
@@ -184,7 +185,7 @@ _of_parents: list[Any] = []  # objects that must not end in this forked child
 @functools.cache
 def _leave_objects_of_parents() -> None:
     # see NOTE [ Events in forked children ]
-    os.register_at_fork(after_in_child=gc.freeze)
+    here.at_fork(after_in_child=gc.freeze)
 
 
 class DeviceBatches:

@@ -1,7 +1,6 @@
 """Let a GPU read the slots of a cache: `MappedSegment` registers its memory with CUDA."""
 
 import logging
-import resource
 import weakref
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.platform import here
 from stocache.ring.pinned import Pinned
 from stocache.shm.extents import runs_of
 from stocache.shm.layout import RESERVED_EXTENT
@@ -93,8 +93,8 @@ class MappedSegment:
         self._asked = False
 
     def _refuse(self) -> None:
-        soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        locked = "unlimited" if soft == resource.RLIM_INFINITY else format_size(soft)
+        soft, _ = here.limit_of("MEMLOCK")
+        locked = "unlimited" if soft < 0 else format_size(soft)
         logger.warning(
             "CUDA registers no more than %s of a cache with %s: the CPU gathers the other samples. The machine may be short of "
             "memory that can be locked (ulimit -l: %s).",

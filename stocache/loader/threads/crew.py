@@ -16,7 +16,6 @@ NOTE [ Random numbers in threads ]
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from stocache.loader.threads.copies import (
     holds_generator,
 )
 from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
+from stocache.platform import here
 from stocache.system import rng
 
 logger = logging.getLogger("stocache")
@@ -62,7 +62,7 @@ def _after_fork() -> None:
         graph_lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+here.at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class Stopped(BaseException):

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from stocache.errors import WorkerError
 from stocache.loader.threads.copies import copy_dataset
+from stocache.platform import here
 from stocache.system.children import ChildError, SlowError, StalledError, has_stalled, in_children
 from stocache.system.generators import Kept, global_generators, own_generators
 
@@ -105,8 +106,8 @@ def _call(load: Callable[[], object]) -> Iterator[None]:
 
 
 def warn_of_this_process(reason: Exception) -> None:
-    """Warn that samples are loaded in this process. Of a stall, `in_children` has warned."""
-    if not isinstance(reason, StalledError):
+    """Warn that samples are loaded in this process. Of a stall, `in_children` has warned; some systems have no other way."""
+    if here.OPEN_FILES and not isinstance(reason, StalledError):
         logger.warning(
             "samples cannot be loaded in a child process (%s: %s), so this process loads them, before your loop, with a copy "
             "of the dataset. Files that it keeps elsewhere stay open here, and forked workers share them. If it reads files, "

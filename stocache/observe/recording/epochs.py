@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stocache.errors import ClosedError
+from stocache.platform import here
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -73,7 +74,7 @@ class EpochCounter:
         self._cache: weakref.ref[HasCounts] | None = weakref.ref(cache)
         self._epoch: int | None = None  # the last one that was set
         self._requests = {"epoch": -1, "loop": -1}  # of the cache in all, when the last epoch was set, and the last loop began
-        self._warned = False
+        self._warned = not here.SHARES_MEMORY  # where workers count for themselves
         self.begin(cache)
         _counters.add(self)
 
@@ -155,4 +156,4 @@ def _before_fork() -> None:
         counter.workers_start()
 
 
-os.register_at_fork(before=_before_fork)
+here.at_fork(before=_before_fork)

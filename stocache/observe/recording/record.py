@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from stocache.errors import StocacheError
 from stocache.observe.recording.gil import queued_seconds
 from stocache.observe.recording.histogram import BUCKETS, Counts, Distribution, bucket_of, count_all
+from stocache.platform import here
 from stocache.shm import named, registry
 from stocache.shm.layout import Layout
 from stocache.shm.segment import Segment
@@ -205,7 +206,7 @@ class _RowHere(threading.local):
 
 
 _here = _RowHere()
-os.register_at_fork(after_in_child=lambda: record_here(None))  # the row belongs to the parent
+here.at_fork(after_in_child=lambda: record_here(None))  # the row belongs to the parent
 
 
 def record_here(row: TimingRow | None) -> TimingRow | None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from stocache.errors import SampleError
+from stocache.platform import here
 from stocache.shm.private import map_privately
 from stocache.shm.segment import Segment
 from stocache.system.objects import vars_of
@@ -77,6 +78,8 @@ def share(value: Any) -> Any:
         >>> paths[7], len(paths), len(pickle.dumps(paths)) < 300
         ('photos/000007.jpg', 100000, True)
     """
+    if not here.SHARES_MEMORY:  # threads have it as it is
+        return value
     if isinstance(value, SharedSequence | SharedMapping | SharedArray | SharedTensor):
         return value
     if (library := _library_of(value)) in _TABLES:
