@@ -53,7 +53,7 @@ def test_a_notebook_shows_the_picture(loader, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     shown = []
     for name, module in {
-        "IPython": SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None)),
+        "IPython": SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None), version_info=(9, 0)),
         "IPython.display": SimpleNamespace(display=shown.append, Image=bytes),
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
