@@ -3,6 +3,7 @@
 Most run with a stand-in for Ray that runs tasks in this process. Those with a real Ray are slow: they show what it alone can.
 """
 
+import itertools
 import os
 import pickle
 import signal
@@ -37,9 +38,13 @@ class Task(types.SimpleNamespace):
     """A value, or a call of which it is not known yet what it returns."""
 
     value = call = None
+    numbers = itertools.count()  # an address may be that of an earlier one
+
+    def __init__(self, **attributes):
+        super().__init__(number=next(self.numbers), **attributes)
 
     def hex(self):
-        return f"{id(self):x}"
+        return f"{self.number:x}"
 
 
 class StandIn(types.ModuleType):
