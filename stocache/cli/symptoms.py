@@ -41,7 +41,7 @@ def _symptom(section: str) -> Symptom:
     heading, _, text = section.partition("\n")
     code, _, title = heading.partition(": ")
     seen = re.search(r"\*\*Seen\*\*: (.*?)\n- ", text, re.DOTALL)
-    messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and not code.startswith("S0") else []
+    messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and not re.match(r"S\d", code) else []
     patterns = [".*".join(map(re.escape, message.split(_GAP))) for message in messages]
     return Symptom(code, title, text.strip(), re.compile("|".join(patterns), re.DOTALL) if patterns else None)
 

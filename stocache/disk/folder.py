@@ -210,9 +210,9 @@ class Folder:
             self._wait_for_lock(lambda: here.lock_file(self._lock, shared=True))  # another process may come between
 
     def _wait_for_lock(self, taken: Callable[[], bool]) -> None:
-        if not here.SHARES_MEMORY and not taken():
-            raise DiskError(f"{printable(self.path)} is in use by another process. On this system it serves one at a time.")
-        if not wait_until(taken, _LONGEST_S):
+        if not wait_until(taken, _LONGEST_S if here.SHARES_MEMORY else 0):
+            if not here.SHARES_MEMORY:
+                raise DiskError(f"{printable(self.path)} is in use by another process. On this system it serves one at a time.")
             holder = describe_first(flock_owners(self._lock))
             raise DiskError(f"{printable(self.path)} has been locked by {holder} for {_LONGEST_S:.0f} s.")
 
@@ -243,7 +243,7 @@ class Folder:
             status = os.stat(name, dir_fd=self._at, follow_symlinks=False)  # opening a device may have effects
             if not stat.S_ISREG(status.st_mode) or status.st_uid != here.user():
                 raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC, 0o600, dir_fd=self._at)
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         self._fds.append(fd)
         return fd
 
@@ -271,7 +271,7 @@ class Folder:
             logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
         remove_files(self._at, *CONTENT)
         for name in (INDEX_FILE, SAMPLES_FILE):
-            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | here.CLOSED_ON_EXEC, 0o600, dir_fd=self._at))
+            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
         manifest = {
             "format": "stocache disk cache",
             "version": _VERSION,
@@ -282,8 +282,7 @@ class Folder:
             "facts": facts,
         }
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | here.CLOSED_ON_EXEC
-        draft = os.open(f"{MANIFEST_FILE}.new", flags, 0o600, dir_fd=self._at)
+        draft = os.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
         try:
             if os.write(draft, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -325,7 +324,7 @@ def read_manifest(at: int) -> dict[str, Any]:
         ValueError: it is damaged, or of another version.
         OSError: it cannot be read.
     """
-    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC, dir_fd=at)
+    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     try:
         text = os.read(fd, _MOST)
     finally:

@@ -34,7 +34,7 @@ from stocache.system.waiting import describe_first, flock_owners, printable
 _RUN = 256  # samples that a thread checks at a time
 _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | here.CLOSED_ON_EXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _Numbers = NDArray[np.uint64]
 

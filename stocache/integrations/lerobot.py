@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stocache.cache.keyed.cache import KeyedCache
+from stocache.integrations import shared_by_ranks
 
 
 def cache_frames(dataset: Any, size_limit_gib: float | str = "auto", **options: Any) -> "CachedFrames":
@@ -21,9 +22,8 @@ def cache_frames(dataset: Any, size_limit_gib: float | str = "auto", **options: 
     dataset = getattr(dataset, "reader", dataset)  # which decodes, from lerobot 0.6 on
     if not hasattr(dataset, "_query_videos"):
         raise TypeError(f"{type(dataset).__name__} has no _query_videos, so it is not a LeRobotDataset as it is known here.")
-    if options.keys().isdisjoint(("name", "disk", "fingerprint")):
-        options["fingerprint"] = f"frames of {root}"
-    dataset._query_videos = CachedFrames(dataset, KeyedCache(size_limit_gib, **options))
+    cache = KeyedCache(size_limit_gib, **shared_by_ranks(options, f"frames of {root}"))
+    dataset._query_videos = CachedFrames(dataset, cache)
     return dataset._query_videos  # type: ignore[no-any-return]
 
 

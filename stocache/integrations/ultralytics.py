@@ -10,6 +10,7 @@ import copy
 from typing import Any
 
 from stocache.cache.keyed.cache import KeyedCache
+from stocache.integrations import shared_by_ranks
 
 
 def with_cached_images(trainer: type, size_limit_gib: float | str = "auto", **options: Any) -> type:
@@ -17,8 +18,7 @@ def with_cached_images(trainer: type, size_limit_gib: float | str = "auto", **op
 
     Ranks of a job share it. With a name or a disk, say by a ``fingerprint`` which version of the images it is.
     """
-    if options.keys().isdisjoint(("name", "disk", "fingerprint")):
-        options["fingerprint"] = "images by path and size"  # which the ranks of one job see alike
+    options = shared_by_ranks(options, "images by path and size")
 
     class CachedTrainer(trainer):  # type: ignore[misc]
         images: KeyedCache[Any, Any] | None = None

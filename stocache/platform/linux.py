@@ -14,6 +14,9 @@ OPEN_FILES = "/proc/self/fd"
 """The directory of the descriptors of this process, by which a forked child opens files anew; "" where there is none."""
 
 CLOSED_ON_EXEC = os.O_CLOEXEC
+SYNCS_FOLDERS = True
+"""Whether the entries of a folder must be written to the disk like a file."""
+
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """Options of `mmap.mmap` for memory that a forked child does not share."""
 
@@ -78,15 +81,6 @@ pread, preadv = os.pread, os.preadv
 def open_folder(path: str | os.PathLike[str]) -> int:
     """Return a descriptor of a folder, to lock it or to open files in it."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-def sync_folder(path: str) -> None:
-    """Write the entries of a folder to the disk."""
-    fd = open_folder(path)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def read_ahead(fd: int, at: int, nbytes: int) -> None:

@@ -1,6 +1,7 @@
 """What every system gives: memory of this process, which its threads share, and locks of files.
 
-There are no locks of bytes, because no other process has the memory; see `stocache.shm.segment`.
+There are no locks of bytes, because no other process has the memory; see `stocache.shm.segment`. What is of use only where
+processes share memory, or a child is forked to load samples, is in `linux` alone.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ with contextlib.suppress(ImportError):
 
 SHARES_MEMORY = False
 OPEN_FILES = ""
+SYNCS_FOLDERS = sys.platform != "win32"  # which does so by itself
 
 CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
@@ -29,7 +31,7 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP
 
 _positions = threading.Lock()  # of files, where they must be moved to read elsewhere
 _LOCKED_AT = 1 << 30  # the byte that stands for a whole file on Windows, behind its end
-_OPEN_FILES = 512  # Windows' limit for a program in C
+_FILES = 512  # that a program in C may have open on Windows
 
 
 def lock_byte(fd: int, offset: int) -> bool:
@@ -75,10 +77,6 @@ def reserve(fd: int, at: int, nbytes: int) -> None:
     """Give a part of a file its memory: the system does so when it is written."""
 
 
-def seal(fd: int) -> None:
-    """Forbid to shrink or grow a file in memory: there are none."""
-
-
 def _pread(fd: int, nbytes: int, at: int) -> bytes:
     with _positions:
         os.lseek(fd, at, os.SEEK_SET)
@@ -104,16 +102,6 @@ def open_folder(path: str | os.PathLike[str]) -> int:
     return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | CLOSED_ON_EXEC)
 
 
-def sync_folder(path: str) -> None:
-    """Write the entries of a folder to the disk; Windows does so by itself."""
-    if sys.platform != "win32":
-        fd = open_folder(path)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def read_ahead(fd: int, at: int, nbytes: int) -> None:
     """Have the system read a part of a file into the page cache: it does when it is read."""
 
@@ -122,17 +110,12 @@ def drop_pages(fd: int, at: int = 0, nbytes: int = 0) -> None:
     """Have the system drop a part of a file from the page cache: it does when it needs the memory."""
 
 
-def open_mode(fd: int) -> int:
-    """Return the flags with which a file was opened; 0 where that is not known."""
-    return int(_fcntl.fcntl(fd, _fcntl.F_GETFL)) if _fcntl is not None else 0
-
-
 def limit_of(name: str) -> tuple[int, int]:
     """Return a limit of this process, such as "NOFILE", and the most to which it can be raised; -1 for none."""
     try:
         import resource
     except ImportError:
-        return (_OPEN_FILES, _OPEN_FILES) if name == "NOFILE" else (-1, -1)
+        return (_FILES, _FILES) if name == "NOFILE" else (-1, -1)
     return resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
 
 

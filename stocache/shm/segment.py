@@ -84,9 +84,8 @@ class Segment:
         self.layout, self.backing, self.path, self._pid = layout, backing, path, os.getpid()
         self.data_bytes, self._data_at = layout.data_bytes, layout.data_at
         self._fds = fds  # ours from here on, whatever happens: code that closes one removes it from the list
-        self._key = -1, secrets.randbits(63)  # of memory without a file
+        self._key = identify(fds[0]) if fds else (-1, secrets.randbits(63))  # the second of memory without a file
         if self._fds:
-            self._key = identify(fds[0])
             task = functools.partial(_leave, self._key, fds, path)
             if path is not None:
                 _to_leave[self._key] = task

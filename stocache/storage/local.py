@@ -163,4 +163,9 @@ def write_file(path: str, *pieces: BytesLike) -> None:
         raise OSError(
             error.errno, f"{error.strerror}. Complete blocks stay, and preparing again continues from there. Writing", path
         ) from error
-    here.sync_folder(os.path.dirname(path) or ".")
+    if here.SYNCS_FOLDERS:
+        folder = here.open_folder(os.path.dirname(path) or ".")
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
