@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import signal
 import sys
 
 import pytest
@@ -23,11 +24,25 @@ class Stop(Exception):
     """What a signal handler of the user's raises."""
 
 
-class Interrupt:
-    """Raises an error at a line that this thread runs in the package."""
+@contextlib.contextmanager
+def interrupts(error):
+    """Raise an error at a signal."""
 
-    def __init__(self, error, after):
-        self.error, self.after, self.raised = error, after, False
+    def interrupt(*_):
+        raise error
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+class Interrupt:
+    """Sends a signal at a line that this thread runs in the package."""
+
+    def __init__(self, after):
+        self.after, self.raised = after, False
 
     def __call__(self, frame, event, argument):
         return self.line if not self.raised and frame.f_code.co_filename.startswith(PACKAGE) else None
@@ -37,7 +52,7 @@ class Interrupt:
             self.after -= 1
             if self.after < 0:
                 self.raised = True
-                raise self.error
+                signal.raise_signal(signal.SIGUSR1)
         return self.line
 
 
@@ -48,11 +63,11 @@ def firsts(iterator):
 
 def interrupted(loader, error, after):
     """Return the batches before an interrupt, the iterator, and whether it came to the interrupt."""
-    interrupt, got, iterator = Interrupt(error, after), [], None
+    interrupt, got, iterator = Interrupt(after), [], None
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
-        with contextlib.suppress(error):
+        with interrupts(error), contextlib.suppress(error):
             iterator = iter(loader)
             for first in firsts(iterator):
                 got.append(first)
@@ -89,6 +104,29 @@ def interrupt_epochs(method, step, cached, error):
             assert list(firsts(loader)) == WHOLE
             loader.end_workers()
         assert after > step
+
+
+class InterruptedSampler(torch.utils.data.SequentialSampler):
+    """At the middle a signal comes, whose handler raises."""
+
+    def __iter__(self):
+        yield from range(N // 2)
+        signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_interrupt_of_a_sampler_is_not_the_end_of_an_epoch(count):
+    loader = stocache.DataLoader(
+        Images(N), BATCH, sampler=InterruptedSampler(Images(N)), num_workers=count, worker_method="thread"
+    )
+    iterator = iter(loader)
+    with interrupts(Stop), pytest.raises(Stop):
+        list(iterator)
+    if count:
+        with pytest.raises(WorkerError, match="an interrupt"):
+            next(iterator)
+    else:
+        assert list(iterator) == []  # as with torch
 
 
 def test_a_sampler_that_raises_does_not_stop_the_batches_that_were_asked_for():
