@@ -7,6 +7,7 @@ import os
 import random
 import shlex
 import signal
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,10 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`; children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if "--portable" in sys.argv:
+    os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/platform/portable", os.environ.get("PYTHONPATH", "")])
+    import tests.platform.portable.sitecustomize  # noqa: F401  # processes that are started import it by themselves
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +34,8 @@ from tqdm import tqdm
 from stocache import CachedDataset
 from stocache.cache.base import SampleCache
 from stocache.cache.states import SlotState
+from stocache.errors import CacheNameError
+from stocache.platform import here
 from stocache.reading.graph.caching import SharedCacher
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
@@ -53,10 +60,20 @@ QUICK = {  # files of units and contracts that start few processes
 SLOW = {  # files of slow tests alone
     "trainers", "transformers", "datamodule", "launchers", "forkserver", "container", "libraries", "programs",
 }  # fmt: skip
+PORTABLE = not here.SHARES_MEMORY
+LINUX = {  # files, and folders, of tests of what only Linux gives: processes that share memory, and names
+    "shm", "ring", "kill", "processes", "reading", "reading_ranks", "reading_resume", "children", "listing", "metrics",
+    "loaders", "dataloader", "stalls", "torch_iterators", "lives", "interrupts", "ends_of_programs", "everywhere",
+    "forkserver", "resume", "accelerate", "loader_stats",
+}  # fmt: skip
 START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow))  # which imports torch once more
+if PORTABLE:
+    START_METHODS = ("spawn",)
+    multiprocessing.set_start_method("spawn")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--portable", action="store_true", help="hide from stocache what only Linux gives, and spawn processes")
     parser.addoption("--seed", type=int, default=0, help="seed of the random numbers that each test starts with (default: 0)")
 
 
@@ -69,6 +86,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def is_quick(path: Path) -> bool:
     return path.stem.removeprefix("test_") in QUICK
+
+
+def is_for_linux(item: pytest.Item) -> bool:
+    return item.get_closest_marker("linux") is not None or not LINUX.isdisjoint((item.path.stem[5:], item.path.parent.name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup():
+    return (yield from skipping_names())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    return (yield from skipping_names())
+
+
+def skipping_names():
+    """Skip a test that asks for a named cache where there are none."""
+    try:
+        return (yield)
+    except CacheNameError as error:
+        if PORTABLE and "Linux only" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,8 +145,12 @@ def _unaudited(request: pytest.FixtureRequest):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `sampled` tests leave out, and the tests of some files as quick."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what `sampled` tests leave out, and the tests of some files as quick. Leave out what is for Linux only."""
+    if PORTABLE:
+        left_out = [item for item in items if is_for_linux(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_for_linux(item)]
     seen: Counter[str] = Counter()
     for item in items:
         if is_quick(item.path):
@@ -122,8 +167,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _servers():
     """Multiprocessing starts these once and keeps them; here before the first look at the descriptor table."""
     multiprocessing.set_forkserver_preload(["torch", "pytest", "hypothesis.extra.numpy"])  # what is spawned imports them itself
-    forkserver.ensure_running()
-    resource_tracker.ensure_running()
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        forkserver.ensure_running()
+        resource_tracker.ensure_running()
     multiprocessing.Barrier(1)  # whose memory comes from a file it keeps
     with contextlib.suppress(ImportError):
         import pyarrow.csv

@@ -11,7 +11,7 @@ import stocache
 
 PUBLIC = {name: getattr(stocache, name) for name in stocache.__all__}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-MARKS = {"plot": pytest.mark.leaves_descriptors}  # matplotlib keeps its fonts open
+MARKS = {"plot": pytest.mark.leaves_descriptors, "share": pytest.mark.linux}  # matplotlib keeps its fonts open
 NEEDS = {"plot": "matplotlib"}
 
 

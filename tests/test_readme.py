@@ -29,7 +29,11 @@ EXAMPLES = {
 """The programs, and what they print where the page says it."""
 BLOCKS = {name: block for name, (block, _) in EXAMPLES.items()}
 DEAR = re.compile("spawn|lightning|monai|transformers|keras|jax|accelerate|ultralytics|ignite|timm|lerobot")
-MARKS = ((), pytest.mark.slow)
+LINUX = {  # examples of processes that share memory
+    "docs/coming_from/stocaching.md, block 2", "docs/data/tiles.md, block 1", "stocache/shm/README.md, block 1",
+    "stocache/cache/keyed/README.md, block 5", "docs/data/detection.md, block 1", "docs/data/hdf5_zarr.md, block 2",
+    "docs/data/text.md, block 1",
+}  # fmt: skip
 VARIES = re.compile(r"\b\d+(\.\d+)?( ?(s|ms|µs|MB/s|GB/s|samples/s)\b|x\b)")  # times, and what follows from them
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
 
@@ -89,8 +93,12 @@ def is_there(module):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
+def marks_of(name):
+    return [pytest.mark.slow] * bool(DEAR.search(BLOCKS[name])) + [pytest.mark.linux] * (name in LINUX)
+
+
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[bool(DEAR.search(BLOCKS[name]))]) for name in BLOCKS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in BLOCKS])
 def test_every_example_runs_as_a_script(name, run_script, tmp_path):
     block, path = BLOCKS[name], []
     imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]

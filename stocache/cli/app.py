@@ -198,6 +198,7 @@ def _parse_percentages(text: str) -> list[float]:
 
 def info(as_json: Json = False) -> None:
     """Show how much memory this machine has for a cache, what "auto" would take, and the caches without a name."""
+    from stocache.platform import here
     from stocache.shm import registry, siblings
     from stocache.system import limits
 
@@ -243,6 +244,10 @@ def info(as_json: Json = False) -> None:
         "largest cache": size["shared_memory_room"],
         '"auto" takes': size["recommended_limit"],
     }
+    if not here.SHARES_MEMORY:
+        rows = {"shared memory": "none on this system: the threads of a process have a cache"} | rows
+        for name in (limits.SHM_DIR, "memfd", "huge pages"):
+            del rows[name]
     for cache in caches:
         ranks = f"shared by {cache['ranks']} ranks of a job" if cache["ranks"] != 1 else "of one process"
         used = f"{limits.format_size(cache['reserved_bytes'])} of {limits.format_size(cache['max_bytes'])}"

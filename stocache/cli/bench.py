@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from stocache.cache.placement import Placement, ordering_of
 from stocache.datasets.cached import CachedDataset
+from stocache.loader.dataloader import DataLoader
 from stocache.loader.threads.loading import would_stall
 from stocache.platform import here
 from stocache.preparation.sources import load_jpeg
@@ -58,7 +60,7 @@ def photo_folder(count: int, size: int = 512) -> Path:
         unfinished.mkdir(parents=True)
         for number in tqdm(range(count), desc=f"generating photos in {folder}", unit="photo"):
             photo_like(number, size).save(unfinished / f"{number:06d}.jpg", quality=95)
-        os.sync()  # the page cache cannot drop pages that are not written yet
+        here.sync()  # the page cache cannot drop pages that are not written yet
         unfinished.rename(folder)
     return folder
 
@@ -184,13 +186,14 @@ def sweep(
     length, epochs = len(dataset), []
     if workers and would_stall(dataset):
         workers = 0
+    make_loader: Any = TorchLoader if here.SHARES_MEMORY else partial(DataLoader, worker_method="thread")
     with tqdm(total=repeats * len(fractions) * len(phases) * length, unit="sample", smoothing=0.05) as bar:
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
                 before_epoch()
                 start, reads = time.perf_counter(), 0
                 with closing(make(dataset, fraction)) as cached:
-                    loader = TorchLoader(
+                    loader = make_loader(
                         cached,
                         batch_size=batch_size,
                         shuffle=True,

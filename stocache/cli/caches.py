@@ -141,8 +141,11 @@ def top(
 
     from stocache.cli import listing
     from stocache.cli.top import watch
+    from stocache.platform import here
 
     uid = _uid(user)
+    if not here.SHARES_MEMORY:
+        fail("there are no named caches on this system: they are for Linux only.")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fail("top needs a terminal. In scripts: stocache ls --json")
     watch(lambda: listing.find(uid), interval)
@@ -208,13 +211,13 @@ def _folder_hint(name: str) -> str:
 
 def _uid(user: str | None) -> int | None:
     """Return a user's id; -1 for "all", None if no user is given."""
-    import pwd
+    from stocache.platform import here
 
     if user is None or user == "all":
         return -1 if user else None
     if user.isdecimal():
         return int(user)
     try:
-        return pwd.getpwnam(user).pw_uid
+        return here.user_of_name(user)
     except KeyError:
         fail(f"there is no user {user!r} on this machine.", 2)

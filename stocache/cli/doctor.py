@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def examine(size_limit: int | None = None, disk: str | None = None, disk_limit: 
         size_limit: bytes of a planned cache.
         disk, disk_limit: folder and bytes of a planned disk cache.
     """
-    shared = [*_shm(size_limit), *_named(), *_remove_ipc()] if here.SHARES_MEMORY else []
+    shared = [*_shm(size_limit), *_memfd(), *_named(), *_remove_ipc()] if here.SHARES_MEMORY else []
     return [*shared, *_memory(size_limit), *_disks(disk, disk_limit), *_process()]
 
 
@@ -92,6 +93,9 @@ def _memory(size_limit: int | None) -> Iterator[Finding]:
             f"and {format_size(memory.floor)} stay free.",
             "end other programs, or lower size_limit_gib; 'auto' takes " + format_size(limits.recommended_limit()),
         )
+
+
+def _memfd() -> Iterator[Finding]:
     if limits.memfd_huge_policy() in ("never", "deny"):
         yield Finding(
             "hint",
@@ -183,13 +187,13 @@ def _logind_setting(key: str, default: str) -> str:
 def _process() -> Iterator[Finding]:
     soft, hard = here.limit_of("NOFILE")
     if soft < _LEAST_DESCRIPTORS:
-        more = min(65536, hard) if hard > 0 else 65536
+        more = min(65536, hard)
         yield _problem(
             f"a process may open {soft} files: DataLoader workers that send many tensors fail with 'Too many open files'.",
             f"ulimit -n {more}" + (f" (as root first: the hard limit is {hard})" if more < _LEAST_DESCRIPTORS else ""),
         )
     address_space, _ = here.limit_of("AS")
-    if address_space >= 0:
+    if address_space < sys.maxsize:
         yield _problem(
             f"a process may map {format_size(address_space)} (ulimit -v), and an empty cache counts with its full size.",
             "ulimit -v unlimited",

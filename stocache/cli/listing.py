@@ -5,7 +5,6 @@ named cache records its times in a file beside the cache; see `stocache.observe.
 """
 
 import os
-import pwd
 import re
 import sys
 import time
@@ -335,6 +334,6 @@ def _holder(pid: int) -> Holder | None:
 def user_name(uid: int) -> str:
     """Return the name of a user, or its id if it has no name."""
     try:
-        return pwd.getpwuid(uid).pw_name
+        return here.name_of_user(uid)
     except (KeyError, OverflowError):
         return str(uid)

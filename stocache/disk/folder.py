@@ -89,8 +89,9 @@ class Folder:
 
     @contextlib.contextmanager
     def _closed_on_error(self, path: str) -> Iterator[None]:
-        self.path, self._fds = path, list[int]()
-        self._close = weakref.finalize(self, _close_all, self._fds)
+        self.path, self._open_files = path, contextlib.ExitStack()
+        self._open_files.enter_context(contextlib.suppress(OSError))
+        self._close = weakref.finalize(self, self._open_files.close)
         self._close.atexit = False  # samples may still be written then
         try:
             yield
@@ -111,7 +112,7 @@ class Folder:
             self._check_identity(manifest, fixed)
         if manifest is None or changed:
             manifest = self._make(manifest, identity, fingerprint, facts)
-        elif fingerprint is None and self.alone and self._has(INDEX_FILE) and os.stat(INDEX_FILE, dir_fd=self._at).st_blocks:
+        elif fingerprint is None and self.alone and self._has(INDEX_FILE) and here.disk_bytes(self._at.stat(INDEX_FILE)):
             logger.warning(
                 "the disk cache %s is from an earlier run, of %s. Without a fingerprint it is unknown whether its data has "
                 "changed since: pass fingerprint=…, or remove it: stocache rm %s",
@@ -129,25 +130,25 @@ class Folder:
 
     def _open_directory(self) -> None:
         try:
-            self._at = here.open_folder(self.path)
+            self._at = here.Directory(self.path)
         except NotADirectoryError:
             raise DiskError(f"disk={self.path!r} is a file or below one. Give a folder of its own; it may be new.") from None
-        self._fds.append(self._at)
+        self._open_files.callback(self._at.close)
 
     def _check(self, private: bool) -> None:
         """Raise DiskError unless the folder is this user's alone; warn if it is in memory or on a network."""
-        status, path = os.fstat(self._at), printable(self.path)
+        status, path = self._at.stat(), printable(self.path)
         if status.st_uid != here.user():
             raise DiskError(f"{path} belongs to user {status.st_uid}, not to {here.user()}. Give a folder of your own.")
         forbidden = stat.S_IWOTH | (stat.S_IWGRP if private else 0)
         if status.st_mode & forbidden:
             raise DiskError(f"others may write to {path} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {path}")
-        names = set(os.listdir(self._at))
+        names = set(self._at.names())
         if others := sorted(names - FILES):
             raise DiskError(
                 f"{path} holds {printable(others[0])!r}, which is not of a disk cache. Give a folder of its own; it may be new."
             )
-        self._kind = filesystem_of(os.fstat(self._at).st_dev)
+        self._kind = filesystem_of(status.st_dev)
         if self._kind in IN_MEMORY:
             logger.warning("disk=%r is on %s, which is memory. Give a folder on a local disk.", self.path, self._kind)
         elif self._kind in NETWORK:
@@ -183,7 +184,7 @@ class Folder:
             return True
 
         self._wait_for_lock(taken)
-        found, ours = os.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
+        found, ours = here.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
         if self.alone and self._is_of_another_machine(found, ours):
             raise DiskError(
                 f"{printable(self.path)} was made by another machine, and is on a network file system. Give each machine a "
@@ -196,7 +197,7 @@ class Folder:
             )
         if self.alone and self.writable:
             text = ours.encode()
-            os.pwrite(lock, text, 0)
+            here.pwrite(lock, text, 0)
             os.ftruncate(lock, len(text))
 
     def _is_of_another_machine(self, found: str, ours: str) -> bool:
@@ -233,24 +234,24 @@ class Folder:
 
     def _has(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):
-            os.stat(name, dir_fd=self._at, follow_symlinks=False)
+            self._at.stat(name)
             return True
         return False
 
     def _open_file(self, name: str, flags: int) -> int:
         """Open a file of the folder. Raises DiskError where something else has its name."""
         with contextlib.suppress(FileNotFoundError):
-            status = os.stat(name, dir_fd=self._at, follow_symlinks=False)  # opening a device may have effects
+            status = self._at.stat(name)  # opening a device may have effects
             if not stat.S_ISREG(status.st_mode) or status.st_uid != here.user():
                 raise DiskError(f"{printable(self.path)}/{name} is not a file of this user. Remove it.")
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._at)
-        self._fds.append(fd)
+        fd = self._at.open(name, flags)
+        self._open_files.callback(os.close, fd)
         return fd
 
     def _read_manifest(self) -> dict[str, Any]:
         path = printable(self.path)
         try:
-            if not stat.S_ISREG(os.stat(MANIFEST_FILE, dir_fd=self._at, follow_symlinks=False).st_mode):
+            if not stat.S_ISREG(self._at.stat(MANIFEST_FILE).st_mode):
                 raise ValueError("it is not a file")
             return read_manifest(self._at)
         except ValueError as error:
@@ -269,9 +270,9 @@ class Folder:
             if not self.alone:
                 raise MismatchError(f"the disk cache {printable(self.path)} is in use for other data: {difference}.")
             logger.warning("the disk cache %s was left behind for other data: %s. It is emptied.", self.path, difference)
-        remove_files(self._at, *CONTENT)
+        self._at.remove(*CONTENT)
         for name in (INDEX_FILE, SAMPLES_FILE):
-            os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at))
+            os.close(self._at.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
         manifest = {
             "format": "stocache disk cache",
             "version": _VERSION,
@@ -282,49 +283,34 @@ class Folder:
             "facts": facts,
         }
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        draft = os.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._at)
+        draft = self._at.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             if os.write(draft, text) != len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(draft)
         finally:
             os.close(draft)
-        os.rename(f"{MANIFEST_FILE}.new", MANIFEST_FILE, src_dir_fd=self._at, dst_dir_fd=self._at)
-        os.fsync(self._at)
+        self._at.rename(f"{MANIFEST_FILE}.new", MANIFEST_FILE)
         return manifest
 
     @property
     def free_bytes(self) -> int:
         """The bytes that this user may still write on the disk."""
-        status = os.fstatvfs(self._at)
-        return status.f_bavail * status.f_frsize if self.writable else 0
+        return self._at.free_bytes() if self.writable else 0
 
     def close(self) -> None:
         """Close all files. Twice is fine."""
         self._close()
 
 
-def remove_files(at: int, *names: str) -> None:
-    """Remove files of the folder with a descriptor, those that are there."""
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=at)
-
-
-def _close_all(fds: list[int]) -> None:
-    while fds:
-        with contextlib.suppress(OSError):
-            os.close(fds.pop())
-
-
-def read_manifest(at: int) -> dict[str, Any]:
-    """Return the manifest of the folder with a descriptor.
+def read_manifest(at: here.Directory) -> dict[str, Any]:
+    """Return the manifest of an open folder.
 
     Raises:
         ValueError: it is damaged, or of another version.
         OSError: it cannot be read.
     """
-    fd = os.open(MANIFEST_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    fd = at.open(MANIFEST_FILE, os.O_RDONLY)
     try:
         text = os.read(fd, _MOST)
     finally:
@@ -370,12 +356,8 @@ def _is_sane(manifest: dict[str, Any]) -> bool:
 
 def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the manifest of the folder at a path; None if there is no cache that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        at = here.open_folder(path)
-        try:
-            return read_manifest(at)
-        finally:
-            os.close(at)
+    with contextlib.suppress(OSError, ValueError), contextlib.closing(here.Directory(path)) as at:
+        return read_manifest(at)
     return None
 
 

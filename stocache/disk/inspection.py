@@ -22,7 +22,6 @@ from stocache.disk.folder import (
     MANIFEST_FILE,
     SAMPLES_FILE,
     read_manifest,
-    remove_files,
 )
 from stocache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
@@ -34,7 +33,6 @@ from stocache.system.waiting import describe_first, flock_owners, printable
 _RUN = 256  # samples that a thread checks at a time
 _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _Numbers = NDArray[np.uint64]
 
@@ -99,7 +97,7 @@ def describe(path: str | os.PathLike[str]) -> DiskFolder:
         filled = 0
         for _, rows in _index(files):
             filled += int(np.count_nonzero(may_be_true(rows[:, 0], rows[:, 1], os.fstat(files.samples_fd).st_size)))
-        folder, disk = os.fstat(files.at), os.fstatvfs(files.at)
+        folder = files.at.stat()
         identity = files.manifest["identity"]
         return DiskFolder(
             files.path,
@@ -110,9 +108,9 @@ def describe(path: str | os.PathLike[str]) -> DiskFolder:
             filled,
             identity["samples"],
             files.manifest["fingerprint"],
-            sum(os.fstat(fd).st_blocks * 512 for fd in (files.index_fd, files.samples_fd)),
-            disk.f_bavail * disk.f_frsize,
-            filesystem_of(os.fstat(files.at).st_dev),
+            sum(here.disk_bytes(os.fstat(fd)) for fd in (files.index_fd, files.samples_fd)),
+            files.at.free_bytes(),
+            filesystem_of(folder.st_dev),
             _users(files.at),
         )
 
@@ -157,8 +155,8 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
     key = None
     with _directory(path) as at, contextlib.ExitStack() as stack:
         _check_names(at, shown)
-        if os.fstat(at).st_uid != here.user() and not force:
-            raise DiskError(f"{shown} belongs to user {os.fstat(at).st_uid}. To remove it anyway: stocache rm --force {shown}")
+        if (owner := at.stat().st_uid) != here.user() and not force:
+            raise DiskError(f"{shown} belongs to user {owner}. To remove it anyway: stocache rm --force {shown}")
         with contextlib.nullcontext() if not force else contextlib.suppress(DiskError):
             key = _read_manifest(at, path)["key"]
         if not force:
@@ -166,7 +164,7 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
             if not here.lock_file(lock):
                 user = describe_first(flock_owners(lock))
                 raise DiskError(f"{shown} is in use by {user}. To remove it anyway: stocache rm --force {shown}")
-        remove_files(at, *CONTENT, LOCK_FILE)
+        at.remove(*CONTENT, LOCK_FILE)
     with contextlib.suppress(OSError):
         os.rmdir(path)
     if key is not None:
@@ -185,11 +183,11 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
     while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
     with _directory(folder) as at:
-        disk, taken = os.fstatvfs(at), 0
+        taken = 0
         if folder == path:
             with contextlib.suppress(FileNotFoundError):
-                taken = os.stat(SAMPLES_FILE, dir_fd=at, follow_symlinks=False).st_blocks * 512
-        return filesystem_of(os.fstat(at).st_dev), disk.f_bavail * disk.f_frsize + taken
+                taken = here.disk_bytes(at.stat(SAMPLES_FILE))
+        return filesystem_of(at.stat().st_dev), at.free_bytes() + taken
 
 
 # ---------------------------------------------------------------------------------------------------- the files
@@ -197,22 +195,20 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
 
 class _Files(NamedTuple):
     path: str
-    at: int
+    at: here.Directory
     manifest: dict[str, Any]
     index_fd: int
     samples_fd: int
 
 
 @contextlib.contextmanager
-def _directory(path: str) -> Iterator[int]:
+def _directory(path: str) -> Iterator[here.Directory]:
     try:
-        at = here.open_folder(path)
+        at = here.Directory(path)
     except OSError as error:
         raise DiskError(f"{printable(path)} is not the folder of a disk cache: {error.strerror}.") from None
-    try:
+    with contextlib.closing(at):
         yield at
-    finally:
-        os.close(at)
 
 
 @contextlib.contextmanager
@@ -226,11 +222,11 @@ def _open(path: str | os.PathLike[str]) -> Iterator[_Files]:
         yield _Files(path, at, manifest, *fds)
 
 
-def _open_file(stack: contextlib.ExitStack, at: int, path: str, name: str, mode: int) -> int:
+def _open_file(stack: contextlib.ExitStack, at: here.Directory, path: str, name: str, mode: int) -> int:
     """Open a regular file of a folder, until a stack ends. Raises DiskError."""
     path = printable(path)
     try:
-        fd = os.open(name, mode | _READ, dir_fd=at)
+        fd = at.open(name, mode)
         stack.callback(os.close, fd)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
@@ -246,12 +242,12 @@ def _remedy(shown: str) -> str:
     return f"Remove the cache: stocache rm --force {shown}"
 
 
-def _check_names(at: int, shown: str) -> None:
+def _check_names(at: here.Directory, shown: str) -> None:
     """Raise DiskError if there are files that do not belong to a disk cache, or neither a manifest nor a lock."""
-    names, others = set(os.listdir(at)), set[str]()
+    names, others = set(at.names()), set[str]()
     for name in names - {"lost+found"}:
         with contextlib.suppress(FileNotFoundError):
-            if name not in FILES or stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+            if name not in FILES or stat.S_ISDIR(at.stat(name).st_mode):
                 others.add(name)
     if others:
         raise DiskError(f"{shown} is not the folder of a disk cache: it holds {printable(min(others))!r}.")
@@ -259,7 +255,7 @@ def _check_names(at: int, shown: str) -> None:
         raise DiskError(f"{shown} is not the folder of a disk cache: it holds no {MANIFEST_FILE}.")
 
 
-def _read_manifest(at: int, path: str) -> dict[str, Any]:
+def _read_manifest(at: here.Directory, path: str) -> dict[str, Any]:
     """Return the manifest. Raises DiskError."""
     shown = printable(path)
     try:
@@ -279,10 +275,10 @@ def _read_manifest(at: int, path: str) -> dict[str, Any]:
     raise DiskError(f"{shown}/{MANIFEST_FILE} {problem}")
 
 
-def _users(at: int) -> list[int]:
+def _users(at: here.Directory) -> list[int]:
     """Return the processes that have a flock of the folder. Nothing is locked: that could disturb one that opens it."""
     with contextlib.suppress(OSError):
-        lock = os.open(LOCK_FILE, _READ, dir_fd=at)
+        lock = at.open(LOCK_FILE, os.O_RDONLY)
         try:
             return flock_owners(lock)
         finally:
@@ -316,11 +312,11 @@ def _is_sound(files: _Files, idx: int, at: int, nbytes: int) -> bool:
     digest = xxhash.xxh3_64(seed=seed_of(int(files.manifest["key"], 16), idx))
     try:
         while at < end:
-            data = os.pread(files.samples_fd, min(_PIECE, end - at), at)
+            data = here.pread(files.samples_fd, min(_PIECE, end - at), at)
             if not data:
                 return False
             digest.update(data)
             at += len(data)
-        return digest.intdigest() == int.from_bytes(os.pread(files.samples_fd, CHECKSUM_BYTES, end), "little")
+        return digest.intdigest() == int.from_bytes(here.pread(files.samples_fd, CHECKSUM_BYTES, end), "little")
     except (OSError, OverflowError):
         return False

@@ -83,13 +83,13 @@ class SamplesFile:
         """
         at, nbytes = self.offsets[idx], self.sizes[idx]
         room = self.room(nbytes)
-        if room > _LARGE and not any(os.pread(self._samples, CHECKSUM_BYTES, at + room - CHECKSUM_BYTES)):
+        if room > _LARGE and not any(here.pread(self._samples, CHECKSUM_BYTES, at + room - CHECKSUM_BYTES)):
             return None  # nothing was written there, so do not take memory for it
         data = np.empty(room, np.uint8)
         memory = memoryview(data)  # type: ignore[arg-type]
-        done = os.preadv(self._samples, [memory], at)
+        done = here.preadv(self._samples, [memory], at)
         while done < room:  # Linux reads at most 2 GiB at once
-            count = os.preadv(self._samples, [memory[done:]], at + done)
+            count = here.preadv(self._samples, [memory[done:]], at + done)
             if not count:
                 return None
             done += count
@@ -113,23 +113,23 @@ class SamplesFile:
         """
         fd, found = self._samples, list[bool | None]()
         seeds = indices.astype(np.uint64) + np.uint64(self._seed)  # modulo 2^64
-        flags, not_now = (0, False) if wait else (os.RWF_NOWAIT, None)
+        not_now = False if wait else None
         end = memoryview(bytearray(self.room(nbytes) - nbytes))
         padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
         whole, is_one = nbytes + len(end), not padding and len(buffers[0]) == 1
         for own, at, seed in zip(buffers, offsets.tolist(), seeds.tolist(), strict=True):
             try:
                 if nbytes > _PIECE:
-                    count, digest = self._read_pieces(own, end, at, seed, flags)
+                    count, digest = self._read_pieces(own, end, at, seed, wait)
                 else:
-                    count = os.preadv(fd, [*own, end], at, flags)
+                    count = here.preadv(fd, [*own, end], at, wait)
                     digest = _hash(own[0], seed) if is_one else _hash_all((*own, padding), seed)
                 found.append(digest == checksum[0] if count == whole else not_now)
             except OSError as error:
                 found.append(not_now if error.errno in _NOT_NOW else False)
         return found
 
-    def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, flags: int) -> tuple[int, int]:
+    def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, wait: bool) -> tuple[int, int]:
         """Read a large sample and its end. Return how many bytes were there, and the hash of all but the checksum.
 
         It is read in pieces, and each is hashed while it is in the CPU's caches.
@@ -138,9 +138,9 @@ class SamplesFile:
         for buffer in buffers:
             for begin in range(0, len(buffer), _PIECE):
                 piece = buffer[begin : begin + _PIECE]
-                count += os.preadv(self._samples, [piece], at + count, flags)
+                count += here.preadv(self._samples, [piece], at + count, wait)
                 digest.update(piece)
-        count += os.preadv(self._samples, [end], at + count, flags)
+        count += here.preadv(self._samples, [end], at + count, wait)
         digest.update(end[:-CHECKSUM_BYTES])
         return count, digest.intdigest()
 
@@ -164,11 +164,11 @@ class SamplesFile:
         for begin in range(0, len(buffers), MOST_BUFFERS):
             part = buffers[begin : begin + MOST_BUFFERS]
             nbytes = sum(memoryview(buffer).nbytes for buffer in part)
-            written = os.pwritev(self._samples, part, at)
+            written = here.pwritev(self._samples, part, at)
             if written != nbytes:  # the disk is full, or a signal came
                 data = memoryview(b"".join(part))
                 while written < nbytes:
-                    more = os.pwrite(self._samples, data[written:], at + written)
+                    more = here.pwrite(self._samples, data[written:], at + written)
                     if not more:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     written += more
@@ -185,7 +185,7 @@ class SamplesFile:
 
     def enter(self, idx: int, at: int, nbytes: int) -> None:
         """Enter a written sample of ``nbytes`` bytes into the index. Raises OSError."""
-        os.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * ENTRY_BYTES)
+        here.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * ENTRY_BYTES)
         self.offsets[idx], self.sizes[idx] = at, nbytes
 
     def clear(self) -> None:
@@ -198,7 +198,7 @@ class SamplesFile:
 
 def read_entries(index: int, first: int, count: int) -> _Numbers:
     """Return entries of the index with a descriptor, as rows of offset and size; fewer where the file ends."""
-    data = os.pread(index, count * ENTRY_BYTES, first * ENTRY_BYTES)
+    data = here.pread(index, count * ENTRY_BYTES, first * ENTRY_BYTES)
     return np.frombuffer(data[: len(data) // ENTRY_BYTES * ENTRY_BYTES], "<u8").reshape(-1, 2)
 
 
@@ -244,7 +244,7 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
         with contextlib.suppress(OSError):
             os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # without a torn last one
             for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would point to later samples
-                os.pwrite(folder.index, bytes(ENTRY_BYTES), idx * ENTRY_BYTES)
+                here.pwrite(folder.index, bytes(ENTRY_BYTES), idx * ENTRY_BYTES)
     return end
 
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
+from stocache.platform import here
+
 BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
 DatasetKind: Any = torch_dataloader._DatasetKind
 
@@ -79,7 +81,7 @@ _numbers = itertools.count()
 
 
 _QueueOfPython: Any = multiprocessing.queues.Queue
-_MOST = select.PIPE_BUF - 4  # bytes of a message that is sent at once; its length comes first
+_MOST = here.PIPE_BYTES - 4  # bytes of a message that is sent at once; its length comes first
 _LOCK_S = 0.01  # to wait for another process that sends
 
 
@@ -121,7 +123,7 @@ def _is_ready(pipe: Any, event: int, timeout: float = 0.0) -> bool:
 def with_quick_queues(context: Any) -> BaseContext:
     """Return a context of multiprocessing whose queues are quick; the default context for None."""
     concrete: BaseContext = (context or multiprocessing).get_context()
-    if type(concrete).Queue is not BaseContext.Queue:  # the user's own
+    if type(concrete).Queue is not BaseContext.Queue or not here.PIPE_BYTES:  # the user's own
         return concrete
     quick = copy.copy(concrete)
     quick.Queue = partial(QuickQueue, ctx=concrete)  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ class WorkerGroup:
         if code < 0:
             how, hint = (
                 f"was killed by signal {-code} ({signal_name(-code)})",
-                _HINTS.get(-code, "Another process or the system ended it."),
+                _HINTS.get(signal_name(-code), "Another process or the system ended it."),
             )
         else:
             how = f"exited with code {code}"
@@ -159,10 +159,10 @@ def is_timeout(error: Exception) -> bool:
 
 
 _ENDINGS = ": os._exit, sys.exit, or a KeyboardInterrupt."
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: "Often the kernel does this when memory runs out (see dmesg). Use fewer workers or smaller batches.",
-    signal.SIGSEGV: "A library that the dataset uses crashed. num_workers=0 with python -X faulthandler shows where.",
-    signal.SIGBUS: "It wrote to shared memory that the machine does not have. Raise the size of /dev/shm.",
+_HINTS = {
+    "SIGKILL": "Often the kernel does this when memory runs out (see dmesg). Use fewer workers or smaller batches.",
+    "SIGSEGV": "A library that the dataset uses crashed. num_workers=0 with python -X faulthandler shows where.",
+    "SIGBUS": "It wrote to shared memory that the machine does not have. Raise the size of /dev/shm.",
 }
 
 
@@ -171,6 +171,8 @@ _groups: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 
 def _explain_in_handler() -> None:
     """Let torch's SIGCHLD handler, which raises RuntimeError for a dead worker, raise WorkerError."""
+    if not hasattr(signal, "SIGCHLD"):  # as on Windows
+        return
     handler = signal.getsignal(signal.SIGCHLD)
     here = threading.current_thread() is threading.main_thread()
     if not here or getattr(handler, "__module__", None) != signal_handling.__name__ or not callable(handler):

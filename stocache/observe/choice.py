@@ -29,11 +29,12 @@ from torch.utils.data import IterableDataset
 from stocache.cache.ragged import RaggedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.loader.threads.copies import copy_dataset, find_open_handle, find_running, holds_generator
-from stocache.loader.threads.loading import would_stall
+from stocache.loader.threads.loading import run_here, would_stall
 from stocache.observe.measure import count_cores, measure_costs
 from stocache.observe.model import Costs, Forecast, Setting, cached_share, predict
 from stocache.observe.recording.gil import look, queued_seconds
 from stocache.observe.trials import MakeLoader
+from stocache.platform import here
 from stocache.system.children import in_children
 from stocache.system.figures import format_seconds, round_digits
 from stocache.system.limits import GIB, MIB
@@ -204,6 +205,8 @@ def _choose_method(dataset: object, hooks: bool, trial: "GilTrial") -> tuple[str
         return "thread", f"{share:.0%} of the samples are cached"
     if (os.cpu_count() or 1) < 2:
         return "thread", "there is one CPU"
+    if not here.SHARES_MEMORY and holds_cache(dataset):
+        return "thread", "on this system processes share no cache"
     speed_up = trial.speed_up(dataset)
     if speed_up is None:
         return "multiprocessing", "threads could not be tried"
@@ -240,8 +243,9 @@ class GilTrial:
         """Return the speed-up of two threads over one; None if it could not be measured."""
         if not self._tried:
             self._tried = True
+            trial = partial(_measure, dataset)
             try:
-                found = list(in_children([partial(_measure, dataset)], dataset, _PATIENCE_S))
+                found = list(in_children([trial], dataset, _PATIENCE_S) if here.OPEN_FILES else run_here(trial))
             except Exception as error:  # of a sample: it is raised again when the sample is requested
                 logger.debug("threads could not be tried: %s", str(error))
             else:
@@ -264,11 +268,19 @@ def _measure(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
 
     And `_DRAWS`, if samples draw random numbers.
 
-    Runs in a child process.
+    Runs in a child process, where there are any.
     """
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(_ROUND_S / 10)  # else a round is too short for threads to take turns
+    try:
+        yield from _measure_rounds(dataset)
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def _measure_rounds(dataset: Any) -> Iterator[tuple[float, float, int, int] | str]:
     datasets = copy_dataset(dataset), copy_dataset(dataset)
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
-    sys.setswitchinterval(_ROUND_S / 10)  # else a round is too short for threads to take turns
     began, monitor = time.perf_counter(), RngMonitor()
     for mine in datasets:  # opens files
         mine[order.pop()]

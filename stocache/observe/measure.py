@@ -40,7 +40,7 @@ from stocache.observe.trials import (
     time_loads,
 )
 from stocache.platform import here
-from stocache.system.children import ChildError, StalledError, in_children
+from stocache.system.children import ChildError, SlowError, StalledError, in_children
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.objects import get_many_of
 from stocache.transforms.planning import plan_split
@@ -153,12 +153,13 @@ class CostStudy:
         try:
             with contextlib.closing(in_children([job], self.dataset, patience_s)) as items:
                 return next(items)  # type: ignore[no-any-return]
-        except StalledError:
-            self._stalls = True
-            self._missing.append("forked workers would stall: settings with workers are left out; try worker threads")
-            return next(run_here(job))  # type: ignore[no-any-return]
-        except ChildError as error:
+        except SlowError as error:
             raise DatasetError(f"{type(self.dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}") from error
+        except ChildError as error:
+            why = "forked workers would stall" if isinstance(error, StalledError) else f"{error}"
+            self._stalls = True
+            self._missing.append(f"{why}: settings with workers are left out; try worker threads")
+            return next(run_here(job))  # type: ignore[no-any-return]
 
     def _plan_split(self, load_s: float) -> None:
         """Find out which transforms run after the cache, if that does not take long."""

@@ -29,6 +29,7 @@ from stocache.observe.recording.record import (
     SEEN_BUSY_NS,
     Counted,
 )
+from stocache.platform import here
 from stocache.system.figures import format_seconds, plural, round_digits
 from stocache.system.limits import GIB, format_size
 
@@ -320,4 +321,6 @@ class _Parts:
         looks, held = self.facts.counted.sum(LOOKS), self.facts.counted.sum(HELD)
         how = f"hold the GIL {held / looks:.0%} of the time" if looks >= _LOOKS else "wait for the GIL"
         what = f"worker threads {how}, so one works at a time"
+        if not here.SHARES_MEMORY:
+            return "GIL", f"{what}; code that releases it, as Pillow, NumPy and torch do, would let them work at once"
         return "GIL", f"{what}; worker_method='multiprocessing' would let {self.facts.workers} work at once"

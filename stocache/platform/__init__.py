@@ -4,11 +4,10 @@ Linux gives all of it, in `linux`. On other systems (`portable`) a cache is memo
 Nothing else in the package asks which system it is: this is the only place that chooses.
 """
 
-import importlib.util
-import sys
+import os
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING or (sys.platform == "linux" and importlib.util.find_spec("fcntl") is not None):
+if TYPE_CHECKING or hasattr(os, "O_TMPFILE"):
     from stocache.platform import linux as here
 else:
     from stocache.platform import portable as here

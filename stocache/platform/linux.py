@@ -1,11 +1,16 @@
 """What Linux gives: memory that processes share, and locks of the kernel that end with their process."""
 
+import contextlib
 import fcntl
 import mmap
 import os
+import pwd
 import resource
+import select
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 SHARES_MEMORY = True
 """Whether processes can share a cache."""
@@ -14,8 +19,9 @@ OPEN_FILES = "/proc/self/fd"
 """The directory of the descriptors of this process, by which a forked child opens files anew; "" where there is none."""
 
 CLOSED_ON_EXEC = os.O_CLOEXEC
-SYNCS_FOLDERS = True
-"""Whether the entries of a folder must be written to the disk like a file."""
+
+PIPE_BYTES = select.PIPE_BUF
+"""The bytes that a pipe takes at once if `select.poll` finds it ready; 0 where it is not said."""
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """Options of `mmap.mmap` for memory that a forked child does not share."""
@@ -74,13 +80,83 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-pread, preadv = os.pread, os.preadv
-"""Read from a descriptor at an offset, and leave its position."""
+pread, pwrite, pwritev = os.pread, os.pwrite, os.pwritev
+"""Read from a descriptor at an offset, or write there, and leave its position."""
 
 
-def open_folder(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of a folder, to lock it or to open files in it."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def preadv(fd: int, buffers: Sequence[Any], at: int, wait: bool = True) -> int:
+    """Read into buffers. Without ``wait``, raise BlockingIOError or read less where the page cache does not have all."""
+    return os.preadv(fd, buffers, at, 0 if wait else os.RWF_NOWAIT)
+
+
+def rename_open(old: str, new: str) -> None:
+    """Give a file that this process has open another name, which may be taken."""
+    os.replace(old, new)
+
+
+unlink_open = os.unlink
+"""Remove a file that a process may have open."""
+
+
+def disk_bytes(status: os.stat_result) -> int:
+    """Return the bytes that a file takes on its disk, where parts of it may have none."""
+    return status.st_blocks * 512
+
+
+class Directory:
+    """An open folder: its files are found also where its path comes to name another one, and links in it are not followed.
+
+    Raises:
+        OSError: it cannot be opened; NotADirectoryError if it is a file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """The descriptor that `lock` locks."""
+
+    def open(self, name: str, flags: int) -> int:
+        """Return a descriptor of a file in it, without waiting for a FIFO."""
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+
+    def stat(self, name: str = "") -> os.stat_result:
+        """Return the status of a file in it, or its own."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False) if name else os.fstat(self.fd)
+
+    def names(self) -> list[str]:
+        """Return the names in it."""
+        return os.listdir(self.fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a file another name, which may be taken, and write that to the disk."""
+        os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.sync()
+
+    def remove(self, *names: str) -> None:
+        """Remove files, those that are there."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self.fd)
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this user may still write on its disk."""
+        status = os.fstatvfs(self.fd)
+        return status.f_bavail * status.f_frsize
+
+    def sync(self) -> None:
+        """Write its names to the disk."""
+        os.fsync(self.fd)
+
+    def lock(self) -> bool:
+        """Take its lock; False if another process has it. Raises OSError on a file system without locks."""
+        return lock_file(self.fd)
+
+    def close(self) -> None:
+        """Close it, and release its lock. Twice is fine."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            with contextlib.suppress(OSError):
+                unlock_file(fd)  # forked children have it open too
+            os.close(fd)
 
 
 def read_ahead(fd: int, at: int, nbytes: int) -> None:
@@ -93,14 +169,19 @@ def drop_pages(fd: int, at: int = 0, nbytes: int = 0) -> None:
     os.posix_fadvise(fd, at, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+sync = os.sync
+"""Write all files to their disks."""
+
+
 def open_mode(fd: int) -> int:
     """Return the flags with which a file was opened."""
     return fcntl.fcntl(fd, fcntl.F_GETFL)
 
 
 def limit_of(name: str) -> tuple[int, int]:
-    """Return a limit of this process, such as "NOFILE", and the most to which it can be raised; -1 for none."""
-    return resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    """Return a limit of this process, such as "NOFILE", and the most to which it can be raised; `sys.maxsize` for none."""
+    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    return (soft if soft >= 0 else sys.maxsize), (hard if hard >= 0 else sys.maxsize)
 
 
 # ---------------------------------------------------------------------------------------------------- processes
@@ -109,6 +190,16 @@ def limit_of(name: str) -> tuple[int, int]:
 def user() -> int:
     """Return the number of the user of this process, as ``st_uid`` of a file has it."""
     return os.geteuid()
+
+
+def name_of_user(uid: int) -> str:
+    """Return the name of a user. Raises KeyError or OverflowError if it has none."""
+    return pwd.getpwuid(uid).pw_name
+
+
+def user_of_name(name: str) -> int:
+    """Return the number of a user. Raises KeyError if there is none of that name."""
+    return pwd.getpwnam(name).pw_uid
 
 
 def usable_cpus() -> int:

@@ -43,27 +43,22 @@ class LocalStore:
             StorageError: another process has the lock, and ``wait`` is False or it makes no progress.
         """
         os.makedirs(self.path, exist_ok=True)
-        fd = here.open_folder(self.path)
-        try:
+        with contextlib.closing(here.Directory(self.path)) as folder:
             try:
-                if not here.lock_file(fd):
+                if not folder.lock():
                     if not wait:
                         raise StorageError(f"{self.path} is being prepared by another process. Wait for it, or end it.")
-                    self._wait(fd)
+                    self._wait(folder)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EBADF):  # file systems without locks
                     raise
             yield
-        finally:
-            with contextlib.suppress(OSError):
-                here.unlock_file(fd)  # workers have it open too, as long as an error's traceback refers to them
-            os.close(fd)
 
-    def _wait(self, fd: int) -> None:
+    def _wait(self, folder: here.Directory) -> None:
         """Wait for the lock while its holder works or files change."""
         moved, seen = time.monotonic(), self._newest()
-        while not wait_until(lambda: here.lock_file(fd), _REPORT_S):
-            pids = flock_owners(fd)
+        while not wait_until(folder.lock, _REPORT_S):
+            pids = flock_owners(folder.fd)
             who, newest = describe_first(pids), self._newest()
             if newest != seen or any(map(is_at_work, pids)):
                 moved, seen = time.monotonic(), newest
@@ -163,9 +158,5 @@ def write_file(path: str, *pieces: BytesLike) -> None:
         raise OSError(
             error.errno, f"{error.strerror}. Complete blocks stay, and preparing again continues from there. Writing", path
         ) from error
-    if here.SYNCS_FOLDERS:
-        folder = here.open_folder(os.path.dirname(path) or ".")
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    with contextlib.closing(here.Directory(os.path.dirname(path) or ".")) as folder:
+        folder.sync()

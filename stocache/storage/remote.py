@@ -191,7 +191,7 @@ class Mirror:
         try:
             self._remote.get(name, part)
             self._make_room(os.path.getsize(part))
-            os.rename(part, local)
+            here.rename_open(part, local)
         except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(part)
@@ -214,7 +214,7 @@ class Mirror:
             if total <= self.limit:
                 break
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # a process that has it open can still read it
+                here.unlink_open(path)  # a process that has it open can still read it
             total -= size
 
     def __repr__(self) -> str:

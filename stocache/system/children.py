@@ -103,12 +103,12 @@ def in_children(
                 if child.watch.is_stalled():
                     raise _stall(child.pid, dataset)
             waited_s = time.monotonic() - since
-            if patience_s is not None and waited_s > patience_s:
-                raise SlowError(f"nothing came from the child process {children[0].pid} for {patience_s:.0f} s")
             if waited_s > _SLOW_S and not said:
                 said = True
                 pids = ", ".join(str(child.pid) for child in running.values())
                 logger.warning("waited %.0f s for a sample so far, which the child process %s loads.", waited_s, pids)
+            if patience_s is not None and waited_s > patience_s:
+                raise SlowError(f"nothing came from the child process {children[0].pid} for {patience_s:.0f} s")
     finally:
         for child in children:
             child.end()
@@ -154,7 +154,7 @@ class _Child:
 
     def __init__(self, job: Callable[[], Iterator[object]], dataset: object, number: int, count: int) -> None:
         if not os.path.isdir(here.OPEN_FILES):
-            raise ChildError("a child process cannot get file positions of its own: there is no /proc")
+            raise ChildError("no child process can load samples here, as there is no /proc")
         for stream in (sys.stdout, sys.stderr):  # else the text in their buffers would be written twice
             with contextlib.suppress(Exception):
                 stream.flush()

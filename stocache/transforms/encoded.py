@@ -1,7 +1,9 @@
 """Cache files as they are, and decode them after the cache: for datasets with a ``loader``, such as torchvision's folders."""
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stocache.system.limits import open_memfd
@@ -32,14 +34,26 @@ class Decode:
 
     def __call__(self, data: bytes) -> Any:
         """Return the result of the loader for a file with these bytes."""
-        fd = open_memfd()
-        if fd is None:
-            raise OSError("store='encoded' needs files in memory, which this process may not create")
-        try:
-            os.write(fd, data)
-            return self.loader(f"/proc/self/fd/{fd}")
-        finally:
-            os.close(fd)
+        with _file_of(data) as path:
+            return self.loader(path)
+
+
+@contextlib.contextmanager
+def _file_of(data: bytes) -> Iterator[str]:
+    """Give the path of a file of these bytes: in memory, or a temporary one where that is not allowed."""
+    fd = open_memfd()
+    if fd is None:
+        with tempfile.TemporaryDirectory(prefix="stocache-") as folder:
+            path = os.path.join(folder, "file")
+            with open(path, "wb") as file:
+                file.write(data)
+            yield path
+        return
+    try:
+        os.write(fd, data)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def open_loader(dataset: object) -> dict[Site, Pipeline]:

@@ -30,6 +30,7 @@ def one_kind(*makers):
     return pytest.mark.parametrize("cache", makers, indirect=True, ids=lambda maker: maker.__name__)
 
 
+@pytest.mark.linux
 @one_kind(*SHARED, *RAGGED, *DISK)
 def test_a_cache_keeps_what_it_has_room_for_however_it_was_come_by(cache, resident, outside):
     assert len(resident) == SLOTS

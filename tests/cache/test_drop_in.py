@@ -43,6 +43,7 @@ class MyDataset(Dataset):
         return x
 
 
+@pytest.mark.linux
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_the_articles_dataset_reads_exactly_what_is_not_resident(workers, persistent):

@@ -320,6 +320,7 @@ LOADERS = [
 ]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("make", "options"), LOADERS)
 def test_workers_compute_each_frame_once(make, options, log):
     frame.cache.clear()

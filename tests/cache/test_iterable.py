@@ -56,6 +56,7 @@ def texts(dataset, loader=TorchDataLoader, **options):
     return [text for batch in loader(dataset, 4, **options) for text in batch["text"]]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 3, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
 def test_the_first_pass_reads_the_source_and_later_ones_do_not(reads, options, loader):
@@ -98,6 +99,7 @@ def test_a_source_without_one_order_is_found_out_when_a_pass_goes_on(reads, capl
     assert "another one in this pass" in caplog.text
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 0), (4, 1)])
 def test_with_other_workers_the_recorded_parts_are_divided_among_them(reads, before, after):
     with CachedIterable(Numbers(reads.path), "4MB") as dataset:
@@ -190,6 +192,7 @@ def test_ranks_that_share_a_cache_by_name_have_parts_of_their_own(tmp_path):
         assert dataset.stats().fills == 16
 
 
+@pytest.mark.linux
 def test_persistent_workers_get_another_order_in_each_pass(reads):
     with CachedIterable(Numbers(reads.path), "4MB", shuffle=True) as dataset:
         loader = TorchDataLoader(dataset, 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")

@@ -288,6 +288,7 @@ def test_a_closed_cache_says_so(cache):
     assert (repr(cache), view.tolist()) == ("<KeyedCache, closed>", [0] * 4)
 
 
+@pytest.mark.linux
 def test_by_a_name_other_processes_and_later_runs_find_it():
     def fill():
         with KeyedCache("2MB", name="keyed", persist=True, fingerprint="v1") as cache:
@@ -321,6 +322,7 @@ def take_all(number, cache, many):
         assert same(values, list(map(value, part)))
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_that_want_the_same_keys_load_each_once(tmp_path, cache, many, method, monkeypatch):
@@ -416,6 +418,7 @@ def test_what_memory_has_no_room_for_is_on_the_disk_and_stays_for_the_next_run(t
     assert any("left behind for other data" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.linux
 def test_processes_share_the_disk_and_load_each_key_once(tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
     with on_disk(tmp_path / "d", memory="8KB") as cache:
@@ -454,6 +457,7 @@ def test_a_repeated_key_of_a_full_cache_is_loaded_once_in_a_call():
         assert (values, calls) == ([["a", 1], ["b"], ["a"]], [["a", "b"]])
 
 
+@pytest.mark.linux
 def test_processes_and_threads_that_put_one_key_at_once_are_no_error(cache):
     assert "k" not in cache
     assert in_child(cache.put, "k", 1) == 0

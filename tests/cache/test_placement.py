@@ -114,6 +114,7 @@ def test_a_limit_must_leave_room_for_one_slot_unless_it_is_zero(caplog):
     assert not caplog.records
 
 
+@pytest.mark.linux
 def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, caplog):
     with monkeypatch.context() as patched:
         patched.setattr(limits, "memory", lambda: Memory(4 * GIB, 2 * GIB))

@@ -71,6 +71,7 @@ def test_wrong_arguments_say_what_to_do(monkeypatch):
             RaggedCache(**{"size_limit_gib": 1, "dataset_len": N} | options)
 
 
+@pytest.mark.linux
 def test_caches_without_a_limit_samples_or_memory_hold_nothing(monkeypatch, caplog):
     with RaggedCache(0, N) as cache, RaggedCache(1, 0) as empty:
         for _ in range(2):
@@ -120,6 +121,7 @@ def share_work(number, cache, count):
     fill(cache)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("start_method", "options"), [
     ("fork", {}), ("fork", {"admission": "cost", "name": "ragged"}), ("forkserver", {"codec": "lz4"}),
 ], indirect=["start_method"], ids=str)  # fmt: skip
@@ -135,6 +137,7 @@ def test_processes_share_what_each_has_loaded(run_processes, options):
         assert stats.slot_bytes == alone.stats().slot_bytes  # each kind of samples is stored once
 
 
+@pytest.mark.linux
 def test_kinds_of_samples_survive_a_clear_by_another_process():
     def clear_and_refill():
         cache.get_or_load(0, lambda idx: {"a": 1})
@@ -153,6 +156,7 @@ def test_kinds_of_samples_survive_a_clear_by_another_process():
                 assert cache.get_slot(idx) == fresh.get_slot(idx) == value
 
 
+@pytest.mark.linux
 def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", sys)  # it is not used, but must be there
 
@@ -319,6 +323,7 @@ def read_scans_in_a_child(dataset):
     assert in_child(check) == 0
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("use", "found"), [
     (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
     (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),

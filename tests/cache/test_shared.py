@@ -280,6 +280,7 @@ def test_samples_stay_uncached_when_memory_runs_low_and_training_goes_on(monkeyp
         assert cache.get_slot(9).all()
 
 
+@pytest.mark.linux
 def test_a_write_in_pieces_is_whole_and_one_that_fails_leaves_an_empty_slot(monkeypatch, caplog):
     real = os.pwrite
 

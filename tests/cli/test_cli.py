@@ -18,6 +18,7 @@ def test_version(run, command):
     assert run(*command).stdout == f"stocache {stocache.__version__}\n"
 
 
+@pytest.mark.linux
 def test_info_shows_what_the_machine_gives(run, monkeypatch):
     monkeypatch.setattr(limits, "memory", lambda: Memory(20 * GIB, 10 * GIB))
     monkeypatch.setattr(limits, "cgroup_memory", lambda: CgroupMemory(20 * GIB, 10 * GIB, "/sys/fs/cgroup/job"))

@@ -65,6 +65,7 @@ def live(tmp_path):
         yield cache
 
 
+@pytest.mark.linux
 def test_a_disk_cache_in_use_is_listed(run, live):
     (found,) = listing.find()
     assert (found.kind, found.name, found.folder, found.state) == ("disk", live.disk, live.disk, "live")
@@ -81,6 +82,7 @@ def test_a_disk_cache_in_use_is_listed(run, live):
     assert facts["stats"]["reserved_bytes"] == FILLED * ROOM
 
 
+@pytest.mark.linux
 def test_what_a_killed_process_left_in_shared_memory_is_dead_and_can_be_removed(run, tmp_path):
     def act():
         cache = open_cache(tmp_path / "photos")
@@ -106,6 +108,7 @@ def files_of(folder):
     return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()}
 
 
+@pytest.mark.linux
 def test_stat_shows_a_folder_that_is_not_in_use_and_changes_nothing(run, folder):
     before = files_of(folder)
     assert run("ls").stdout == "no named caches\n"
@@ -124,6 +127,7 @@ def test_stat_shows_a_folder_that_is_not_in_use_and_changes_nothing(run, folder)
         assert rows(run("stat", folder))["in use by"].startswith(f"{os.getpid()} ")
 
 
+@pytest.mark.linux
 def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
     found = rows(run("stat", live.disk))
     assert found["in use by"].startswith(f"{os.getpid()} ")
@@ -169,6 +173,7 @@ def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, 
     assert run(command, folder).exit_code == 0
 
 
+@pytest.mark.linux
 def test_names_are_shown_without_control_characters(run, tmp_path):
     path = tmp_path / os.fsdecode(b"caf\xe9 \x1b[31m\n")
     with open_cache(path) as cache:
@@ -183,6 +188,7 @@ def test_names_are_shown_without_control_characters(run, tmp_path):
         assert "\x1b[31m" not in result.output
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("command", [["stat"], ["stat", "--json"], ["rm"], ["rm", "--force"]])
 def test_what_is_not_a_disk_cache_is_named_and_stays(run, tmp_path, command):
     for name in ("empty", "other", "inner/cache.json"):
@@ -233,6 +239,7 @@ def test_a_false_manifest_takes_no_memory_and_a_damaged_one_is_named_with_the_re
     assert not folder.exists()
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("name", ["index", "samples", "cache.json", "lock"])
 @pytest.mark.parametrize("instead", ["nothing", "link", "pipe"])
 def test_a_file_that_is_missing_or_of_another_kind_is_not_followed(run, tmp_path, folder, name, instead):
@@ -313,6 +320,7 @@ def test_rm_removes_a_folder_that_is_not_in_use(run, folder, monkeypatch):
         assert (result.exit_code, result.output, folder.exists()) == (0, f"removed {path}\n", False)
 
 
+@pytest.mark.linux
 def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_use_it(run, live):
     result = run("rm", live.disk)
     assert result.exit_code == 1
@@ -341,6 +349,7 @@ def test_rm_spares_folders_with_other_files_and_does_not_follow_links(run, folde
     assert len(os.listdir(folder)) == 5
 
 
+@pytest.mark.linux
 def test_rm_removes_several_but_those_of_others_and_says_which_it_could_not(run, folder, tmp_path, monkeypatch):
     half = tmp_path / "half"  # its making was interrupted
     half.mkdir()
@@ -367,6 +376,7 @@ def about(path, **options):
     return [(finding.kind, finding.what, finding.remedy) for finding in findings if str(path) in finding.what]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("is_live", [True, False])
 def test_doctor_says_where_a_disk_cache_lies(tmp_path, monkeypatch, is_live):
     path = tmp_path / "photos"
@@ -394,6 +404,7 @@ def test_doctor_says_that_a_disk_has_no_room_or_a_path_cannot_be_used(run, tmp_p
     assert (result.exit_code, "--disk-limit needs --disk FOLDER." in result.output) == (2, True)
 
 
+@pytest.mark.linux
 def test_doctor_counts_what_the_cache_itself_takes_as_room(live, monkeypatch):
     taken = os.stat(Path(live.disk, "samples")).st_blocks * 512
     free = os.statvfs_result([4096, 4096, 10**6, 10**6, 100, 0, 0, 0, 0, 255])

@@ -133,6 +133,7 @@ def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
     assert (result.exit_code, result.output) == (2, "step_ms must be finite.\n")
 
 
+@pytest.mark.linux
 def test_a_function_that_gives_no_dataset_is_named_in_one_line(run):
     for where, message in (
         ("nowhere_at_all:f", "module 'nowhere_at_all' cannot be imported: ModuleNotFoundError: No module named"),

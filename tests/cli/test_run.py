@@ -161,6 +161,7 @@ def train(folder):
     return lambda *arguments, **more: python("-m", "stocache", "run", *arguments, cwd=folder, **more)
 
 
+@pytest.mark.linux
 def test_the_report_comes_at_the_end_also_after_an_interrupt(train, folder):
     result = train("--cache", "auto", "--json", "report.json", "--trace", "trace.json", "train.py", "fail")
     assert result.returncode == -signal.SIGINT

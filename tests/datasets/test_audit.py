@@ -97,6 +97,7 @@ class Source(Images):
         return self.made(self, idx) + self.offset
 
 
+@pytest.mark.linux
 def test_a_named_cache_of_an_earlier_run_is_compared_before_its_first_sample_is_served(caplog):
     with CachedDataset(Source(), 1, name="audit", fingerprint="v1") as first:
         first.warm(progress=False)
@@ -280,6 +281,7 @@ def test_stats_and_the_verdict_say_that_the_cache_is_left():
         assert cached.stats().flat()["cache/left"] == 1
 
 
+@pytest.mark.linux
 def test_persistent_workers_are_said_to_have_copies(caplog):
     with CachedDataset(Source(), 1) as cached:
         loader = stocache.DataLoader(cached, 8, num_workers=1, persistent_workers=True)

@@ -267,6 +267,7 @@ def labelled(idx):
     return tensor(idx), idx
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(
     ("make", "subset", "workers", "loader_class"),
     [(labelled, "all", 2, torch.utils.data.DataLoader), (text, "irregular", 0, stocache.DataLoader)],
@@ -400,6 +401,7 @@ def _read(number, cached, barrier):
         assert cached[idx]["label"] == idx
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("whole", [False, True])
 def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
     monkeypatch.setattr(Counting, "reads_whole_blocks", whole)  # as of a URL

@@ -194,6 +194,7 @@ class Failing(Source):
         return super().sample(idx)
 
 
+@pytest.mark.linux
 @SIZES
 def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
     source = Failing(size, {5, 20})
@@ -271,6 +272,7 @@ UNFIT = {
 }
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("name", UNFIT)
 def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_do(name, caplog):
     make, kept = UNFIT[name]
@@ -324,6 +326,7 @@ def test_warm_fills_everything_once(size, workers, capsys, monkeypatch):
         assert 0 < total.filled < N
 
 
+@pytest.mark.linux
 def test_stats_and_the_log_have_an_entry_for_each_epoch(caplog):
     caplog.set_level(logging.INFO, "stocache")
     with CachedDataset(Source(), f"{N + N // 2 * 98}B") as cached:

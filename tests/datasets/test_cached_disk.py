@@ -63,6 +63,7 @@ def as_lists(samples):
     return tuple(zip(*samples, strict=True))
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("ragged", "memory", "options"), [
     *((False, 0.0, {"workers": 2, "loader": torch.utils.data.DataLoader}), (False, 0.5, {}), (True, 0.25, {"workers": 2})),
     *((False, 0.25, {"workers": 2, "worker_method": "thread"}), (True, 0.0, {})),
@@ -82,6 +83,7 @@ def _run_job(number, folder, source, ready):
         check_epochs(cached, source)
 
 
+@pytest.mark.linux
 def test_two_jobs_read_each_sample_once(tmp_path, source):
     context = multiprocessing.get_context("forkserver")
     run_all(context, 2, _run_job, tmp_path, source, context.Barrier(2))

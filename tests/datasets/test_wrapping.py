@@ -345,6 +345,7 @@ def test_batches_that_are_concatenated_come_from_the_cache():
         assert source.reads == reads
 
 
+@pytest.mark.linux
 def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(caplog):
     class Within(Dataset):
         def __init__(self, dataset):

@@ -21,6 +21,7 @@ import xxhash
 from stocache import CachedDataset, DiskCache
 from stocache.disk.formats import Rows
 from stocache.disk.samples_file import DATA_OFFSET, SamplesFile, index_bytes
+from stocache.platform import here
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from stocache.system import background
@@ -170,14 +171,15 @@ def test_a_forged_record_under_the_right_checksum_runs_no_code_and_raises_nothin
 
 
 def failing(monkeypatch, name, cache, fails, file=None):
-    """Have a function of os call ``fails`` with the file of samples, and what it was called with, before it does its work."""
-    real, fd = getattr(os, name), file or cache._folder.samples
+    """Have a function call ``fails`` with the file of samples, and what it was called with, before it does its work."""
+    module = here if hasattr(here, name) else os
+    real, fd = getattr(module, name), file or cache._folder.samples
 
     def called(at, *arguments):
         result = fails(real, at, *arguments) if at == fd else None
         return real(at, *arguments) if result is None else result
 
-    monkeypatch.setattr(os, name, called)
+    monkeypatch.setattr(module, name, called)
 
 
 def after(number, act):
@@ -290,6 +292,7 @@ def read_damaged(number, cache, log):
     loaded(cache, "rows", random.Random(number).sample(range(COUNT), COUNT))
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("start_method", ["fork"], indirect=True)
 def test_all_processes_together_warn_once(tmp_path, filled, run_processes):
     with open_disk("rows", filled) as cache:
@@ -316,6 +319,7 @@ def fill_and_die(kind, folder, opened, name, act):
 KILLS = {"before": ("samples", die), "within": ("samples", lambda *call: die(half(*call))), "index": ("index", die)}
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("kind", "way", "kill"), [*pairs(KINDS, ["shared", "alone"], [*KILLS])], indirect=["kind"])
 def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, kill):
     name, act = KILLS[kill]

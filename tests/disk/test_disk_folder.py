@@ -89,6 +89,7 @@ def test_a_folder_for_other_samples_is_refused(filled):
     open_disk("rows", filled).close()  # an error does not keep the folder locked
 
 
+@pytest.mark.linux
 def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_run(filled, tmp_path, warnings):
     with open_disk("rows", filled, fingerprint="2") as cache:
         (warning,) = warnings()
@@ -155,6 +156,7 @@ def test_a_file_that_is_missing_is_made_again(filled, names):
             assert loaded(cache, "rows") == missing
 
 
+@pytest.mark.linux
 def test_memory_and_a_limit_above_what_is_free_are_warned_of(may_mount, tmp_path, warnings):
     with mounted(tmp_path, "size=1m,mode=700"):
         with open_disk("rows", tmp_path, limit="1GB") as cache:
@@ -165,6 +167,7 @@ def test_memory_and_a_limit_above_what_is_free_are_warned_of(may_mount, tmp_path
         del cache
 
 
+@pytest.mark.linux
 def test_a_network_file_system_is_warned_of(tmp_path, warnings, monkeypatch):
     for path, kind in (("/proc", "proc"), ("/dev/shm", "tmpfs")):
         at = os.open(path, os.O_RDONLY)
@@ -178,6 +181,7 @@ def test_a_network_file_system_is_warned_of(tmp_path, warnings, monkeypatch):
     assert ["is on a network file system (fuse.sshfs)" in warning for warning in warnings()] == [True]
 
 
+@pytest.mark.linux
 def test_a_folder_that_another_machine_uses_is_refused(tmp_path, monkeypatch):
     with open_disk("rows", tmp_path) as cache:
         loaded(cache, "rows")
@@ -194,6 +198,7 @@ def test_a_folder_that_another_machine_uses_is_refused(tmp_path, monkeypatch):
     refused(tmp_path, "was made by another machine, and is on a network file system")
 
 
+@pytest.mark.linux
 def test_a_container_with_its_own_shared_memory_is_refused(may_mount, filled):
     def contained():
         assert traces.mount_private()
@@ -239,6 +244,7 @@ def test_a_program_that_ends_without_closing_has_written_what_it_has_loaded(tmp_
     assert (entries[:, 0] > 0).sum() == 40
 
 
+@pytest.mark.linux
 def test_a_forked_child_writes_what_it_has_loaded(tmp_path):
     def serve(indices):
         for idx in indices:
@@ -260,6 +266,7 @@ def test_a_process_that_ended_early_is_not_in_the_way(tmp_path):
         assert len(loaded(cache, "rows")) == COUNT
 
 
+@pytest.mark.linux
 def test_what_killed_processes_left_in_shared_memory_goes(tmp_path):
     def fill_and_die():
         cache = open_disk("rows", tmp_path)

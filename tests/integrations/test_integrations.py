@@ -42,6 +42,7 @@ class Episodes(torch.utils.data.Dataset):
         return self._query_videos({"left": seconds, "right": seconds[:1]}, ep_idx)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("workers", [0, 4])
 def test_frames_of_windows_are_decoded_once(tmp_path, workers):
     plain, dataset = Episodes(tmp_path / "plain"), Episodes(tmp_path / "cached")
@@ -67,6 +68,7 @@ def test_frames_are_taken_from_the_part_that_decodes_them_and_what_has_none_is_r
         cache_frames(SimpleNamespace(root=""), "1MB")
 
 
+@pytest.mark.linux
 def test_monai_s_cache_dataset_is_one_copy_with_the_same_items():
     monai = pytest.importorskip("monai")
     from stocache.integrations.monai import CacheDataset

@@ -134,6 +134,7 @@ SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_wor
 HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.manual_seed,))
 
 
+@pytest.mark.linux
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "function", "batch_size", "ranks", "options"), [
     (lambda cached: Made(shaken), shaken, 32, 1, {}),
@@ -201,6 +202,7 @@ def test_the_epoch_is_that_of_set_epoch_or_of_the_sampler_or_counts_iterations()
     assert same(next(iter(loader(Made(), N, sampler=sampler)))[0], counted[2])
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_after_any_batch_it_makes_the_same_samples(workers):
     def make(workers, seed=3):
@@ -221,6 +223,7 @@ def test_resumed_after_any_batch_it_makes_the_same_samples(workers):
         make(0, seed=4).load_state_dict(states[1])
 
 
+@pytest.mark.linux
 def test_what_draws_nothing_is_made_as_without_a_seed(cached):
     dataset = Together(plain, n=10)
     list(loader(dataset))
@@ -313,6 +316,7 @@ def test_an_error_of_random_numbers_that_were_not_seeded_does_not_count():
     assert torch.cat([indices for _, indices in loader(Together(unlucky))]).tolist() == list(range(N))
 
 
+@pytest.mark.linux
 def test_worker_init_fn_reads_and_sets_attributes_of_the_dataset():
     def prepare(number):
         dataset = get_worker_info().dataset

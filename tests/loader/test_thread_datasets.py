@@ -237,6 +237,7 @@ RUNNING = {
 }  # fmt: skip
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("name", RUNNING)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_threads_are_refused_what_is_at_one_place_or_of_another_thread(name, caplog):

@@ -99,6 +99,7 @@ BY_HAND = {"batch_sampler": [(3, 1), (4,), (1, 5)], "batch_size": 1, "collate_fn
 ROWS = [*pairs([Draws, DrawsTogether], [{}, {"collate_fn": collate}, BY_HAND], [7, SampleSeed(7, hooks=(random.seed,))])]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("make", "options", "seed"), ROWS)
 def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
     threads, processes = loaders(make, sample_seed=seed, **options)
@@ -106,6 +107,7 @@ def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
         assert same(list(threads), list(processes))
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("make", "options", "step"), [
     (Draws, {"persistent_workers": True, "sample_seed": 5}, 3), (Counts, {}, 3), (Counts, {"snapshot_every_n_steps": 3}, 4),
     (StatefulStream, {"persistent_workers": True}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
@@ -204,6 +206,7 @@ def epochs(make, collate, options, method):
     ]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("make", "collate", "options"), COLLATES)
 def test_batches_and_the_numbers_of_the_training_step_are_those_of_processes(make, collate, options):
     first, second = (epochs(make, collate, options, "thread") for _ in range(2))
@@ -220,6 +223,7 @@ class MarkedNumbers(Numbers):
         return Marked(idx)
 
 
+@pytest.mark.linux
 def test_default_collate_that_was_extended_counts_as_a_function_of_the_user(monkeypatch):
     def stack(samples, *, collate_fn_map):
         return torch.tensor(samples) + torch.rand(1)

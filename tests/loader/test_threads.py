@@ -86,6 +86,7 @@ def vary(sample):
     return {"part": sample[0][:, : 1 + sample[1] % 5], "idx": sample[1]}
 
 
+@pytest.mark.linux
 def test_cached_datasets_with_a_transform_or_varying_samples_give_the_same_batches():
     for source, transform in ((Images(), vary), (Made(lambda idx: vary(Images()[idx]), N), None)):
         with CachedDataset(source, 1, transform=transform) as dataset:
@@ -113,6 +114,7 @@ class Slow(IterDataPipe):
         return vars(self)
 
 
+@pytest.mark.linux
 def test_a_process_that_is_forked_while_threads_prepare_their_graphs_can_walk_through_one():
     iterator = iter(thread_loader(Slow().sharding_filter()))
     for _ in range(3):
@@ -166,6 +168,7 @@ def look(idx):
 began = []
 
 
+@pytest.mark.linux
 def test_worker_info_is_that_of_the_thread_and_is_none_elsewhere():
     began.clear()
     init = lambda number: began.append(look(0))  # began is global: a closure would be copied
@@ -358,6 +361,7 @@ def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(
     assert "cannot be loaded" not in caplog.text  # to compare it
 
 
+@pytest.mark.linux
 def test_a_sample_of_another_shape_is_an_error_as_with_processes():
     with CachedDataset(Made(lambda idx: torch.ones(4 if idx == 3 else 8), N), 1, example=torch.ones(8)) as dataset:
         make = lambda method: stocache.DataLoader(dataset, 4, num_workers=2, worker_method=method)

@@ -221,6 +221,7 @@ def test_epochs_are_run_over_samples_of_any_kind(collate_fn, short):
     assert [(run.way, run.workers) for run in runs] == [(None, 0), (UNCACHED, 0), (None, 1), (UNCACHED, 1)]
 
 
+@pytest.mark.linux
 def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, messages):
     monkeypatch.setattr(
         "stocache.observe.advice.advise.measure_costs", partial(measure.measure_costs, codecs=(None,), passes=1)
@@ -240,6 +241,7 @@ def test_a_real_measurement_leaves_this_process_as_it_was(short, monkeypatch, me
     assert set(advice.costs.ways) == {None, UNCACHED}
 
 
+@pytest.mark.linux
 def test_the_error_of_a_sample_is_raised(monkeypatch):
     monkeypatch.setattr(measure, "_ALONE_S", 60.0)  # the time to load all samples
     for breaks, error, message in (

@@ -13,7 +13,7 @@ from stocache.observe import measure, trials
 from stocache.observe.measure import fit_costs
 from stocache.observe.model import UNCACHED, Costs, Setting, WayCosts, predict, simulate
 from stocache.observe.trials import EpochRun, FilledCache, nbytes_of, time_busy_loads, time_loads
-from stocache.system.children import ChildError
+from stocache.system.children import SlowError
 
 
 class Clock:
@@ -143,7 +143,7 @@ def test_slow_samples_leave_time_for_few_and_none_in_time_is_an_error(clock, mon
     assert predict(costs, Setting(0, 0, None, 8)).epoch_s == pytest.approx(1000)
 
     def hang(self, idx):
-        raise ChildError("it does not answer")
+        raise SlowError("it does not answer")
 
     monkeypatch.setattr(Slow, "__getitem__", hang)
     with pytest.raises(DatasetError, match=r"Slow: no sample was loaded in 3 s: it does not answer"):
@@ -182,6 +182,7 @@ def test_an_epoch_that_was_measured_is_predicted_as_it_was(workers):
         assert predict(known, setting).epoch_s == pytest.approx(run.epoch_s)
 
 
+@pytest.mark.linux
 def test_processors_are_those_of_this_process_and_bytes_of_samples_are_counted_in_containers(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 9})
     assert measure.count_cores() == 3

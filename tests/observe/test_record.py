@@ -38,6 +38,7 @@ def work(record, worker, batches, ready):
     threading.Event().wait()
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(
     ("start_method", "workers", "expected"),
     [
@@ -76,6 +77,7 @@ def kill(process):
     process.close()
 
 
+@pytest.mark.linux
 def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     record = TimingRecord(1, True)
     record.row(1).add_later(WAIT_NS, 5000)
@@ -127,6 +129,7 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     assert counted.distribution(LOAD_NS).count == 11
 
 
+@pytest.mark.linux
 def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     left = []
     assert in_child(lambda: left.append(TimingRecord(1, True, "photos"))) == 0  # which does not remove it
@@ -142,6 +145,7 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     assert not os.path.exists(folder)
 
 
+@pytest.mark.linux
 def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
     row = TIMING_ROW_WORDS * 8
     assert TIMING_ROW_WORDS == 16 + 4 * BUCKETS

@@ -44,6 +44,7 @@ HALF = (0.03,) * 500
 UNEVEN = (0.001,) * 400 + (0.5,) * 8
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("epoch", "limit", "says"), [
     (facts(HALF), "source", "loading 500 uncached samples of 30 ms each is the limit; size_limit_gib=1.9 would remove it"),
     (facts(HALF, cache=replace(CACHE, fills=400)), "cold cache", "which filled the cache; the next epoch finds 50% of"),

@@ -56,6 +56,7 @@ def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reas
     assert reason in caplog.text
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("found", "method"), [
     ([(0.01, 0.02, 0, 9)], "multiprocessing"),  # two threads are not faster than one
     ([(0.01, 0.011, 2, 4), (0.01, 0.011, 2, 4)], "thread"),
@@ -75,6 +76,7 @@ def test_what_was_measured_decides(found, method, rounds, monkeypatch):
     assert choose_method(Images(), False, NeverTried()) == "thread"
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("together_s", "uses_threads"), [(0.02, False), (0.01, True)])
 def test_a_loader_uses_what_was_chosen(together_s, uses_threads, rounds):
     rounds((0.01, together_s, 0, 9))

@@ -368,6 +368,7 @@ def test_a_dataset_that_becomes_shorter_is_an_error_and_nothing_is_skipped(tmp_p
     assert set(os.listdir(folder)) == {"blocks", "preparing.json"}
 
 
+@pytest.mark.linux
 def test_a_dataset_that_loads_in_one_process_only_is_not_taken_for_broken(tmp_path, caplog):
     home = os.getpid()
 
@@ -381,6 +382,7 @@ def test_a_dataset_that_loads_in_one_process_only_is_not_taken_for_broken(tmp_pa
     assert "cannot be loaded in a child process" in caplog.text
 
 
+@pytest.mark.linux
 def test_a_sample_that_kills_its_process_stops_the_preparation(tmp_path):
     with pytest.raises(WorkerError, match="which loads samples, exited with code 7"):
         prepare_quietly(Faulty(SOME, at=lambda dataset, idx: os._exit(7) if idx == 60 else None), tmp_path)

@@ -88,6 +88,7 @@ def test_the_folder_stays_within_its_limit_and_the_latest_stay(source, open_remo
         assert fetched() == BLOCKS[:1]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("limit", ["1GB", 1])  # a byte: each file that comes removes the others
 def test_processes_fetch_each_block_once_and_read_while_others_make_room(open_remote, limit, fetched):
     def read_all(_):
@@ -191,6 +192,7 @@ def test_what_is_prepared_at_a_url_is_the_same_as_in_a_folder(tmp_path, memory, 
         prepare(source, memory, **options | {"block_size": 8})
 
 
+@pytest.mark.linux
 def test_worker_processes_prepare_at_a_url_that_all_of_them_see(tmp_path, memory):
     for folder in (f"file://{tmp_path}/deep/a", tmp_path / "b"):
         prepare(Images(), folder, num_workers=2, **QUIET).close()

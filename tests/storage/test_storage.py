@@ -304,6 +304,7 @@ def test_a_folder_with_files_of_others_is_not_written_to(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.linux
 def test_two_may_not_prepare_one_folder_at_a_time_and_no_lock_is_left_behind(tmp_path):
     first, second, third = (OnDiskBlockDataStorage(tmp_path / "data") for _ in range(3))
     first.start_preparation()

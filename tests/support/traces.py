@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def mount_private() -> bool:
     """Mount an empty /dev/shm that only this process and its children see; False where that is not allowed."""
+    if sys.platform != "linux":
+        return False
     libc = ctypes.CDLL(None)
     size = max(os.statvfs(SHM).f_blocks * os.statvfs(SHM).f_frsize, LEAST_BYTES)
     return (
@@ -57,7 +60,7 @@ def mount_private() -> bool:
 def shm_names() -> set[str]:
     """Return the paths of the files and empty folders that may be ours."""
     found = set()
-    for name in os.listdir(SHM):
+    for name in os.listdir(SHM) if os.path.isdir(SHM) else ():
         if private or name.startswith(PREFIXES):
             found.add(f"{SHM}/{name}")
             for folder, folders, files in os.walk(f"{SHM}/{name}"):
@@ -101,6 +104,8 @@ def is_foreign(path: str) -> bool:
 
 def holdings() -> dict[str, object]:
     """Return what this process holds: descriptors (without the one that lists them), mapped segments and children."""
+    if sys.platform != "linux":
+        return {"children": [child.pid for child in multiprocessing.active_children()]}
     maps = Path("/proc/self/maps").read_text()  # thousands of lines, in most tests without a segment
     names = [name for name in SEGMENTS if name in maps]
     return {

@@ -232,7 +232,7 @@ def test_without_child_processes_or_proc_samples_are_loaded_here(monkeypatch, tm
 
     for owner, name, value, reason in (
         (os, "fork", no_fork, "no child process can be made"),
-        (here, "OPEN_FILES", str(tmp_path / "fd"), "a child process cannot get file positions of its own: there is no /"),
+        (here, "OPEN_FILES", str(tmp_path / "fd"), "no child process can load samples here, as there is no /"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

@@ -29,6 +29,7 @@ def test_parse_size_refuses_what_is_no_size():
             limits.parse_size(size)
 
 
+@pytest.mark.linux
 def test_shm_is_a_file_system_and_the_floor_of_memory_a_twentieth_between_bounds(monkeypatch):
     status, memory = os.statvfs("/dev/shm"), limits.memory()
     assert get_shm_size() == status.f_blocks * status.f_frsize // GIB
@@ -82,6 +83,7 @@ def test_a_container_has_its_own_group_at_the_mount(tmp_path, cgroup, root):
     assert limits.cgroup_memory(tmp_path / "nothing") is None
 
 
+@pytest.mark.linux
 def test_auto_leaves_head_room_and_is_bounded_by_shm_where_memfd_is_forbidden(monkeypatch):
     monkeypatch.setattr(limits, "has_memfd", lambda: True)
     for available, expected in ((100 * GIB, 80 * GIB), (4 * GIB, 2 * GIB), (GIB, GIB // 2)):

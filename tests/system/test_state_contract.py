@@ -87,6 +87,7 @@ def play(value):
     return found, [*states, through_json(value.state_dict())]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("name", [*CASES, *WITH_WORKERS])
 def test_each_state_resumes_with_all_that_follows(name, tmp_path):
     make = (CASES | WITH_WORKERS)[name]

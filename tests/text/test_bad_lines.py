@@ -163,6 +163,7 @@ def test_a_line_that_is_too_long_is_refused_or_left_out_in_bounded_memory(tmp_pa
     in_bounded_memory(read)
 
 
+@pytest.mark.linux
 def test_long_lines_are_refused_in_bounded_memory_however_they_would_be_read(tmp_path):
     row, bracket = (write_bomb(tmp_path / text, "gz", text.encode() * MIB, 400) for text in "x[")
     with open(hole := write_bomb(tmp_path / "hole", "plain", b"", 0, after=b""), "r+b") as file:

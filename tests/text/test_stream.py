@@ -32,6 +32,7 @@ def test_the_length_is_known_when_rows_are_counted(numbered, capsys):
             assert ("counting rows" in shown, "epoch 0: " in shown) == (read.progress, read.progress)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
 def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(numbered, ways):
     loader = StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **ways)
@@ -92,6 +93,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
 def test_a_file_that_changed_is_never_served_stale(numbered, ways):
     paths = numbered.with_name("*.tsv")
@@ -158,6 +160,7 @@ def named_job(number, path, parsed):
         assert [torch.cat(list(loader)).flatten().tolist() for _ in range(2)] == [list(range(N))] * 2
 
 
+@pytest.mark.linux
 @pytest.mark.usefixtures("_removed")
 def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
     watch, parsed = Watch(monkeypatch), CONTEXT.Value("q", 0)
@@ -185,6 +188,7 @@ RANKS = [
 ]  # fmt: skip
 
 
+@pytest.mark.linux
 @pytest.mark.usefixtures("_removed")
 @pytest.mark.parametrize(("drop_last", "compress", "options"), RANKS)
 def test_ranks_read_every_row_once_or_equally_many_batches(tmp_path, drop_last, compress, options):
@@ -272,6 +276,7 @@ WAYS = {
 }
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "spawn")) for way in WAYS])
 def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, tmp_path, way):
     options = dict(WAYS[way])
@@ -321,6 +326,7 @@ def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
                 y.zero_()
 
 
+@pytest.mark.linux
 def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.01) as loader:
         torchs, epochs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork"), []
@@ -400,6 +406,7 @@ def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
             next(iter(loader))
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_parse_that_gives_other_rows_than_are_cached_is_found_before_these_are_served(
     numbered, num_workers, tmp_path, caplog

@@ -59,6 +59,7 @@ WAYS = {  # options, and the memory before the disk: for nothing, for a quarter 
 }
 
 
+@pytest.mark.linux
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, folder, work):
@@ -83,6 +84,7 @@ RANKS = {  # and the number of buffers in shares of 229 and 208 rows, or in one 
 }
 
 
+@pytest.mark.linux
 @pytest.mark.usefixtures("_removed")
 @pytest.mark.parametrize("way", RANKS)
 def test_two_ranks_read_and_parse_the_text_once(way, numbered, tmp_path, work):
@@ -116,6 +118,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("other", OTHERS)
 def test_for_another_text_or_parser_the_folder_is_made_new(other, numbered, folder, work, caplog):
     def run(fingerprint="1", cached=True, **options):
@@ -177,6 +180,7 @@ def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, fold
         assert work.taken() == wanted
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("way", ["buffers", "workers"])
 def test_a_state_is_resumed_from_the_disk_without_reading(way, tmp_path, folder, work):
     path, options = tmp_path / "rows.tsv", WAYS[way][0] | {"cache": on(folder, "1KB")}

@@ -306,6 +306,7 @@ def test_a_path_is_not_cached_instead_of_its_image():
         assert choose_option(list(options), cut, lambda size, room=room: min(1.0, room / size)) is chosen
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_encoded_files_are_decoded_after_the_cache(folder, num_workers):
     with CachedDataset(MADE["training"](folder), 1, store="encoded") as cached:
@@ -359,6 +360,7 @@ def changed(change):
     return Changed
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("cls", "options", "reason"), [
     (Ignoring, {}, "Ignoring does not call its transform"),
     (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),

@@ -1,6 +1,7 @@
 """Let a GPU read the slots of a cache: `MappedSegment` registers its memory with CUDA."""
 
 import logging
+import sys
 import weakref
 from typing import Any
 
@@ -94,7 +95,7 @@ class MappedSegment:
 
     def _refuse(self) -> None:
         soft, _ = here.limit_of("MEMLOCK")
-        locked = "unlimited" if soft < 0 else format_size(soft)
+        locked = "unlimited" if soft == sys.maxsize else format_size(soft)
         logger.warning(
             "CUDA registers no more than %s of a cache with %s: the CPU gathers the other samples. The machine may be short of "
             "memory that can be locked (ulimit -l: %s).",

@@ -21,6 +21,7 @@ from stocache.loader.program.report import LoaderLines, lines_of
 from stocache.loader.program.use import ProgramOptions, Use, current
 from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.verdict import LoaderEpochStats
+from stocache.platform import here
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
 from stocache.system.limits import format_size, parse_size
@@ -210,15 +211,18 @@ class ProgramLoaders:
             return loader.source if loader.source is not loader.dataset else None
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached is None and not known.problem and (first or known.iterations > 1):
-            self._cache(loader.dataset, known)
+            self._cache(loader, known)
         return known.cached
 
-    def _cache(self, dataset: Any, known: _Dataset) -> None:
-        known.problem = _why_not(dataset)
+    def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
+        known.problem = _why_not(loader.dataset)
+        has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
+        if has_processes and not here.SHARES_MEMORY and self.options.disk is None:
+            known.problem = known.problem or "on this system processes share no cache. --worker-method thread has one."
         if known.problem:
             return
         try:
-            cached = CachedDataset(dataset, self._cache_options())
+            cached = CachedDataset(loader.dataset, self._cache_options())
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
             if not isinstance(error, StocacheError | TypeError | ValueError | OSError):

@@ -73,11 +73,13 @@ class LoaderLines:
         share = self.waited_s / seconds
         cost = f"; one that is not in memory takes {format_seconds(last.load.mean_s)}" if last.load.count else ""
         rate = samples / seconds
-        return [
+        lines = [
             f"  {plural(len(self.epochs), 'epoch')}, {plural(batches, 'batch')}: {format_seconds(seconds - self.waited_s)} "
             f"for steps ({1 - share:.0%}), {format_seconds(self.waited_s)} waiting for data ({share:.0%})",
-            f"  {rate:{',.0f' if rate >= 100 else '.3g'}} samples a second{cost}",
         ]
+        if samples:  # else worker processes count for themselves
+            lines.append(f"  {rate:{',.0f' if rate >= 100 else '.3g'}} samples a second{cost}")
+        return lines
 
 
 def _of_command(verdict: str) -> str:

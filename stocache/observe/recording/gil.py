@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stocache.platform import here
+
 LOOK_S, _LATE_S = 0.0007, 0.00025
 """Seconds that a look sleeps; and the delay of its end from which the GIL counts as held."""
 
@@ -57,7 +59,7 @@ def queued_seconds(thread: int | None = None) -> float:
     """
     path = f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat"
     with contextlib.suppress(OSError, LookupError, ValueError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a Path takes four times as long
+        fd = os.open(path, os.O_RDONLY | here.CLOSED_ON_EXEC)  # a Path takes four times as long
         try:
             return int(os.read(fd, 100).split()[1]) / 1e9
         finally:
