@@ -80,6 +80,8 @@ class Pool:
         pinned: whether its memory is pinned. It is then that of torch, which waits for copies to GPUs.
     """
 
+    thread_safe = True  # so worker threads have no copies of it, and the next epoch uses its memory again
+
     def __init__(self, pinned: bool = False) -> None:
         self.pinned = pinned
         self._spare: dict[int, deque[mmap.mmap]] = {}  # by size

@@ -17,6 +17,7 @@ from torch.utils.data.graph import traverse_dps
 import stocache
 from stocache import CachedDataset, WorkerError
 from stocache.errors import SampleIndexError
+from stocache.shm import pool
 from stocache.shm.claims import Claims
 from tests.support.equality import same
 from tests.support.images import Images, N
@@ -436,3 +437,19 @@ def test_an_unknown_method_or_get_worker_info_is_refused(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils.worker, "get_worker_info", lambda: len([]))
     with pytest.raises(RuntimeError, match="this torch has another get_worker_info"):
         next(iter(thread_loader(Images())))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_later_epoch_uses_the_memory_of_batches_again(persistent, monkeypatch):
+    new, made = pool._new, []
+    monkeypatch.setattr(pool, "_new", lambda nbytes: made.append(nbytes) or new(nbytes))
+    with CachedDataset([torch.full((3, 64, 64), idx) for idx in range(60)], 1, audit=0) as dataset:
+        options = {"batch_size": 8, "num_workers": 2, "worker_method": "thread", "persistent_workers": persistent}
+        loader, counts = stocache.DataLoader(dataset, **options), []
+        for _ in range(6):
+            made.clear()
+            for batch in loader:
+                del batch
+            counts.append(len(made))
+    assert counts[0] > 0
+    assert min(counts[2:]) == 0
