@@ -32,7 +32,10 @@ DEAR = re.compile("spawn|lightning|monai|transformers|keras|jax|accelerate|ultra
 LINUX = {  # examples of processes that share memory
     "docs/coming_from/stocaching.md, block 2", "docs/data/tiles.md, block 1", "stocache/shm/README.md, block 1",
     "stocache/cache/keyed/README.md, block 5", "docs/data/detection.md, block 1", "docs/data/hdf5_zarr.md, block 2",
-    "docs/data/text.md, block 1",
+    "docs/data/text.md, block 1", "docs/data/video.md, block 1", "docs/coming_from/monai_cachedataset.md, block 2",
+    "docs/frameworks/accelerate.md, block 1", "docs/frameworks/ignite.md, block 1", "docs/frameworks/lightning.md, block 1",
+    "docs/frameworks/monai.md, block 1", "docs/frameworks/plain_loop.md, block 1", "docs/frameworks/transformers.md, block 1",
+    "stocache/cache/keyed/README.md, block 2", "stocache/shm/README.md, block 2",
 }  # fmt: skip
 VARIES = re.compile(r"\b\d+(\.\d+)?( ?(s|ms|µs|MB/s|GB/s|samples/s)\b|x\b)")  # times, and what follows from them
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}

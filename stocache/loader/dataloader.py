@@ -411,8 +411,8 @@ class DataLoader(ResumableLoader[_T]):
         return self.dataset
 
     def _default_method(self) -> str:
-        if here.SHARES_MEMORY or not self.num_workers or not self._cached_datasets:
-            return "multiprocessing"
+        if here.SHARES_MEMORY or not self.num_workers or not self._cached_datasets or self.sample_seed is not None:
+            return "multiprocessing"  # threads share the generators that a sample seed sets
         logger.warning(
             "worker_method='thread': on this system a cache is memory of one process, which its threads share. Worker "
             "processes (worker_method='multiprocessing') would load each sample from the dataset."

@@ -44,6 +44,14 @@ for epoch in range(3):
 assert dataset.stats().epochs[-1].hit_rate == 1
 assert loader.stats().epochs[-1].hits == 60
 """,
+    "a sample seed gives the same samples with and without workers": """
+def augment(image):
+    return image + torch.rand(image.shape)
+if __name__ == "__main__":
+    with CachedDataset(torch.zeros(60, 3, 8, 8), "10MB", transform=augment) as dataset:
+        alone, others = (list(DataLoader(dataset, 9, num_workers=count, sample_seed=17)) for count in (0, 2))
+    assert torch.equal(torch.cat(alone), torch.cat(others))
+""",
     "without workers": """
 dataset = CachedDataset(Numbers(), "10MB", audit=0)
 for epoch in range(2):
