@@ -126,7 +126,7 @@ class Segment:
         if self._fds:
             row = next((row for row in range(COUNTER_ROWS - 1) if self.locks.take(ROW_LOCKS + row)), COUNTER_ROWS - 1)
         else:
-            row = os.getpid() % COUNTER_ROWS
+            row = 0 if self.backing == "process" else os.getpid() % COUNTER_ROWS
         self.counters = self._row(row)
         self.counters[_GENERATION] += 1  # with the row's lock held: this ends the claims of the row's last process
         self.holder = self._holder_in(row) if row < COUNTER_ROWS - 1 and (self._fds or self._is_own) else 0

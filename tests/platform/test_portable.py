@@ -68,6 +68,17 @@ if __name__ == "__main__":
             check(loader)
     assert dataset.cache.stats().filled == 60
 """,
+    "whatever number the process has": """
+from stocache.shm.layout import COUNTER_ROWS
+for number in range(2 * COUNTER_ROWS):
+    os.getpid = lambda: number
+    for cache in SharedCache("1MB", 2, (4,), torch.uint8), RaggedCache("1MB", 2), KeyedCache("1MB"):
+        with cache:
+            sample = torch.ones(4, dtype=torch.uint8)
+            for key in range(2):
+                assert torch.equal(cache.get_or_load(key, lambda key: sample), sample)
+            assert cache.stats().filled == 2, number
+""",
     "a forked child reads what was cached, and caches nothing": """
 cache = SharedCache("1MB", 9, (4,), torch.uint8)
 cache.set_slot(3, torch.full((4,), 3, dtype=torch.uint8))
