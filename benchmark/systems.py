@@ -78,17 +78,14 @@ def main() -> None:
         return
     print("| samples | Linux, samples/s | without shared memory | ratio of each round |\n| --- | ---: | ---: | --- |")
     for kind in KINDS:
-        pairs = [[run_in(portable, kind) for portable in order(number)] for number in range(arguments.rounds)]
-        pairs = [pair if number % 2 == 0 else pair[::-1] for number, pair in enumerate(pairs)]
-        linux, other = (statistics.median(rates) for rates in zip(*pairs, strict=True))
-        ratios = sorted(without / with_it for with_it, without in pairs)
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        for number in range(arguments.rounds):
+            for portable in (number % 2 == 1, number % 2 == 0):  # in turn
+                rates[portable].append(run_in(portable, kind))
+        linux, other = map(statistics.median, rates.values())
+        ratios = sorted(without / with_it for with_it, without in zip(*rates.values(), strict=True))
         spread = f"median {statistics.median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f}"
         print(f"| {kind} | {linux:,.0f} | {other:,.0f} | {spread} |")
-
-
-def order(number: int) -> tuple[bool, bool]:
-    """Return which comes first in a round."""
-    return (False, True) if number % 2 == 0 else (True, False)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ from stocache.ring.ring import Ring
 from stocache.system.children import signal_name
 from stocache.system.waiting import wait_until
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-
 
 @dataclass(eq=False)
 class WorkerGroup:
@@ -92,11 +90,12 @@ class WorkerGroup:
 
     def expects(self, error: Exception) -> bool:
         """Whether a worker, the sampler or the timeout raised ``error``, and not a signal handler, which may do so anywhere."""
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         if error is self.order.error:  # an interrupt also ends the generator of the order
+            codes = {frame.f_code for frame in frames}
             handlers = (getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals())
-            return not codes[-1].co_filename.startswith(_PACKAGE) and all(code not in codes for code in handlers)
-        return is_timeout(error) or codes[-1] is ExceptionWrapper.reraise.__code__
+            return frames[-1].f_globals.get("__name__", "").partition(".")[0] != "stocache" and codes.isdisjoint(handlers)
+        return is_timeout(error) or frames[-1].f_code is ExceptionWrapper.reraise.__code__
 
     def watch(self) -> None:
         """Explain deaths also when torch raises them during the user's training step."""

@@ -119,7 +119,7 @@ class CostStudy:
         self._busy: list[Loads] = []  # while all CPUs load
         self._missing: list[str] = []
         self._split: Split | None = None  # if transforms run after the cache
-        self._stalls = False  # whether forked children stall, so that this process loads
+        self._stalls = False  # whether children stall, or cannot be made, so that this process loads
 
     @property
     def _left_s(self) -> float:

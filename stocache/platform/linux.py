@@ -89,13 +89,8 @@ def preadv(fd: int, buffers: Sequence[Any], at: int, wait: bool = True) -> int:
     return os.preadv(fd, buffers, at, 0 if wait else os.RWF_NOWAIT)
 
 
-def rename_open(old: str, new: str) -> None:
-    """Give a file that this process has open another name, which may be taken."""
-    os.replace(old, new)
-
-
-unlink_open = os.unlink
-"""Remove a file that a process may have open."""
+rename_open, unlink_open = os.replace, os.unlink
+"""Rename a file that this process has open to a name that may be taken; remove a file that a process may have open."""
 
 
 def disk_bytes(status: os.stat_result) -> int:

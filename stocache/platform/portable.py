@@ -23,13 +23,13 @@ import psutil
 
 _fcntl: Any = None
 _msvcrt: Any = None  # if there is neither, files are locked against nobody
-with contextlib.suppress(ImportError):
-    import fcntl as _fcntl  # macOS, BSD
 _resource: Any = None
 with contextlib.suppress(ImportError):
-    import resource as _resource
+    import fcntl as _fcntl  # macOS, BSD
 with contextlib.suppress(ImportError):
     import msvcrt as _msvcrt  # Windows
+with contextlib.suppress(ImportError):
+    import resource as _resource  # macOS, BSD
 
 SHARES_MEMORY = False
 OPEN_FILES = ""
@@ -157,7 +157,7 @@ class Directory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self._left = os.path.realpath(path), list[str]()
-        os.listdir(self.path)
+        os.scandir(self.path).close()  # which raises what opening it would; each written block makes a Directory
 
     def open(self, name: str, flags: int) -> int:
         """Return a descriptor of a file in it."""

@@ -234,7 +234,9 @@ class _Lock:
     def _open(self, create: bool) -> bool:
         """Open the directory, and check it; False if it does not exist."""
         path = self._path
-        while here.SHARES_MEMORY:
+        if not here.SHARES_MEMORY:  # nothing has a name there
+            return False
+        while True:
             if create:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(path, 0o700)
@@ -259,7 +261,6 @@ class _Lock:
             _check_owner(path, status, self._uid, ForeignError)
             _check_mode(path, status, "chmod 700")
             return True
-        return False
 
     def _wait(self, fd: int, wait_s: float) -> None:
         """Take the flock. Wait as long as other processes take it in turn, or its holder is running."""

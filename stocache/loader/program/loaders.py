@@ -215,10 +215,7 @@ class ProgramLoaders:
         return known.cached
 
     def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
-        known.problem = _why_not(loader.dataset)
-        has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
-        if has_processes and not here.SHARES_MEMORY and self.options.disk is None:
-            known.problem = known.problem or "on this system processes share no cache. --worker-method thread has one."
+        known.problem = _why_not(loader, self.options)
         if known.problem:
             return
         try:
@@ -291,15 +288,21 @@ def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
     return False
 
 
-def _why_not(dataset: object) -> str:
-    """Return why a dataset cannot be cached; "" if that has to be tried."""
+def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
+    """Return why the dataset of a loader cannot be cached; "" if that has to be tried."""
+    dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
         return "it is iterable. Prepare its samples (stocache prepare), or read text with StreamLoader."
     if any(isinstance(found, CachedDataset) for found in walk(dataset)):
         return "the program caches it itself."
     if has_state(dataset):
         return "it has a state_dict, so its samples may depend on more than their index."
-    return "" if length_of(dataset) is not None else "it has no length."
+    if length_of(dataset) is None:
+        return "it has no length."
+    has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
+    if has_processes and not here.SHARES_MEMORY and options.disk is None:
+        return "on this system processes share no cache. --worker-method thread has one."
+    return ""
 
 
 def _place() -> str:
