@@ -100,16 +100,16 @@ def rate(batches: Iterator[Any], seconds: float = 0.8, warm: int = 4) -> float:
     return count / (time.perf_counter() - began)
 
 
-def rates(sizes: list[str]) -> None:
+def rates(sizes: list[str], peers: bool = True) -> None:
     """Print GB/s and samples/s for rows and batches of several sizes."""
-    print("| row | batch | GPU from the cache | … with 2 threads | … 2 processes | from `device_limit_gib` | ring, 8 workers "
-          "| torch, pinned, 2 | 8 | 16 workers | bare copy |\n|" + " --- |" * 11)  # fmt: skip
+    print("| row | batch | GPU from the cache | … with 2 threads | … 2 processes | from `device_limit_gib` "
+          "| ring, 8 workers | torch, pinned, 2 | 8 | 16 workers | bare copy |\n|" + " --- |" * 11)  # fmt: skip
     limit = bare_copy()
     for name in sizes or SIZES:
         side = SIZES[name]
         row = 3 * side * side
-        source = Rows.random(3 * GIB // row, side)
-        with cached(source, 3.3) as dataset:
+        source = Rows.random(6 * GIB // row, side)
+        with cached(source, 6.6) as dataset:
             for size in BATCHES:
                 options: dict[str, Any] = {"batch_size": size, "shuffle": True, "drop_last": True, "persistent_workers": True}
                 device = options | {"device": "cuda"}
@@ -117,7 +117,7 @@ def rates(sizes: list[str]) -> None:
                     partial(DataLoader, dataset, **device | {"persistent_workers": False}),
                     partial(DataLoader, dataset, num_workers=2, worker_method="thread", **device),
                     partial(DataLoader, dataset, num_workers=2, **device),
-                    partial(DataLoader, dataset, device_limit_gib=4, **device | {"persistent_workers": False}),
+                    partial(DataLoader, dataset, device_limit_gib=8, **device | {"persistent_workers": False}),
                     partial(DataLoader, dataset, num_workers=8, pin_memory=True, **options),
                 ]
                 loaders += [
@@ -125,7 +125,7 @@ def rates(sizes: list[str]) -> None:
                     for workers in PEERS
                 ]
                 cells = []
-                for make in loaders:
+                for make in loaders if peers else loaders[:4]:
                     loader = make()
                     if isinstance(loader, DataLoader) and loader.device is not None:
                         registered(loader)
@@ -244,27 +244,34 @@ def products_beside(left: Tensor, way: Callable[[], object] | None) -> float:
 
 
 def cpu() -> None:
-    """Print the CPU time of this process for each batch, by way, and of its main thread."""
-    print("| workers | batch of 256 x 150 KB, all cached: CPU time of the process | of its main thread |\n| --- | --- | --- |")
-    source = Rows.random(8192, 224)
+    """Print the CPU time that a step of the loop spends in ``next``, by way. The loop waits for the GPU now and then."""
+    print("| row | batch | workers | mean CPU time of `next`, waiting every 8 batches | median | waiting each batch | median |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     ways: dict[str, dict[str, Any]] = {
         "none": {}, "2 threads": {"num_workers": 2, "worker_method": "thread"}, "2 processes": {"num_workers": 2},
     }  # fmt: skip
-    with cached(source, 1.5) as dataset:
-        for name, options in ways.items():
-            loader = registered(DataLoader(dataset, 256, shuffle=True, device="cuda", **options))
-            for _ in range(3):
-                list(loader)
-            spent, main, count = time.process_time(), time.thread_time(), 0
-            for _ in range(20):
-                for _ in loader:
-                    count += 1
-                    end = torch.cuda.Event(blocking=True)  # else this thread would spin where it waits
-                    end.record()
-                    end.synchronize()
-            spent, main = time.process_time() - spent, time.thread_time() - main
-            print(f"| {name} | {spent / count * 1e6:.0f} µs | {main / count * 1e6:.0f} µs |", flush=True)
-            del loader
+    for row, size in (("12 KB", 256), ("12 KB", 1024), ("150 KB", 256)):
+        with cached(Rows.random(64 * size, SIZES[row]), 3) as dataset:
+            for name, options in ways.items():
+                loader, cells = registered(DataLoader(dataset, size, shuffle=True, device="cuda", **options)), []
+                for every in (8, 1):
+                    spent = [each for _ in range(8) for each in times_of_next(loader, every)]
+                    cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
+                print(f"| {row} | {size} | {name} | {' | '.join(cells)} |", flush=True)
+                del loader
+
+
+def times_of_next(loader: Any, every: int) -> list[float]:
+    """Return the seconds of this thread on a CPU for each batch but the first, waiting for the GPU after each few."""
+    batches, found = iter(loader), list[float]()
+    next(batches)
+    for number in range(len(loader) - 1):
+        before = time.thread_time()
+        next(batches)
+        found.append(time.thread_time() - before)
+        if number % every == 0:
+            torch.cuda.synchronize()
+    return found
 
 
 def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
@@ -306,10 +313,8 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
         return statistics.median(found)
 
     size = 256
-    same = (
-        torch.zeros((size, 3, 224, 224), dtype=torch.uint8, device="cuda"),
-        torch.zeros(size, dtype=torch.int64, device="cuda"),
-    )
+    parts = zip(crops[: 8 * size].split(size), torch.arange(8 * size).split(size), strict=True)
+    resident = [(image.cuda(), label.cuda()) for image, label in parts]  # the same work: a GPU is faster on zeros
     with cached(source, 4) as dataset:
         options: dict[str, Any] = {"batch_size": size, "shuffle": True, "drop_last": True, "persistent_workers": True}
         alone = options | {"persistent_workers": False}
@@ -323,16 +328,16 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
             "torch, pin_memory, 16 workers": torch.utils.data.DataLoader(dataset, num_workers=16, pin_memory=True, **options),
         }
         print("| loader | step | GPU waits | step, loss read each time | GPU waits |\n| --- | --- | --- | --- | --- |")
-        bare = [seconds(lambda: itertools.repeat(same, count // size), every) for every in (0, 1)]
-        print(f"| one batch on the GPU, used again | {bare[0] * 1e3:.2f} ms | | {bare[1] * 1e3:.2f} ms | |")
+        bare = [seconds(lambda: itertools.islice(itertools.cycle(resident), count // size), every) for every in (0, 1)]
+        print(f"| 8 batches that stay on the GPU | {bare[0] * 1e3:.2f} ms | | {bare[1] * 1e3:.2f} ms | |")
         stage = registered(loaders["device, no workers"])._stage
         order = np.random.default_rng(0).permutation(count)
 
         def gathers_beside() -> Iterator[Any]:
             for at in range(0, count - size + 1, size):
-                with stage.cuda:
+                with stage.cuda.copying():
                     stage.gatherer.gather(PartialBatch(order[at : at + size]))
-                yield same
+                yield resident[at // size % 8]
 
         beside = [seconds(gathers_beside, every) for every in (0, 1)]
         print(f"| the same, with a gather of a batch beside | {beside[0] * 1e3:.2f} ms | | {beside[1] * 1e3:.2f} ms | |")
@@ -408,6 +413,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=["copies", "rates", "cpu", "train", "equal", "soak"])
     parser.add_argument("photos", type=Path, nargs="?", help="of train: a .npy file of uint8 (n, 3, 256, 256)")
     parser.add_argument("--row", action="append", choices=SIZES, help="of rates: this size only")
+    parser.add_argument("--no-peers", action="store_true", help="of rates: without the ring and torch's loader")
     arguments = parser.parse_args()
     logging.getLogger("stocache").setLevel(logging.ERROR)
     driver = subprocess.run(
@@ -417,7 +423,8 @@ def main() -> None:
     if arguments.experiment == "train":
         train(arguments.photos)
     else:
-        experiments = {"copies": copies, "rates": partial(rates, arguments.row), "cpu": cpu, "equal": equal, "soak": soak}
+        of_rates = partial(rates, arguments.row, not arguments.no_peers)
+        experiments = {"copies": copies, "rates": of_rates, "cpu": cpu, "equal": equal, "soak": soak}
         experiments[arguments.experiment]()
 
 

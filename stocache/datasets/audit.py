@@ -28,6 +28,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -416,7 +417,7 @@ def _choose(indices: Sequence[int], cache: Any, count: int, others_too: bool) ->
         return
     states = cache.aux_array.numpy()
     known = (int(idx) for idx in indices if isinstance(idx, int | np.integer) and 0 <= idx < len(states))
-    found = [idx for idx in known if states[idx] == 1][:count]
+    found = list(islice((idx for idx in known if states[idx] == 1), count))
     yield from found
     if others_too and len(found) < count:
         others = np.flatnonzero(states == 1)

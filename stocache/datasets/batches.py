@@ -41,7 +41,8 @@ class BatchSpec:
 
     Attributes:
         structure: the structure of a batch of two samples.
-        on_device: whether a GPU gathers the samples that are cached: `LazyBatch.gather` returns a `PartialBatch`.
+        on_device: whether a GPU gathers the samples that are cached: `LazyBatch.gather` returns a `PartialBatch` or a
+            `GroupPart`.
     """
 
     structure: Structure
@@ -120,6 +121,35 @@ class PartialBatch(NamedTuple):
     tensors: Sequence[Tensor] = ()
 
 
+@dataclass(eq=False)
+class BatchGroup:
+    """Batches whose samples are all in the cache.
+
+    Attributes:
+        indices: of all samples, batch after batch.
+        ends: where each batch ends in ``indices``.
+        was_met, plan: whether a GPU has gathered one of them, and how it gathers them; None if it does so one at a time.
+    """
+
+    indices: NDArray[np.int64]
+    ends: list[int]
+    was_met: bool = False
+    plan: Any = None
+
+
+class GroupPart(NamedTuple):
+    """One batch of a group."""
+
+    group: BatchGroup
+    number: int
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The indices of its samples."""
+        group, number = self
+        return group.indices[group.ends[number - 1] if number else 0 : group.ends[number]]
+
+
 def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
     """Return the rows of a tensor in parts. Each has a storage of its own, so that it is saved without the others."""
     known = tensor.dtype in NUMPY_DTYPES
@@ -139,7 +169,22 @@ class LazyBatch:
         self._join = spec.join
         self._claimed: set[int] = set()  # by `claim_missing`
         self._hits: NDArray[np.int64] | None = None  # if it has found that all are cached
+        self._part: GroupPart | None = None  # of a group that was found to be cached
         self._loaded: dict[int, Any] = {}
+
+    def split(self, sizes: list[int]) -> "list[LazyBatch]":
+        """Return batches of some sizes with the samples of this one. If all are cached, a GPU plans them together."""
+        ends, group = np.cumsum(sizes).tolist(), None
+        if self._spec.on_device and self.cached and self._hits is not None:
+            group = BatchGroup(self._hits, ends)
+        parts = []
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            part = type(self)(self._cache, self._indices[end - size : end], self._load, self._spec, self._next_tier)
+            if group is not None:
+                part._part = GroupPart(group, number)
+                part._hits = part._part.indices
+            parts.append(part)
+        return parts
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
@@ -224,7 +269,7 @@ class LazyBatch:
     def gather(self, empty: Empty) -> Any:
         """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list.
 
-        Where a GPU gathers, return a `PartialBatch`.
+        Where a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
         """
         if self._spec.on_device:
             return self._load_missing(empty)
@@ -239,13 +284,13 @@ class LazyBatch:
         )
         return None if self._samples is not None else self._join(tensors)
 
-    def _load_missing(self, empty: Empty) -> PartialBatch | None:
+    def _load_missing(self, empty: Empty) -> PartialBatch | GroupPart | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
         if self._samples is not None:
             return None
         if self._hits is not None:
             self._cache.count_hits(len(self._hits))
-            return PartialBatch(self._hits)
+            return PartialBatch(self._hits) if self._part is None else self._part
         index = check_indices(self._indices, self._cache.dataset_len, "batch")
         mask = self._cache.set_among(index)
         positions = np.flatnonzero(~mask)

@@ -180,59 +180,65 @@ class Gatherer:
 
     Gathering releases the GIL for the training step. The thread gathers only batches whose samples are all cached. Other
     samples are loaded by the thread that asks for the batch, in the same order as without a cache.
+
+    Args:
+        lists: yields lists of lazy batches, or of errors in their place.
+        pool, depth: the memory, and how many batches are asked for in advance.
+        row: of the main process.
     """
 
-    def __init__(self, lazy_batches: Iterator[LazyBatch], pool: Pool, depth: int, row: TimingRow) -> None:
-        self._lazy_batches, self._pool, self._depth, self._pid = lazy_batches, pool, depth, os.getpid()
-        self._row = row  # of the main process
-        self._waiting: deque[Exception | tuple[LazyBatch, Future[tuple[Any, int]] | None]] = deque()
+    def __init__(self, lists: Iterator[list[LazyBatch | Exception]], pool: Pool, depth: int, row: TimingRow) -> None:
+        self._lists, self._pool, self._depth, self._pid, self._row = lists, pool, depth, os.getpid(), row
+        self._waiting: deque[tuple[LazyBatch | Exception, Future[tuple[Any, int]] | None]] = deque()
         self._background = Background("stocache-gather")
 
     def __iter__(self) -> "Gatherer":
         return self
 
     def __len__(self) -> int:
-        return len(self._lazy_batches)  # type: ignore[arg-type]  # torch's have one
+        return len(self._lists)  # type: ignore[arg-type]  # torch's have one
 
     def __next__(self) -> Any:
         self._look_ahead()
         if not self._waiting:
-            return self._gather(next(self._lazy_batches))
-        waiting = self._waiting.popleft()
-        if isinstance(waiting, Exception):
-            raise waiting
-        lazy, future = waiting
+            self._ask()
+        lazy, future = self._waiting.popleft()
+        if isinstance(lazy, Exception):
+            raise lazy
         # A forked child does not have the thread
         batch, took_ns = (None, 0) if future is None or os.getpid() != self._pid else future.result()
         if batch is None:
-            batch = self._gather(lazy)
+            self._row.add_making(len(lazy))
+            batch = _gather(lazy, self._pool)
+            self._row.add_collating()
         else:
             self._row.add_gathered(len(lazy), 1, took_ns)
         self._look_ahead()
         return batch
 
-    def _gather(self, lazy: LazyBatch) -> Any:
-        self._row.add_making(len(lazy))
-        batch = _gather(lazy, self._pool)
-        self._row.add_collating()
-        return batch
+    def _ask(self) -> None:
+        for lazy in next(self._lists):
+            needs_thread = self._depth and not isinstance(lazy, Exception) and not lazy.on_device and os.getpid() == self._pid
+            future = self._background.submit(_gather_cached, lazy, self._pool) if needs_thread else None
+            self._waiting.append((lazy, future))
 
     def _look_ahead(self) -> None:
         while len(self._waiting) < self._depth and os.getpid() == self._pid:
             try:
-                lazy = next(self._lazy_batches)
+                self._ask()
             except StopIteration:
                 return
             except Exception as error:  # raised when its batch is requested
-                self._waiting.append(error)
-            else:
-                ahead = None if lazy.on_device else self._background.submit(_gather_cached, lazy, self._pool)
-                self._waiting.append((lazy, ahead))
+                self._waiting.append((error, None))
 
     def is_ready(self) -> bool:
         """Return whether all samples of the next batch are cached."""
         self._look_ahead()
-        return bool(self._waiting) and not isinstance(self._waiting[0], Exception) and self._waiting[0][0].cached
+        lazy = self._waiting[0][0] if self._waiting else None
+        try:
+            return isinstance(lazy, LazyBatch) and lazy.cached
+        except Exception:  # raised when the batch is requested
+            return False
 
 
 def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:

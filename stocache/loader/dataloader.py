@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.lazy import with_lazy_batches
+from stocache.datasets.lazy import ListedBatches, with_lazy_batches
 from stocache.errors import LimitError, WorkerError
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
 from stocache.loader.order import Order, Progress, known_length
@@ -67,6 +67,7 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
 
 SIGNATURE = inspect.signature(TorchLoader.__init__)
+_MOST_PLANNED, _SAMPLES_PLANNED = 16, 8192  # batches, and samples, whose rows on a device are found at once
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -321,15 +322,17 @@ class DataLoader(ResumableLoader[_T]):
         if self.device is not None:
             replaced |= {"pin_memory": False}  # the ring and the pool are pinned
         if alone:
-            replaced |= {"dataset": self._restored_here(dataset)}
+            dataset = self._restored_here(dataset)
             if lazy is None:
+                replaced |= {"dataset": dataset}
                 replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main)}
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-            replaced |= {"collate_fn": as_is}
-            lazy_batches = self._torch_iterator(order, progress, replaced)
-            ahead = max(self._gathered_ahead, self.device is not None)
-            depth = 0 if self._keeps_states else ahead  # a state is that of the delivered batches
-            return Gatherer(lazy_batches, self._pool, depth, self.record.main), WorkerGroup(order)
+            runs_ahead = self.device is not None and order.may_run_ahead
+            # A state is that of the delivered batches
+            depth = 0 if self._keeps_states else max(self._gathered_ahead, runs_ahead)
+            order.at_once = _planned_at_once(self.batch_size) if depth and runs_ahead and seed is None else 1
+            lists = self._torch_iterator(order, progress, replaced | {"dataset": ListedBatches(dataset), "collate_fn": as_is})
+            return Gatherer(lists, self._pool, depth, self.record.main), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
         iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
@@ -496,6 +499,11 @@ def _as_device(device: Any) -> torch.device | None:
     from stocache.loader.device.cuda import as_device
 
     return as_device(device)
+
+
+def _planned_at_once(batch_size: int | None) -> int:
+    """Return how many batches without workers a GPU plans at once: the time of a plan hardly depends on its size."""
+    return max(1, min(_MOST_PLANNED, _SAMPLES_PLANNED // (batch_size or 1)))
 
 
 def _fresh() -> dict[str, Any]:

@@ -119,6 +119,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         final_requests: requests without indices at the end: the workers answer them with their last states.
+        at_once: how many batches of indices it gives at a time, in a list; 0 for one that is in no list.
         error: the error of the sampler; None without one.
     """
 
@@ -128,6 +129,7 @@ class Order:
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
     final_requests: int = 0
+    at_once: int = 0
     error: Exception | None = None
     _resumed: Iterator[Any] | None = None  # an iterator that has not skipped the delivered batches
 
@@ -140,17 +142,20 @@ class Order:
             with rng.preserve_rng_state():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
                 progress.epochs = self.epochs()  # of those that the state does not have
-                numbered = self._numbered(progress, begin(self.sampler))
+                numbered = self._numbered(progress, self._begin_sampler())
             self._resumed = numbered if self.context is None else None
         else:
             if progress.skip_rng_draw:
                 self.restore(progress.made)
             progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
-            numbered = self._numbered(progress, begin(self.sampler))
+            numbered = self._numbered(progress, self._begin_sampler())
         if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
             self.restore(progress.workers_made)
             progress.workers_made = None
-        return numbered
+        return _in_lists(numbered, self.at_once) if self.at_once else numbered
+
+    def _begin_sampler(self) -> Iterator[Any]:
+        return begin(self.sampler, self.at_once > 1)
 
     def skip_delivered(self) -> None:
         """Skip the delivered batches now. Workers are sent batches at once; without them torch asks for none until `next`.
@@ -209,7 +214,7 @@ class Order:
         for value, state in zip(tracked, progress.now, strict=True):
             if value is not indices:
                 value.load_state_dict(state)
-        resumed: Any = begin(self.sampler)
+        resumed: Any = self._begin_sampler()
         if tracked[-1] is indices:
             resumed.load_state_dict(progress.now[-1])
         return resumed  # type: ignore[no-any-return]
@@ -288,10 +293,28 @@ class Order:
         return [*tracked, indices] if has_state(indices) else tracked
 
 
-def begin(sampler: Any) -> Iterator[Any]:
+def _in_lists(values: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Yield values in lists of at most ``size``. An error comes after the values before it."""
+    found: list[Any] = []
+    try:
+        for value in values:
+            found.append(value)
+            if len(found) == size:
+                yield found
+                found = []
+    except Exception:
+        if found:
+            yield found
+        raise
+    if found:
+        yield found
+
+
+def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:
     """Return ``iter(sampler)``, or for shuffled batches an iterator that gives the same at less cost.
 
     torch's samplers pass each index through two iterators: 18 µs for a batch of 256, where this takes 2 (measured).
+    ``as_arrays``: these batches may be arrays.
     """
     inner = getattr(sampler, "sampler", None)
     if (
@@ -302,14 +325,14 @@ def begin(sampler: Any) -> Iterator[Any]:
         and not inner.replacement
         and len(inner.data_source)
     ):
-        return _shuffled(sampler, inner)
+        return _shuffled(sampler, inner, as_arrays)
     return iter(sampler)
 
 
 _ITERS = BatchSampler.__iter__, RandomSampler.__iter__
 
 
-def _shuffled(sampler: BatchSampler, inner: RandomSampler) -> Iterator[list[int]]:
+def _shuffled(sampler: BatchSampler, inner: RandomSampler, as_arrays: bool) -> Iterator[Any]:
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     size, rest = sampler.batch_size, np.empty(0, np.int64)
@@ -319,10 +342,10 @@ def _shuffled(sampler: BatchSampler, inner: RandomSampler) -> Iterator[list[int]
         order = np.concatenate((rest, order)) if len(rest) else order
         ends = range(size, len(order) + 1, size)
         for end in ends:
-            yield order[end - size : end].tolist()
+            yield order[end - size : end] if as_arrays else order[end - size : end].tolist()
         rest = order[len(ends) * size :]
     if len(rest) and not sampler.drop_last:
-        yield rest.tolist()
+        yield rest if as_arrays else rest.tolist()
 
 
 def _states_of(values: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.utils.data import get_worker_info
 
 from stocache.observe.recording.record import record_here, row_here
 from stocache.ring.ring import Ring, ring_of
+from stocache.samples.indices import as_array
 from stocache.system.objects import takes_epoch
 from stocache.system.walking import walk
 
@@ -66,7 +67,7 @@ class BatchRequest:
 
     def answer(self) -> Any:
         """Return the object that the request unpickles to, for a worker thread, and note that this thread answers it."""
-        index = _as_array(self._index) if self._context.arrays else self._index
+        index = as_array(self._index) if self._context.arrays else self._index
         self.note(answer := index if self._sample_epoch is None else EpochIndices(self._sample_epoch, index))
         return answer
 
@@ -125,16 +126,6 @@ def _unpickle_request(
     if row is not None:
         row.begin_step(began_ns, count_samples(index))
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
-
-
-def _as_array(index: Any) -> Any:
-    """Return indices as an array; or unchanged, if they are not plain integers: numpy would round, or read text."""
-    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
-        return index
-    try:
-        return np.frombuffer(array("q", index), np.int64)
-    except (TypeError, OverflowError):
-        return index
 
 
 def _pack_indices(index: Any) -> tuple[Any, int]:

@@ -1,6 +1,7 @@
 """Check the arguments of users: the length of a dataset, and indices of samples."""
 
 import operator
+from array import array
 from typing import Any
 
 import numpy as np
@@ -73,3 +74,13 @@ def check_indices(indices: Any, dataset_len: int, call: str) -> NDArray[np.int64
             f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {dataset_len} samples."
         )
     return index
+
+
+def as_array(index: Any) -> Any:
+    """Return indices as an array; or unchanged, if they are not plain integers: numpy would round, or read text."""
+    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
+        return index
+    try:
+        return np.frombuffer(array("q", index), np.int64)
+    except (TypeError, OverflowError):
+        return index

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from stocache import CachedDataset, DataLoader
-from stocache.errors import ClosedError, LimitError
+from stocache.errors import ClosedError, LimitError, SampleIndexError
+from stocache.loader import order
 from stocache.loader.collate import as_is
 from stocache.loader.device import gathering
 from stocache.loader.device.cuda import as_device
@@ -72,10 +73,12 @@ def batches_of(loader, epochs=2):
 WORKERS = {"alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}
 
 
+@pytest.mark.parametrize("together", [1, 70_000])
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(("share", "limit"), [(0.1, "100KB"), (0.5, 0), (1, "100KB")])
-def test_batches_are_those_of_the_cpu(play, workers, share, limit):
+def test_batches_are_those_of_the_cpu(play, workers, share, limit, together, monkeypatch):
     play()
+    monkeypatch.setattr(gathering, "_TOGETHER", together)  # bytes: a batch, or two
     options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
     with cached(share) as dataset:
         expected = batches_of(DataLoader(dataset, **options), 3)
@@ -168,8 +171,9 @@ def test_what_was_registered_is_released_with_the_cache_and_not_with_the_loader(
     assert wait_until(lambda: not runtime.registered)
 
 
-def test_a_cache_that_is_closed_under_way_is_an_error(play):
+def test_a_cache_that_is_closed_under_way_is_an_error(play, monkeypatch):
     play()
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)
     dataset = cached(1)
     loader = DataLoader(dataset, BATCH, device="cuda")
     batches_of(loader)
@@ -291,8 +295,9 @@ def test_the_tier_gives_way_where_the_device_is_full(play, caplog):
         del loader
 
 
-def test_a_device_without_memory_for_a_batch_is_the_error_of_torch_in_its_turn(play):
+def test_a_device_without_memory_for_a_batch_is_the_error_of_torch_in_its_turn(play, monkeypatch):
     kind, _ = play()
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)  # else no batch is left to be begun
     with cached(1) as dataset:
         loader = DataLoader(dataset, BATCH, device="cuda")
         batches_of(loader)
@@ -344,6 +349,127 @@ def test_without_workers_the_dataset_draws_in_the_order_of_the_loop(play):
         torch.manual_seed(0)
         drawn.append([(batch, torch.rand(1)) for batch in kind(Draws(), 4, **options)])
     assert identical(*drawn)
+
+
+class Drawing(torch.utils.data.Sampler):
+    """Draws each index, and one that is not in the dataset in the end."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def __iter__(self):
+        for _ in range(3 * BATCH):
+            yield int(torch.randint(LENGTH, ()))
+        yield self.last
+
+    def __len__(self):
+        return 3 * BATCH + 1
+
+
+def test_a_sampler_of_the_user_draws_when_its_batch_is_asked_for(play):
+    play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        drawn = []
+        for kind, options in ((torch.utils.data.DataLoader, {}), (DataLoader, {"device": "cuda"})):
+            torch.manual_seed(0)
+            loader = kind(dataset, BATCH, sampler=Drawing(0), **options)
+            drawn.append([(batch["label"], torch.rand(1)) for batch in loader])
+            del loader
+        assert identical(*drawn)
+
+
+class Failing(torch.utils.data.SequentialSampler):
+    def __iter__(self):
+        yield from range(2 * BATCH)
+        raise KeyError("the third")
+
+
+@pytest.mark.parametrize("together", [1, 1 << 30])
+def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(play, together, monkeypatch):
+    play()
+    monkeypatch.setattr(gathering, "_TOGETHER", together)
+    monkeypatch.setattr(order, "_DRAW_FIRST", {*order._DRAW_FIRST, Failing, Drawing})
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        for sampler, error in ((Failing(dataset), KeyError), (Drawing(LENGTH), SampleIndexError)):
+            loader = DataLoader(dataset, BATCH, sampler=sampler, device="cuda")
+            next(iter(loader))
+            loader._stage.gatherer.wait()
+            iterator = iter(loader)
+            batches = [next(iterator) for _ in range(2 if error is KeyError else 3)]
+            with pytest.raises(error):
+                next(iterator)
+            assert all(same(batch["image"][0], Images()[int(batch["label"][0])]["image"]) for batch in batches)
+            del loader, iterator
+
+
+class Vectors(Images):
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) | {"vector": torch.full((100,), idx), "none": torch.empty(0)}
+
+
+def test_a_batch_that_is_held_holds_no_others(play):
+    play()
+    with CachedDataset(Vectors(), 1, share_ranks=False) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda")
+        batches_of(loader, 1)
+        torch.manual_seed(3)
+        planned = list(loader)
+        assert loader.stats().device.from_cache >= LENGTH
+        for batch in planned:
+            for name in ("image", "mask", "vector"):
+                assert batch[name].untyped_storage().nbytes() == batch[name].nbytes
+        torch.manual_seed(3)
+        assert identical(planned, list(torch.utils.data.DataLoader(Vectors(), BATCH, shuffle=True)))
+        del loader
+
+
+def test_samples_without_a_large_part_are_planned_together(play):
+    play()
+    source = TensorDataset(torch.arange(LENGTH), torch.arange(LENGTH * 100).view(LENGTH, 100))
+    with CachedDataset(source, 1, share_ranks=False) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, 7, device="cuda")
+        assert identical(batches_of(loader, 3), 3 * [list(torch.utils.data.DataLoader(source, 7))])
+        del loader
+
+
+def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(play, monkeypatch):
+    play()
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)
+    with cached(1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib=1)
+        batches_of(loader, 3)
+        iterator = iter(loader)
+        found = [next(iterator)]
+        group = iterator._waiting[0].host.group
+        assert group.plan is not None
+        loader._stage.gatherer._tier.release()
+        found += iterator
+        assert group.plan is None
+        assert identical(found, list(torch.utils.data.DataLoader(Images(), BATCH)))
+        del loader, iterator, group
+
+
+def test_an_epoch_that_begins_after_samples_were_overwritten_changes_no_other_sample_of_one_that_runs(play, monkeypatch):
+    play()
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)
+    source = TensorDataset(torch.arange(1, 40 * 2000 + 1).view(40, 2000))
+    with CachedDataset(source, 1, share_ranks=False, audit=0) as dataset:
+        loader = DataLoader(dataset, 4, shuffle=True, device="cuda", device_limit_gib=1)
+        batches_of(loader, 3)
+        iterator = iter(loader)
+        found = [next(iterator)]
+        dataset.cache.set_slots(range(40), (-source.tensors[0],), allow_overwrite=True)
+        other = iter(loader)  # the tier is filled anew, from here on
+        for batch in iterator:
+            found.append(batch)
+            next(other, None)
+        rows = torch.cat([batch[0] for batch in found]).abs()
+        assert torch.equal(rows[rows[:, 0].argsort()], source.tensors[0])
+        del loader, iterator, other
 
 
 class Broken(Images):

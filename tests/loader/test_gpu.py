@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from stocache import CachedDataset, DataLoader
 from stocache.errors import ClosedError
-from stocache.loader.device import kernels
+from stocache.loader.device import gathering, kernels
 from stocache.loader.device.mapping import _mapped
 from stocache.ring.pinned import Pinned
 from tests.support.equality import identical
@@ -67,6 +68,7 @@ def test_batches_are_those_of_the_cpu(workers, share, limit, has_kernel, monkeyp
     if has_kernel:
         assert kernels._kernel() is not None
         monkeypatch.setattr(kernels, "_LARGE", 0)
+        monkeypatch.setattr(gathering, "_TOGETHER", 1)
     options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
     with cached(share) as dataset:
         expected = batches_of(DataLoader(dataset, **options))
@@ -95,6 +97,23 @@ def test_a_batch_that_is_held_does_not_change():
                 assert torch.equal(batch["image"].double().sum((1, 2, 3)), sums)
                 assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in labels]))
             del loader, held, batch
+
+
+def test_threads_of_the_user_iterate_over_one_loader():
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda")
+        batches_of(loader, 1)
+
+        def read(iterator):
+            return [(batch["label"].cpu(), batch["image"].cpu()) for batch in iterator]
+
+        with ThreadPoolExecutor(4) as pool:
+            for batches in pool.map(read, [iter(loader) for _ in range(4)]):
+                assert sorted(torch.cat([labels for labels, _ in batches]).tolist()) == list(range(LENGTH))
+                for labels, images in batches:
+                    assert torch.equal(images, torch.stack([Images()[idx]["image"] for idx in labels.tolist()]))
+        del loader, batches
 
 
 def test_memory_that_the_user_frees_is_not_used_again_before_the_step_has_ended():
@@ -167,7 +186,8 @@ def test_a_batch_without_device_memory_is_the_error_of_torch_and_the_loop_goes_o
     assert free
 
 
-def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing():
+def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing(monkeypatch):
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)
     dataset = cached(1)
     dataset.warm(progress=False)
     loader = DataLoader(dataset, BATCH, device="cuda")
@@ -189,6 +209,7 @@ class Opaque:
         return Opaque(self.tensor.to(device))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_tensors_and_objects_arrive_and_are_not_overwritten():
     rows = [torch.arange(200_000.0).view(500, 400) + number for number in range(24)]
     samples = [(row.to_sparse(), row.to_sparse_csr(), Opaque(row), row) for row in rows]
@@ -216,6 +237,7 @@ def test_a_device_that_does_not_exist():
         DataLoader([1], device="cuda:99")
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_lightning_trains_on_batches_that_arrive_on_the_gpu(tmp_path):
     lightning = pytest.importorskip("lightning")
 

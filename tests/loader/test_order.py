@@ -22,11 +22,14 @@ def test_shuffled_batches_are_those_of_torch_and_nothing_is_drawn_before_the_fir
         expected, after = list(sampler), torch.get_rng_state()
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        batches = order.begin(sampler)
-        assert is_ours(batches)
-        assert torch.equal(torch.get_rng_state(), before)
-        assert list(batches) == expected
-        assert torch.equal(torch.get_rng_state(), after)
+        for as_arrays in (False, True):
+            torch.set_rng_state(before)
+            batches = order.begin(sampler, as_arrays)
+            assert is_ours(batches)
+            assert torch.equal(torch.get_rng_state(), before)
+            found = list(batches)
+            assert [batch.tolist() for batch in found] == expected if as_arrays else found == expected
+            assert torch.equal(torch.get_rng_state(), after)
 
 
 class Reversed(RandomSampler):

@@ -3,7 +3,7 @@
 NOTE [ Two batches ahead ]
     When the loop asks for a batch, the copies of the next ones are begun too, up to `_AHEAD`, if that needs no waiting and no
     code of the dataset (``is_ready`` of the iterator). So they overlap with the training step, and the order of random draws
-    stays.
+    stays. Small batches that are gathered together are begun while the loop has those before them.
     An error of a batch is raised in its turn.
 
     The batch in host memory is kept until its copy has ended, which an event says: a buffer of the ring must not be used again
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import PartialBatch
+from stocache.datasets.batches import GroupPart, PartialBatch
 from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 from stocache.platform import here
@@ -69,7 +69,7 @@ class _Mover:
 
     def moved(self, value: object) -> Any:
         """Return a value with its tensors on the device."""
-        if type(value) is PartialBatch:
+        if type(value) is PartialBatch or type(value) is GroupPart:
             assert self._gatherer is not None
             batch, tensors = self._gatherer.gather(value)
             self.tensors += tensors
@@ -150,6 +150,10 @@ class DeviceStage:
         Raises:
             OutOfMemoryError: of torch: the device has no memory for it.
         """
+        batch, gatherer = waiting.host, self.gatherer
+        if gatherer is not None and type(batch) is GroupPart and (gathered := gatherer.take(batch)) is not None:
+            waiting.data, waiting.tensors, waiting.event = gathered
+            return
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
         try:
@@ -160,7 +164,7 @@ class DeviceStage:
             self._place(waiting)
 
     def _place(self, waiting: _Waiting) -> None:
-        with self.cuda:
+        with self.cuda.copying():
             mover = _Mover(self.cuda, self.gatherer)
             waiting.data, waiting.tensors = mover.moved(waiting.host), mover.tensors
             waiting.event = self.cuda.mark()
@@ -200,6 +204,7 @@ class DeviceBatches:
     def __init__(self, batches: Any, stage: DeviceStage) -> None:
         self._batches, self._stage = batches, stage
         self._waiting: deque[_Waiting] = deque()
+        self._ahead = _AHEAD
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -227,7 +232,7 @@ class DeviceBatches:
         return waiting.data
 
     def _look_ahead(self) -> None:
-        while len(self._waiting) < _AHEAD and self._batches.is_ready():
+        while len(self._waiting) < self._ahead and self._batches.is_ready():
             self._ask()
             waiting = self._waiting[-1]
             if waiting.error is not None:
@@ -236,6 +241,8 @@ class DeviceBatches:
                 self._stage.place(waiting)
             except Exception:  # it is tried again when the loop asks for the batch, and raised then
                 return
+            plan = waiting.host.group.plan if type(waiting.host) is GroupPart else None
+            self._ahead = max(_AHEAD, plan.together if plan is not None else 0)
 
     def _ask(self) -> None:
         try:

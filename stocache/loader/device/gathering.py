@@ -12,10 +12,16 @@ NOTE [ Where a sample comes from ]
     The state of a sample was read before its index was sent. It may have become SET since, which is only a miss; it never
     reverts. So the GPU needs no states. The numbers of the slots come from `SlotArrays.slots_of`, on the CPU: as many bytes as
     the indices, and 3 µs for 256 (the same arithmetic on the GPU would be eight kernels of 5 µs each to start).
+
+NOTE [ Batches that are planned together ]
+    A call of CUDA costs the CPU 2 to 60 µs, whatever its size. So without workers, and where all samples are cached and
+    registered, up to 16 batches are planned together (`GroupPart`): their rows are found at once and go to the GPU in one
+    copy, and it gathers their small columns at once, too. Of small batches as many as `_TOGETHER` holds are gathered by one
+    kernel, and then copied to memory of their own: a batch that the user holds keeps no others.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,16 +33,19 @@ from torch import Tensor
 
 from stocache.cache.shared import SharedCache
 from stocache.cache.slots import as_bytes
-from stocache.datasets.batches import BatchSpec, PartialBatch
+from stocache.datasets.batches import BatchGroup, BatchSpec, GroupPart, PartialBatch
 from stocache.loader.device.cuda import Staging
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
 from stocache.loader.device.tier import DeviceTier
 from stocache.shm.pool import pinned_memory
+from stocache.system.limits import MIB
 
 logger = logging.getLogger("stocache")
 
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
+_TINY = 64  # bytes of a value, up to which batches that are planned together share the memory of its column
+_TOGETHER = 32 * MIB  # bytes of planned batches that are gathered at once
 
 _Rows = NDArray[np.int64]
 
@@ -61,11 +70,11 @@ class DeviceStats:
 
 
 class _Source:
-    """Rows that the device can read, and their positions in a batch.
+    """Rows that the device can read, and their positions in the batches of a plan.
 
     Args:
         kind: the attribute of `DeviceStats` that counts them.
-        positions: in the batch, ascending; None for all.
+        positions: in all batches, ascending; None for all.
         numbers: of the rows.
         rows: returns all rows of the k-th large column, as words.
         copy: `copy_rows` or `select_rows`.
@@ -81,15 +90,27 @@ class _Source:
     ) -> None:
         self.kind, self.positions, self.numbers, self._rows, self._copy = kind, positions, numbers, rows, copy
 
-    def stage(self, staging: Staging) -> None:
-        """Add the numbers and the positions to what goes to the device."""
-        self._places = staging.add(self.numbers), None if self.positions is None else staging.add(self.positions)
+    def stage(self, staging: Staging, starts: _Rows) -> None:
+        """Add the numbers, and the positions in their step, to what goes to the device.
 
-    def copy_to(self, out: Tensor, k: int, staging: Staging) -> None:
-        """Copy the rows of the k-th large column into a batch."""
-        numbers, positions = self._places
-        to = None if positions is None else staging.indices(positions)
-        self._copy(self._rows(k), staging.indices(numbers), out, to)
+        ``starts``: the positions at which the steps start, and the end.
+        """
+        if self.positions is None:
+            bounds, places = starts, [self.numbers]
+        else:
+            bounds = np.searchsorted(self.positions, starts)
+            places = [self.numbers, self.positions - np.repeat(starts[:-1], np.diff(bounds))]
+        self._places, self.sizes = list(map(staging.add, places)), np.diff(bounds).tolist()
+
+    def receive(self, staging: Staging) -> None:
+        """Take the arrays on the device, for each step."""
+        self._steps = list(zip(*(torch.split(staging.indices(place), self.sizes) for place in self._places), strict=True))
+
+    def copy_to(self, out: Tensor, k: int, step: int) -> None:
+        """Copy the rows of the k-th large column into the batches of a step."""
+        if self.sizes[step]:
+            numbers, *positions = self._steps[step]
+            self._copy(self._rows(k), numbers, out, *positions)
 
 
 class _Admitted:
@@ -105,14 +126,42 @@ class _Admitted:
         self._tier, self._slots, self._numbers = tier, slots, numbers
         self._places = staging.add(positions), staging.add(numbers)
 
-    def copy_from(self, batch: Tensor, k: int, staging: Staging) -> None:
+    def receive(self, staging: Staging) -> None:
+        """Take the arrays on the device."""
+        self._positions, self._rows = map(staging.indices, self._places)
+
+    def copy_from(self, batch: Tensor, k: int) -> None:
         """Copy the rows of the k-th large column out of a batch."""
-        positions, numbers = map(staging.indices, self._places)
-        self._tier.rows[k].index_copy_(0, numbers, batch.index_select(0, positions))
+        self._tier.rows[k].index_copy_(0, self._rows, batch.index_select(0, self._positions))
 
     def keep(self) -> None:
         """Serve the samples from the tier from now on."""
         self._tier.keep(self._slots, self._numbers)
+
+
+@dataclass
+class _Plan:
+    """Batches of which is known where their samples come from. The numbers of the rows are on the device.
+
+    Attributes:
+        sizes: of the batches.
+        together: how many batches a step has.
+        tier_rows: of the tier when the plan was made.
+        sources: of the samples.
+        small: the tensors of each small column, by its number, for each batch.
+        admitted: samples of a plan of one batch; None without any.
+    """
+
+    sizes: list[int]
+    together: int
+    tier_rows: list[Tensor] | None
+    sources: list[_Source]
+    small: Mapping[int, Sequence[Tensor]]
+    admitted: _Admitted | None = None
+
+    def __post_init__(self) -> None:
+        self.gathered: dict[int, list[Tensor]] = {}  # the large columns of batches that were gathered, and not asked for
+        self.event: Any = None  # the end of the last step
 
 
 class DeviceGatherer:
@@ -132,50 +181,129 @@ class DeviceGatherer:
         self._large = [number for number, column in enumerate(columns) if column.nbytes > _SMALL]
         self._small = [number for number, column in enumerate(columns) if column.nbytes <= _SMALL]
         self._dtypes = [column.words.dtype for column in columns]
+        self._row_bytes = sum(columns[number].nbytes for number in self._large)
         self._tier: DeviceTier | None = None
         self._counts = {"from_tier": 0, "from_cache": 0, "from_host": 0}
 
-    def gather(self, batch: PartialBatch) -> tuple[Any, list[Tensor]]:
+    def gather(self, batch: PartialBatch | GroupPart) -> tuple[Any, list[Tensor]]:
         """Return the batch on the device, and its tensors there. Call it on the stream of the device.
 
         Raises:
             ClosedError: the cache is closed.
         """
-        # see NOTE [ Where a sample comes from ]
-        index, loaded, arrays = batch.indices, batch.positions, self._cache.slot_arrays
-        count, device = len(index), self._cuda.device
-        if loaded is not None and len(loaded) == count:  # in order
-            self._counts["from_host"] += count
-            tensors = [rows.to(device, non_blocking=True) for rows in batch.tensors]
+        # see NOTE [ Where a sample comes from ], NOTE [ Batches that are planned together ]
+        if isinstance(batch, GroupPart):
+            plan = self._plan_of(batch.group)
+            if plan is not None:
+                self._gather_step(plan, batch.number // plan.together)
+                plan.event = self._cuda.mark()
+                return self._take(plan, batch.number)
+            batch = PartialBatch(batch.indices)
+        if batch.positions is not None and len(batch.positions) == len(batch.indices):  # in order
+            self._counts["from_host"] += len(batch.indices)
+            tensors = [rows.to(self._cuda.device, non_blocking=True) for rows in batch.tensors]
             return self._join(tensors), tensors
-        hits = None if loaded is None else np.delete(np.arange(count), loaded)
+        plan = self._plan(batch, [len(batch.indices)])
+        self._gather_step(plan, 0)
+        return self._take(plan, 0)
+
+    def take(self, batch: GroupPart) -> tuple[Any, list[Tensor], Any] | None:
+        """Return a batch that was gathered together with an earlier one, its tensors, and their event; None for others."""
+        plan: _Plan | None = batch.group.plan
+        if plan is None or batch.number not in plan.gathered:
+            return None
+        return *self._take(plan, batch.number), plan.event
+
+    def _plan_of(self, group: BatchGroup) -> _Plan | None:
+        """Return the plan of a group; None if its batches have to be planned when they are asked for."""
+        tier, _ = self._tier, self._cache.slot_arrays  # an error if the cache is closed
+        if not group.was_met:
+            group.was_met = True
+            readable = self._mapped.is_complete and all(self._view(self._mapped, each) is not None for each in self._small)
+            if readable and (not self._limit or (tier is not None and tier.is_full)):
+                group.plan = self._plan(PartialBatch(group.indices), np.diff(group.ends, prepend=0).tolist())
+        elif group.plan is not None and group.plan.tier_rows is not _rows_of(tier):
+            group.plan = None
+        plan: _Plan | None = group.plan
+        return plan
+
+    def _plan(self, batch: PartialBatch, sizes: list[int]) -> _Plan:
+        """Plan a batch, or several one after the other, of some sizes."""
+        index, loaded, arrays = batch.indices, batch.positions, self._cache.slot_arrays
+        together = max(1, _TOGETHER // max(1, sizes[0] * self._row_bytes))
+        starts = np.array([0, *np.cumsum(sizes)[together - 1 :: together].tolist(), len(index)])
+        starts = starts if starts[-2] < starts[-1] else starts[:-1]
+        hits = None if loaded is None else np.delete(np.arange(len(index)), loaded)
         slots = arrays.slots_of(index if hits is None else index[hits])
-        sources = self._sources(hits, slots) if self._large else []
+        copy = copy_rows if together == 1 or len(sizes) == 1 else select_rows  # small batches are no large one
+        sources = self._sources(hits, slots, copy) if self._large else []
         if loaded is not None and self._large:
             sources.append(self._of_host(loaded, [batch.tensors[number] for number in self._large]))
         staging = Staging()
-        small = [staging.add(self._small_column(number, hits, slots, batch)) for number in self._small]
+        if len(sizes) == 1:
+            small = [staging.add(self._small_column(number, hits, slots, batch)) for number in self._small]
+        else:
+            chosen = staging.add(slots)
         for source in sources:
-            source.stage(staging)
-            self._counts[source.kind] += len(source.numbers)
+            source.stage(staging, starts)
         admitted = self._admit(sources, staging)
-        staging.send(device)
-        tensors = []
-        places = iter(small)
-        for number, (shape, dtype) in enumerate(self._shapes):
-            if number in self._small:
-                tensors.append(staging.at(next(places), (count, *shape), dtype))
-                continue
-            k, out = self._large.index(number), torch.empty((count, *shape), dtype=dtype, device=device)
-            words = _as_words(out, self._dtypes[number])
-            for source in sources:
-                source.copy_to(words, k, staging)
-            if admitted is not None:
-                admitted.copy_from(words, k, staging)
-            tensors.append(out)
+        staging.send(self._cuda.device)
+        for source in sources:
+            source.receive(staging)
         if admitted is not None:
-            admitted.keep()
+            admitted.receive(staging)
+        values: dict[int, Sequence[Tensor]]
+        if len(sizes) == 1:
+            places = zip(small, map(self._shapes.__getitem__, self._small), strict=True)
+            parts = [[staging.at(place, (len(index), *shape), dtype)] for place, (shape, dtype) in places]
+            values = dict(zip(self._small, parts, strict=True))
+        else:
+            values = {number: self._small_parts(number, staging.indices(chosen), sizes) for number in self._small}
+        return _Plan(sizes, together, _rows_of(self._tier), sources, values, admitted)
+
+    def _small_parts(self, number: int, slots: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """Begin to gather a small column of several batches. ``slots``: of their samples, on the device."""
+        out = self._empty(len(slots), number)
+        select_rows(self._view(self._mapped, number), slots, _as_words(out, self._dtypes[number]))
+        return torch.split(out, sizes) if out[0].nbytes <= _TINY else self._separate(out, sizes, number)
+
+    def _separate(self, values: Tensor, sizes: list[int], number: int) -> list[Tensor]:
+        """Copy the values of several batches to memory of their own."""
+        parts = [self._empty(size, number) for size in sizes]
+        torch.split_with_sizes_copy(values, sizes, out=parts)
+        return parts
+
+    def _take(self, plan: _Plan, number: int) -> tuple[Any, list[Tensor]]:
+        """Take a batch of a plan that was gathered."""
+        large, small = iter(plan.gathered.pop(number)), plan.small
+        tensors = [small[column][number] if column in small else next(large) for column in range(len(self._shapes))]
         return self._join(tensors), tensors
+
+    def _gather_step(self, plan: _Plan, step: int) -> None:
+        """Begin to gather the large columns of the batches of a step."""
+        first = step * plan.together
+        sizes = plan.sizes[first : first + plan.together]
+        gathered: list[list[Tensor]] = [[] for _ in sizes]
+        for k, number in enumerate(self._large):
+            out = self._empty(sum(sizes), number)
+            words = _as_words(out, self._dtypes[number])
+            for source in plan.sources:
+                source.copy_to(words, k, step)
+            if plan.admitted is not None:
+                plan.admitted.copy_from(words, k)
+            parts = [out] if len(sizes) == 1 else self._separate(out, sizes, number)
+            for own, part in zip(gathered, parts, strict=True):
+                own.append(part)
+        if plan.admitted is not None:
+            plan.admitted.keep()
+        for source in plan.sources:
+            self._counts[source.kind] += source.sizes[step]
+        plan.gathered.update(enumerate(gathered, first))
+
+    def _empty(self, count: int, number: int) -> Tensor:
+        """Return uninitialised values of a column on the device."""
+        shape, dtype = self._shapes[number]
+        return torch.empty((count, *shape), dtype=dtype, device=self._cuda.device)
 
     def _small_column(self, number: int, hits: _Rows | None, slots: _Rows, batch: PartialBatch) -> NDArray[np.uint8]:
         """Return the values of a small column of the whole batch, as bytes."""
@@ -188,11 +316,11 @@ class DeviceGatherer:
         values[hits], values[batch.positions] = of_hits, as_bytes(batch.tensors[number])
         return values
 
-    def _sources(self, hits: _Rows | None, slots: _Rows) -> list[_Source]:
+    def _sources(self, hits: _Rows | None, slots: _Rows, copy: Callable[..., None]) -> list[_Source]:
         """Return the sources of the large columns of samples, given their positions, None for all, and slots."""
         mapped, tier = self._mapped, self._open_tier()
         if tier is None and mapped.is_complete:
-            return [_Source("from_cache", hits, slots, self._views(mapped).__getitem__, copy_rows)]
+            return [_Source("from_cache", hits, slots, self._views(mapped).__getitem__, copy)]
         sources, positions = list[_Source](), np.arange(len(slots)) if hits is None else hits
         if tier is not None and (there := (numbers := tier.numbers(slots)) >= 0).any():
             kept = hits if there.all() else positions[there]
@@ -210,7 +338,7 @@ class DeviceGatherer:
         if any(view is None for view in views):
             covered[:] = False
         if covered.any():
-            sources.append(_Source("from_cache", positions[covered], slots[covered], views.__getitem__, copy_rows))
+            sources.append(_Source("from_cache", positions[covered], slots[covered], views.__getitem__, copy))
         if not covered.all():
             rows = list(map(partial(self._gathered, slots[~covered]), self._large))
             sources.append(self._of_host(positions[~covered], rows))
@@ -218,8 +346,11 @@ class DeviceGatherer:
 
     def _views(self, mapped: MappedSegment) -> list[Any]:
         """Return the slots of each large column as the device reads them; None for those that it cannot read yet."""
+        return [self._view(mapped, number) for number in self._large]
+
+    def _view(self, mapped: MappedSegment, number: int) -> Any:
         arrays = self._cache.slot_arrays
-        return [mapped.view(self._cuda, arrays.places[number][0], arrays.columns[number].words) for number in self._large]
+        return mapped.view(self._cuda, arrays.places[number][0], arrays.columns[number].words)
 
     def _gathered(self, slots: _Rows, number: int) -> Tensor:
         """Return the values of some slots for a large column, gathered by the CPU into pinned memory."""
@@ -291,3 +422,7 @@ def _as_words(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return contiguous rows of any shape as a matrix of words over the same memory."""
     words: Tensor = rows.view(len(rows), -1).view(dtype)
     return words
+
+
+def _rows_of(tier: DeviceTier | None) -> list[Tensor] | None:
+    return None if tier is None else tier.rows

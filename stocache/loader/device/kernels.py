@@ -21,7 +21,7 @@ from stocache.system.limits import MIB
 
 logger = logging.getLogger("stocache")
 
-_PROGRAMS = 16
+_PROGRAMS, _WARPS = 16, 8
 _LARGE = 16 * MIB  # bytes of a batch, from which the kernel copies it
 _WORDS = 2048  # of a row that a program copies at a time
 
@@ -39,7 +39,7 @@ def copy_rows(rows: Tensor, numbers: Tensor, out: Tensor, positions: Tensor | No
         chunks = -(-words // _WORDS)
         kernel[(_PROGRAMS,)](
             rows, numbers, out, numbers if positions is None else positions, words, len(numbers), chunks,
-            SCATTERS=positions is not None, WORDS=_WORDS, num_warps=8,
+            SCATTERS=positions is not None, WORDS=_WORDS, num_warps=_WARPS,
         )  # fmt: skip
     else:
         select_rows(rows, numbers, out, positions)
@@ -60,7 +60,7 @@ def _kernel() -> Any:
         from stocache.loader.device.copy_kernel import copy_kernel
 
         row = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
-        copy_kernel[(1,)](row, row, row, row, 1, 1, 1, SCATTERS=False, WORDS=_WORDS, num_warps=8)
+        copy_kernel[(1,)](row, row, row, row, 1, 1, 1, SCATTERS=False, WORDS=_WORDS, num_warps=_WARPS)
     except Exception as error:
         logger.info("no Triton kernel (%.200s): batches are gathered by index_select, beside which a step is slower", error)
         return None

@@ -31,7 +31,7 @@ class DeviceTier:
         rows: the dtype of the words of a row, and how many words it has, for each column.
 
     Attributes:
-        rows: for each column the rows of the tier.
+        rows: for each column the rows of the tier. Another list when they hold other samples.
     """
 
     def __init__(self, limit: int, slots: int, rows: list[tuple[torch.dtype, int]], cuda: Any) -> None:
@@ -71,6 +71,7 @@ class DeviceTier:
         """Empty the tier if the number of samples that were overwritten is not that of the last call."""
         if overwritten != self._overwritten:
             self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
+            self.rows = [*self.rows]
 
     @property
     def is_full(self) -> bool:
