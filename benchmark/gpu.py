@@ -211,7 +211,7 @@ def copies() -> None:
         chosen = [np.random.default_rng(number).permutation(count)[:size] for number in range(8)]
         numbers = itertools.cycle([torch.from_numpy(each).to("cuda") for each in chosen])
         places = itertools.cycle([(each * row + memory.data_ptr()).astype(np.uint64) for each in chosen])
-        kernels._LARGE = 0
+        kernels._LARGE = kernels._WIDE = 0
         ways: dict[str, Callable[[], object]] = {
             "kernel": partial(of_next, numbers, partial(kernels.copy_rows, view), out),
             "index_select": partial(of_next, numbers, partial(kernels.select_rows, view), out),

@@ -68,6 +68,7 @@ def test_batches_are_those_of_the_cpu(workers, share, limit, has_kernel, monkeyp
     if has_kernel:
         assert kernels._kernel() is not None
         monkeypatch.setattr(kernels, "_LARGE", 0)
+        monkeypatch.setattr(kernels, "_WIDE", 0)
         monkeypatch.setattr(gathering, "_TOGETHER", 1)
     options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
     with cached(share) as dataset:
