@@ -19,6 +19,7 @@ from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
 from stocache.system.state import StateForm
 from stocache.text.buffers import RECORD_VERSION, Buffers
+from stocache.text.engines import engines
 from stocache.text.files import Paths, TextFile, find_files
 from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import Lines
@@ -103,7 +104,8 @@ class StreamLoader(IterableDataset[Any]):
             each window.
         format: a `CsvFormat`, `FixedWidthFormat`, `JsonLinesFormat` or `CustomFormat`. The default is ``CsvFormat("\\t")``.
         transform: called with each batch; its result is delivered instead. Results are not cached.
-        num_workers: processes that read, parse and transform; 0 uses threads of this process. The order is the same.
+        num_workers: processes that read, parse and transform; 0 uses threads of this process, which is faster unless there is a
+            ``transform`` or a `CustomFormat`. The order is the same.
         size_limit_gib: memory for the cache on this machine; None for no cache.
         cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, a codec, and a disk.
             The ranks of one job share a cache without a name, unless the format is a `CustomFormat`. The folder on the disk is
@@ -205,7 +207,7 @@ class StreamLoader(IterableDataset[Any]):
         self._workers = WorkerProcesses(num_workers, self._read.multiprocessing_context)
         self._totals = {"epochs": 0, "batches": 0, "rows": 0, "skipped": 0, "dropped": 0}
         self._fault = ""  # of the first line that was left out
-        self._warned_of_rest = False
+        self._warned_of_rest = self._warned_of_workers = False
         self._windows: Windows | None = None
         self._open(find_files(path, self._read.storage_options))
 
@@ -320,6 +322,7 @@ class StreamLoader(IterableDataset[Any]):
         if worker is not None:
             deliveries = one_by_one(windows, key, worker.id if window is None else window, worker.num_workers)
         elif self._num_workers:
+            self._warn_of_workers()
             deliveries = self._workers.deliver(windows, epoch, window or 0)
         else:
             deliveries = by_threads(windows, key, window or 0)
@@ -338,6 +341,16 @@ class StreamLoader(IterableDataset[Any]):
         self._position = self._beginning(epoch + 1)
         self._totals["epochs"] += 1
         self._check_and_log(epoch, {name: count - before[name] for name, count in self._totals.items()})
+
+    def _warn_of_workers(self) -> None:
+        python = self._transform is not None or isinstance(self._format, CustomFormat)
+        if not python and engines(self._read.engine)[0] == "pyarrow" and not self._warned_of_workers:
+            self._warned_of_workers = True
+            logger.warning(
+                "num_workers=%d starts processes that have nothing to do in Python: threads parse this text without the GIL. "
+                "num_workers=0 is faster. Processes are for transform= and CustomFormat.",
+                self._num_workers,
+            )
 
     def _key(self, epoch: int) -> ShuffleKey:
         worker = get_worker_info()

@@ -307,6 +307,18 @@ def test_with_workers_there_is_one_iterator_at_a_time(numbered):
         assert torch.cat([y for _, y in second]).tolist() == list(range(10, 420))
 
 
+def test_workers_that_only_parse_are_warned_of_once(numbered, caplog):
+    pytest.importorskip("pyarrow", reason="without it numpy parses, which holds the GIL")
+    custom = CustomFormat(lambda lines: {"x": torch.zeros(len(lines))})
+    ways = {}, {"transform": len}, {"format": custom}, {"read": ReadOptions("numpy", "fork")}
+    for ways, warnings in zip(ways, (1, 0, 0, 0), strict=True):
+        caplog.clear()
+        with StreamLoader(numbered, 10, 20, **{"num_workers": 1, "read": FORK} | ways) as loader:
+            for _ in range(2):
+                list(loader)
+        assert caplog.text.count("num_workers=0 is faster") == warnings
+
+
 def test_transforms_run_in_workers_and_get_whole_batches(numbered):
     for workers in (0, 2):
         transform = lambda batch: (batch[0] * 2, len(batch[1]), os.getpid())

@@ -26,8 +26,9 @@ def look(wait: Callable[[float], object] = time.sleep) -> tuple[Any, bool]:
     programs may use the CPU.
     """
     queued_s, began = queued_seconds(), time.perf_counter()
-    came = wait(LOOK_S)
-    return came, time.perf_counter() - began - (queued_seconds() - queued_s) > LOOK_S + _LATE_S
+    came, most_s = wait(LOOK_S), LOOK_S + _LATE_S
+    took_s = time.perf_counter() - began
+    return came, took_s > most_s and took_s - (queued_seconds() - queued_s) > most_s
 
 
 class GilWatch:
@@ -38,17 +39,21 @@ class GilWatch:
     """
 
     def __init__(self, tell: Callable[[bool], None]) -> None:
-        self._tell, self._next_look, self._first = tell, 0.0, _FIRST
+        self._tell, self._next_look, self._first, self._idle = tell, 0.0, _FIRST, 0
 
     def wait(self, wait: Callable[[float], bool], timeout_s: float) -> bool:
         """Return the result of ``wait(timeout_s)``: whether the event came in time. Look at the GIL if a look is due."""
         if time.perf_counter() < self._next_look or timeout_s <= LOOK_S:
             return wait(timeout_s)
         came, late = look(wait)
-        if late or not came:  # else the event came before the end of the look, which shows nothing
+        if late or not came:
             self._tell(late)
-            self._next_look = time.perf_counter() + (_SOON_S if self._first > 0 else _EACH_S)
+            pause_s = _SOON_S if self._first > 0 else _EACH_S
             self._first -= 1
+        else:  # the event came before the end of the look, which shows nothing, and costs more than a small batch
+            self._idle += 1
+            pause_s = min(_EACH_S, self._idle * _SOON_S)
+        self._next_look = time.perf_counter() + pause_s
         return bool(came) or wait(timeout_s - LOOK_S)
 
 
