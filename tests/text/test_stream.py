@@ -311,9 +311,9 @@ def test_workers_that_only_parse_are_warned_of_once(numbered, caplog):
     pytest.importorskip("pyarrow", reason="without it numpy parses, which holds the GIL")
     custom = CustomFormat(lambda lines: {"x": torch.zeros(len(lines))})
     ways = {}, {"transform": len}, {"format": custom}, {"read": ReadOptions("numpy", "fork")}
-    for ways, warnings in zip(ways, (1, 0, 0, 0), strict=True):
+    for options, warnings in zip(ways, (1, 0, 0, 0), strict=True):
         caplog.clear()
-        with StreamLoader(numbered, 10, 20, **{"num_workers": 1, "read": FORK} | ways) as loader:
+        with StreamLoader(numbered, 10, 20, **{"num_workers": 1, "read": FORK} | options) as loader:
             for _ in range(2):
                 list(loader)
         assert caplog.text.count("num_workers=0 is faster") == warnings
