@@ -155,7 +155,7 @@ class Order:
         return _in_lists(numbered, self.at_once) if self.at_once else numbered
 
     def _begin_sampler(self) -> Iterator[Any]:
-        return begin(self.sampler, self.at_once > 1)
+        return begin(self.sampler, self.at_once > 1 or (self.context is not None and self.context.arrays))
 
     def skip_delivered(self) -> None:
         """Skip the delivered batches now. Workers are sent batches at once; without them torch asks for none until `next`.

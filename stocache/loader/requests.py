@@ -2,7 +2,6 @@
 
 import threading
 import time
-from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,12 +132,11 @@ def _pack_indices(index: Any) -> tuple[Any, int]:
 
     All get as many bytes as the largest needs. pickle takes five for each integer above 65535: over 1 KiB for a batch of 256.
     """
-    if type(index) is not list or not index or not type(index[0]) is int is type(index[-1]):
+    numbers = as_array(index)
+    is_plain = type(numbers) is np.ndarray and numbers.dtype == np.int64 and numbers.ndim == 1 and len(numbers)
+    if not is_plain or numbers.view(np.uint64).max() >> 32:
         return index, 0
-    try:
-        wide = np.frombuffer(array("I", index), np.uint8).reshape(-1, 4)
-    except (TypeError, OverflowError):  # not integers, negative, or too large
-        return index, 0
+    wide = numbers.astype(np.uint32).view(np.uint8).reshape(-1, 4)
     width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2
     return wide[:, :width].tobytes(), width
 
