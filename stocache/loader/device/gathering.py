@@ -12,16 +12,10 @@ NOTE [ Where a sample comes from ]
     The state of a sample was read before its index was sent. It may have become SET since, which is only a miss; it never
     reverts. So the GPU needs no states. The numbers of the slots come from `SlotArrays.slots_of`, on the CPU: as many bytes as
     the indices, and 3 µs for 256 (the same arithmetic on the GPU would be eight kernels of 5 µs each to start).
-
-NOTE [ Batches that are planned together ]
-    A call of CUDA costs the CPU 2 to 60 µs, whatever its size. So without workers, and where all samples are cached and
-    registered, up to 16 batches are planned together (`GroupPart`): their rows are found at once and go to the GPU in one
-    copy, and it gathers their small columns at once, too. Of small batches as many as `_TOGETHER` holds are gathered by one
-    kernel, and then copied to memory of their own: a batch that the user holds keeps no others.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +31,7 @@ from stocache.datasets.batches import BatchGroup, BatchSpec, GroupPart, PartialB
 from stocache.loader.device.cuda import Staging
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
+from stocache.loader.device.plans import Admitted, Plan, Rows, Source
 from stocache.loader.device.tier import DeviceTier
 from stocache.shm.pool import pinned_memory
 from stocache.system.limits import MIB
@@ -46,8 +41,6 @@ logger = logging.getLogger("stocache")
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
 _TINY = 64  # bytes of a value, up to which batches that are planned together share the memory of its column
 _TOGETHER = 32 * MIB  # bytes of planned batches that are gathered at once
-
-_Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -67,101 +60,6 @@ class DeviceStats:
     from_host: int = 0
     tier_bytes: int = 0
     registered_bytes: int = 0
-
-
-class _Source:
-    """Rows that the device can read, and their positions in the batches of a plan.
-
-    Args:
-        kind: the attribute of `DeviceStats` that counts them.
-        positions: in all batches, ascending; None for all.
-        numbers: of the rows.
-        rows: returns all rows of the k-th large column, as words.
-        copy: `copy_rows` or `select_rows`.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        positions: _Rows | None,
-        numbers: _Rows,
-        rows: Callable[[int], Tensor],
-        copy: Callable[..., None] = select_rows,
-    ) -> None:
-        self.kind, self.positions, self.numbers, self._rows, self._copy = kind, positions, numbers, rows, copy
-
-    def stage(self, staging: Staging, starts: _Rows) -> None:
-        """Add the numbers, and the positions in their step, to what goes to the device.
-
-        ``starts``: the positions at which the steps start, and the end.
-        """
-        if self.positions is None:
-            bounds, places = starts, [self.numbers]
-        else:
-            bounds = np.searchsorted(self.positions, starts)
-            places = [self.numbers, self.positions - np.repeat(starts[:-1], np.diff(bounds))]
-        self._places, self.sizes = list(map(staging.add, places)), np.diff(bounds).tolist()
-
-    def receive(self, staging: Staging) -> None:
-        """Take the arrays on the device, for each step."""
-        self._steps = list(zip(*(torch.split(staging.indices(place), self.sizes) for place in self._places), strict=True))
-
-    def copy_to(self, out: Tensor, k: int, step: int) -> None:
-        """Copy the rows of the k-th large column into the batches of a step."""
-        if self.sizes[step]:
-            numbers, *positions = self._steps[step]
-            self._copy(self._rows(k), numbers, out, *positions)
-
-
-class _Admitted:
-    """Samples of a batch that get rows of the tier.
-
-    Args:
-        tier: the tier.
-        slots, positions, numbers: of the samples: their slots, their positions in the batch, and the rows.
-        staging: what goes to the device.
-    """
-
-    def __init__(self, tier: DeviceTier, slots: _Rows, positions: _Rows, numbers: _Rows, staging: Staging) -> None:
-        self._tier, self._slots, self._numbers = tier, slots, numbers
-        self._places = staging.add(positions), staging.add(numbers)
-
-    def receive(self, staging: Staging) -> None:
-        """Take the arrays on the device."""
-        self._positions, self._rows = map(staging.indices, self._places)
-
-    def copy_from(self, batch: Tensor, k: int) -> None:
-        """Copy the rows of the k-th large column out of a batch."""
-        self._tier.rows[k].index_copy_(0, self._rows, batch.index_select(0, self._positions))
-
-    def keep(self) -> None:
-        """Serve the samples from the tier from now on."""
-        self._tier.keep(self._slots, self._numbers)
-
-
-@dataclass
-class _Plan:
-    """Batches of which is known where their samples come from. The numbers of the rows are on the device.
-
-    Attributes:
-        sizes: of the batches.
-        together: how many batches a step has.
-        tier_rows: of the tier when the plan was made.
-        sources: of the samples.
-        small: the tensors of each small column, by its number, for each batch.
-        admitted: samples of a plan of one batch; None without any.
-    """
-
-    sizes: list[int]
-    together: int
-    tier_rows: list[Tensor] | None
-    sources: list[_Source]
-    small: Mapping[int, Sequence[Tensor]]
-    admitted: _Admitted | None = None
-
-    def __post_init__(self) -> None:
-        self.gathered: dict[int, list[Tensor]] = {}  # the large columns of batches that were gathered, and not asked for
-        self.event: Any = None  # the end of the last step
 
 
 class DeviceGatherer:
@@ -209,12 +107,12 @@ class DeviceGatherer:
 
     def take(self, batch: GroupPart) -> tuple[Any, list[Tensor], Any] | None:
         """Return a batch that was gathered together with an earlier one, its tensors, and their event; None for others."""
-        plan: _Plan | None = batch.group.plan
+        plan: Plan | None = batch.group.plan
         if plan is None or batch.number not in plan.gathered:
             return None
         return *self._take(plan, batch.number), plan.event
 
-    def _plan_of(self, group: BatchGroup) -> _Plan | None:
+    def _plan_of(self, group: BatchGroup) -> Plan | None:
         """Return the plan of a group; None if its batches have to be planned when they are asked for."""
         tier, _ = self._tier, self._cache.slot_arrays  # an error if the cache is closed
         if not group.was_met:
@@ -224,10 +122,10 @@ class DeviceGatherer:
                 group.plan = self._plan(PartialBatch(group.indices), np.diff(group.ends, prepend=0).tolist())
         elif group.plan is not None and group.plan.tier_rows is not _rows_of(tier):
             group.plan = None
-        plan: _Plan | None = group.plan
+        plan: Plan | None = group.plan
         return plan
 
-    def _plan(self, batch: PartialBatch, sizes: list[int]) -> _Plan:
+    def _plan(self, batch: PartialBatch, sizes: list[int]) -> Plan:
         """Plan a batch, or several one after the other, of some sizes."""
         index, loaded, arrays = batch.indices, batch.positions, self._cache.slot_arrays
         together = max(1, _TOGETHER // max(1, sizes[0] * self._row_bytes))
@@ -259,7 +157,7 @@ class DeviceGatherer:
             values = dict(zip(self._small, parts, strict=True))
         else:
             values = {number: self._small_parts(number, staging.indices(chosen), sizes) for number in self._small}
-        return _Plan(sizes, together, _rows_of(self._tier), sources, values, admitted)
+        return Plan(sizes, together, _rows_of(self._tier), sources, values, admitted)
 
     def _small_parts(self, number: int, slots: Tensor, sizes: list[int]) -> Sequence[Tensor]:
         """Begin to gather a small column of several batches. ``slots``: of their samples, on the device."""
@@ -273,13 +171,13 @@ class DeviceGatherer:
         torch.split_with_sizes_copy(values, sizes, out=parts)
         return parts
 
-    def _take(self, plan: _Plan, number: int) -> tuple[Any, list[Tensor]]:
+    def _take(self, plan: Plan, number: int) -> tuple[Any, list[Tensor]]:
         """Take a batch of a plan that was gathered."""
         large, small = iter(plan.gathered.pop(number)), plan.small
         tensors = [small[column][number] if column in small else next(large) for column in range(len(self._shapes))]
         return self._join(tensors), tensors
 
-    def _gather_step(self, plan: _Plan, step: int) -> None:
+    def _gather_step(self, plan: Plan, step: int) -> None:
         """Begin to gather the large columns of the batches of a step."""
         first = step * plan.together
         sizes = plan.sizes[first : first + plan.together]
@@ -305,7 +203,7 @@ class DeviceGatherer:
         shape, dtype = self._shapes[number]
         return torch.empty((count, *shape), dtype=dtype, device=self._cuda.device)
 
-    def _small_column(self, number: int, hits: _Rows | None, slots: _Rows, batch: PartialBatch) -> NDArray[np.uint8]:
+    def _small_column(self, number: int, hits: Rows | None, slots: Rows, batch: PartialBatch) -> NDArray[np.uint8]:
         """Return the values of a small column of the whole batch, as bytes."""
         column = self._cache.slot_arrays.columns[number]
         of_hits = np.empty((len(slots), column.nbytes), np.uint8)
@@ -316,15 +214,15 @@ class DeviceGatherer:
         values[hits], values[batch.positions] = of_hits, as_bytes(batch.tensors[number])
         return values
 
-    def _sources(self, hits: _Rows | None, slots: _Rows, copy: Callable[..., None]) -> list[_Source]:
+    def _sources(self, hits: Rows | None, slots: Rows, copy: Callable[..., None]) -> list[Source]:
         """Return the sources of the large columns of samples, given their positions, None for all, and slots."""
         mapped, tier = self._mapped, self._open_tier()
         if tier is None and mapped.is_complete:
-            return [_Source("from_cache", hits, slots, self._views(mapped).__getitem__, copy)]
-        sources, positions = list[_Source](), np.arange(len(slots)) if hits is None else hits
+            return [Source("from_cache", hits, slots, self._views(mapped).__getitem__, copy)]
+        sources, positions = list[Source](), np.arange(len(slots)) if hits is None else hits
         if tier is not None and (there := (numbers := tier.numbers(slots)) >= 0).any():
             kept = hits if there.all() else positions[there]
-            sources.append(_Source("from_tier", kept, numbers[there], tier.rows.__getitem__))
+            sources.append(Source("from_tier", kept, numbers[there], tier.rows.__getitem__))
             positions, slots = positions[~there], slots[~there]
         if not len(slots):
             return sources
@@ -338,7 +236,7 @@ class DeviceGatherer:
         if any(view is None for view in views):
             covered[:] = False
         if covered.any():
-            sources.append(_Source("from_cache", positions[covered], slots[covered], views.__getitem__, copy))
+            sources.append(Source("from_cache", positions[covered], slots[covered], views.__getitem__, copy))
         if not covered.all():
             rows = list(map(partial(self._gathered, slots[~covered]), self._large))
             sources.append(self._of_host(positions[~covered], rows))
@@ -352,20 +250,20 @@ class DeviceGatherer:
         arrays = self._cache.slot_arrays
         return mapped.view(self._cuda, arrays.places[number][0], arrays.columns[number].words)
 
-    def _gathered(self, slots: _Rows, number: int) -> Tensor:
+    def _gathered(self, slots: Rows, number: int) -> Tensor:
         """Return the values of some slots for a large column, gathered by the CPU into pinned memory."""
         column, (shape, dtype) = self._cache.slot_arrays.columns[number], self._shapes[number]
         rows = pinned_memory(len(slots) * column.nbytes).view(dtype).view(len(slots), *shape)
         column.gather(slots, rows, parallel=False)
         return rows
 
-    def _of_host(self, positions: _Rows, tensors: list[Tensor]) -> _Source:
+    def _of_host(self, positions: Rows, tensors: list[Tensor]) -> Source:
         """Return the source of rows in host memory, which are copied; ``tensors``: of each large column."""
 
         def sent(k: int) -> Tensor:
             return _as_words(tensors[k].to(self._cuda.device, non_blocking=True), self._dtypes[self._large[k]])
 
-        return _Source("from_host", positions, np.arange(len(positions)), sent)
+        return Source("from_host", positions, np.arange(len(positions)), sent)
 
     # ------------------------------------------------------------------------------------------------ the tier
 
@@ -375,14 +273,14 @@ class DeviceGatherer:
             self._tier = DeviceTier(self._limit, len(self._cache), [(each.dtype, each.shape[1]) for each in words], self._cuda)
         return self._tier
 
-    def _admit(self, sources: list[_Source], staging: Staging) -> "_Admitted | None":
+    def _admit(self, sources: list[Source], staging: Staging) -> "Admitted | None":
         """Give rows of the tier to samples from the cache. Return them; None if there are none."""
         source = next((source for source in sources if source.kind == "from_cache"), None)
         if source is None or self._tier is None or self._tier.is_full:
             return None
         which, numbers = self._tier.admit(source.numbers)
         positions = which if source.positions is None else source.positions[which]
-        return _Admitted(self._tier, source.numbers[which], positions, numbers, staging) if len(which) else None
+        return Admitted(self._tier, source.numbers[which], positions, numbers, staging) if len(which) else None
 
     def begin_epoch(self) -> None:
         """Empty the tier if samples were overwritten, or the cache was cleared, since it has taken its samples."""
