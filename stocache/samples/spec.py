@@ -17,7 +17,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -611,7 +611,7 @@ class Structure:
         """The containers, from the outside in."""
         return list(_containers(self.root))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of one sample."""
         return sum(leaf.nbytes for leaf in self.leaves)
