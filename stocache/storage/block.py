@@ -55,6 +55,7 @@ _DTYPES = {  # in the order in which safetensors writes the columns
 _MARK = b'\\"checksum\\": \\"'
 HEAD_BYTES = 64 << 10
 """Bytes read when a block is opened: the header, sizes, checksums, and most often the labels."""
+_ZEROED = 8 << 10  # bytes of a buffer, from which zeroing it costs more than making it without
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
 
 
@@ -181,7 +182,7 @@ class File(ByteSource):
         descriptor = self._descriptor or self._opened()
         if not writable and len(data := here.pread(descriptor.fd, nbytes, at)) == nbytes:
             return data, 0
-        buffer = bytearray(nbytes)
+        buffer = bytearray(nbytes) if nbytes < _ZEROED else np.empty(nbytes, np.uint8)
         done = here.preadv(descriptor.fd, [buffer], at)
         while done < nbytes:  # one call reads at most 2 GiB
             more = here.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)
