@@ -24,6 +24,7 @@ from stocache.system.background import Background
 
 _clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]
+_LARGE = 1 << 20  # bytes of a stacked tensor, from which malloc may take new memory for it, whose pages fault
 
 
 def stacks(collate_fn: object) -> bool:
@@ -159,18 +160,48 @@ class MainCollate:
         collate_fn: the user's collate function.
         batched: whether the loader makes batches of samples.
         row: of the main process.
+        pool: memory for large stacked tensors; None if the function does not `stack`.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], object], batched: bool, row: TimingRow) -> None:
-        self._collate_fn, self._batched, self._row = collate_fn, batched, row
+    def __init__(self, collate_fn: Callable[[Any], object], batched: bool, row: TimingRow, pool: Pool | None) -> None:
+        self._collate_fn, self._batched, self._row, self._pool = collate_fn, batched, row, pool
 
     def __call__(self, samples: object) -> Any:
         """Return the batch of a list of samples, or of one sample."""
         self._row.add_making(count_samples(samples) if self._batched else 1)
         with span(COLLATE):
-            batch = self._collate_fn(samples)
+            batch = self._collate(samples)
         self._row.add_collating()
         return batch
+
+    def _collate(self, samples: Any) -> object:
+        if self._pool is None or default_collate_fn_map[Tensor] is not _STACK:
+            return self._collate_fn(samples)
+        return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack_large, self._pool.empty)})
+
+
+def _stack_large(empty: Empty, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:
+    """Stack tensors as default_collate does without workers, but large ones into memory from ``empty``.
+
+    Only where the result is the same: without ``out`` torch finds a dtype for all and a memory format, and keeps gradients.
+    """
+    first = batch[0]
+    if first.nbytes * len(batch) >= _LARGE and all(_is_like(tensor, first) for tensor in batch):
+        out = empty((len(batch), *first.shape), first.dtype)
+        if out is not None:
+            return torch.stack(batch, 0, out=out)
+    stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+def _is_like(tensor: Tensor, first: Tensor) -> bool:
+    alike = _is_plain(tensor) and tensor.dtype == first.dtype and tensor.shape == first.shape
+    return alike and tensor.is_contiguous() and not tensor.requires_grad and not _is_lazy(tensor)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether operations on a tensor are left for later: its bytes are not those of its values."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 class Gatherer:

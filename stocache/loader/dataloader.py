@@ -325,7 +325,8 @@ class DataLoader(ResumableLoader[_T]):
             dataset = self._restored_here(dataset)
             if lazy is None:
                 replaced |= {"dataset": dataset}
-                replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main)}
+                pool = self._pool if stacking else None
+                replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main, pool)}
                 return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
             runs_ahead = self.device is not None and order.may_run_ahead
             # A state is that of the delivered batches

@@ -509,3 +509,55 @@ def test_set_epoch_reaches_the_dataset_in_persistent_workers(workers):
     for epoch in (4, 5, 9):
         loader.set_epoch(epoch)
         assert {seen for _, epochs in loader for seen in epochs.tolist()} == {epoch}
+
+
+# ---------------------------------------------------------------------------------------------------- without workers
+
+BIG = 3, 160, 160  # 16 of them take more than a megabyte, also as bytes
+
+
+class Own(torch.Tensor):
+    pass
+
+
+SAMPLES = {
+    "floats": lambda: torch.randn(BIG),
+    "bytes": lambda: torch.randint(256, BIG, dtype=torch.uint8),
+    "arrays": lambda: np.random.default_rng().normal(size=BIG),
+    "permuted": lambda: torch.randn(160, 160, 3).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(2, *BIG).to(memory_format=torch.channels_last),
+    "half": lambda: torch.randn(BIG).bfloat16(),
+    "parts of others": lambda: torch.randn(6, 160, 160)[::2],
+    "gradients": lambda: torch.randn(BIG, requires_grad=True) * 2,
+    "conjugates": lambda: torch.randn(BIG, dtype=torch.complex64).conj(),
+    "two dtypes": lambda: torch.randn(BIG) if torch.rand(()) < 0.5 else torch.ones(BIG, dtype=torch.float64),
+    "own class": lambda: torch.randn(BIG).as_subclass(Own),
+    "in a dict": lambda: {"image": torch.randn(BIG), "small": torch.zeros(3), "label": 1},
+}
+
+
+@pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
+def test_large_batches_without_workers_are_those_of_torch(make):
+    torch.manual_seed(0)
+    samples = [make() for _ in range(40)]
+    ours, theirs = (list(kind(samples, 16)) for kind in (stocache.DataLoader, DataLoader))
+    for mine, other in zip(ours, theirs, strict=True):
+        mine, other = (each["image"] if isinstance(each, dict) else each for each in (mine, other))
+        assert type(mine) is type(other)
+        assert (mine.dtype, mine.stride(), mine.requires_grad, mine.is_conj()) == (
+            other.dtype, other.stride(), other.requires_grad, other.is_conj(),
+        )  # fmt: skip
+        assert torch.equal(mine, other)
+
+
+def test_large_batches_without_workers_use_memory_again_that_nobody_holds():
+    samples = torch.arange(64).view(64, 1, 1).expand(64, 160, 160).contiguous()
+    loader, places, held = stocache.DataLoader(samples, 16), [], []
+    for _ in range(4):
+        for number, batch in enumerate(loader):
+            places.append(batch.data_ptr())
+            if number == 1:
+                held.append(batch)
+    assert len(set(places)) < len(places) / 2
+    assert all(torch.equal(batch, samples[16:32]) for batch in held)
+    assert len({batch.data_ptr() for batch in held}) == len(held)
