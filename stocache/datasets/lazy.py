@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +11,9 @@ from torch.utils.data import ConcatDataset, Subset
 from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import BatchSpec, JoinedBatch
 from stocache.datasets.cached import is_cache
+from stocache.errors import SampleIndexError
 from stocache.samples.indices import as_array
 from stocache.system.walking import branch_of, inner_datasets, through_subsets
-
-logger = logging.getLogger("stocache")
 
 
 class LazyConcat(ConcatDataset[Any]):
@@ -49,14 +47,16 @@ class ListedBatches:
         self.dataset = dataset
 
     def __getitems__(self, lists: list[Any]) -> list[Any]:
-        """Return the batches. Several are asked for at once, if they are integers, and there is no error."""
+        """Return the batches. Several lists are asked for at once, if they are integers."""
         arrays = list(map(as_array, lists)) if len(lists) > 1 else []
         if arrays and all(isinstance(each, np.ndarray) for each in arrays):
             try:
                 batches: list[Any] = self.dataset.__getitems__(np.concatenate(arrays)).split(list(map(len, arrays)))
                 return batches
-            except Exception as error:  # which batch it belongs to is found out below
-                logger.debug("batches are asked for one at a time: %r", error)
+            except SampleIndexError:  # which list has it is found out below
+                pass
+            except Exception as error:
+                return [error, *map(self._batch, lists[1:])]
         return list(map(self._batch, lists))
 
     def _batch(self, indices: Any) -> Any:

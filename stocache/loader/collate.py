@@ -1,5 +1,6 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from stocache.system.background import Background
 _clock_ns = time.perf_counter_ns
 _STACK = default_collate_fn_map[Tensor]
 _LARGE = 1 << 20  # bytes of a stacked tensor, from which malloc may take new memory for it, whose pages fault
+_MOST_HELD = 4  # pieces of the pool, which it keeps for the next batches
 
 
 def stacks(collate_fn: object) -> bool:
@@ -145,7 +147,12 @@ def _stack_anywhere(batch: list[Tensor], *, collate_fn_map: object = None) -> Te
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    return (
+        type(tensor) is Tensor
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.is_nested or tensor.is_quantized)
+    )
 
 
 def as_is(samples: object) -> Any:
@@ -177,31 +184,26 @@ class MainCollate:
     def _collate(self, samples: Any) -> object:
         if self._pool is None or default_collate_fn_map[Tensor] is not _STACK:
             return self._collate_fn(samples)
-        return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack_large, self._pool.empty)})
+        return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack_large, self._pool)})
 
 
-def _stack_large(empty: Empty, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:
-    """Stack tensors as default_collate does without workers, but large ones into memory from ``empty``.
+def _stack_large(pool: Pool, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:
+    """Stack tensors as default_collate does without workers, but large ones into memory of a pool, unless much of it is held.
 
     Only where the result is the same: without ``out`` torch finds a dtype for all and a memory format, and keeps gradients.
     """
     first = batch[0]
-    if first.nbytes * len(batch) >= _LARGE and all(_is_like(tensor, first) for tensor in batch):
-        out = empty((len(batch), *first.shape), first.dtype)
-        if out is not None:
-            return torch.stack(batch, 0, out=out)
+    large = _is_plain(first) and first.nbytes * len(batch) >= _LARGE and pool.leased < _MOST_HELD
+    if large and all(_is_like(tensor, first) for tensor in batch):
+        with contextlib.suppress(RuntimeError):  # with forward gradients, which it cannot see
+            return torch.stack(batch, 0, out=pool.empty((len(batch), *first.shape), first.dtype))
     stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
     return stacked
 
 
 def _is_like(tensor: Tensor, first: Tensor) -> bool:
-    alike = _is_plain(tensor) and tensor.dtype == first.dtype and tensor.shape == first.shape
-    return alike and tensor.is_contiguous() and not tensor.requires_grad and not _is_lazy(tensor)
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether operations on a tensor are left for later: its bytes are not those of its values."""
-    return tensor.is_conj() or tensor.is_neg()
+    alike = _is_plain(tensor) and tensor.dtype == first.dtype and tensor.shape == first.shape and tensor.is_contiguous()
+    return alike and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
 class Gatherer:

@@ -67,7 +67,6 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., None])
 
 SIGNATURE = inspect.signature(TorchLoader.__init__)
-_MOST_PLANNED, _SAMPLES_PLANNED = 16, 8192  # batches, and samples, whose rows on a device are found at once
 _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that the user holds; unused ones take no memory
 
 
@@ -331,7 +330,8 @@ class DataLoader(ResumableLoader[_T]):
             runs_ahead = self.device is not None and order.may_run_ahead
             # A state is that of the delivered batches
             depth = 0 if self._keeps_states else max(self._gathered_ahead, runs_ahead)
-            order.at_once = _planned_at_once(self.batch_size) if depth and runs_ahead and seed is None else 1
+            planned = depth and runs_ahead and seed is None and _is_gathered_on_device(lazy)
+            order.at_once = order.may_plan if planned else 1
             lists = self._torch_iterator(order, progress, replaced | {"dataset": ListedBatches(dataset), "collate_fn": as_is})
             return Gatherer(lists, self._pool, depth, self.record.main), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
@@ -368,9 +368,8 @@ class DataLoader(ResumableLoader[_T]):
 
         if self._stage is None:
             self._stage = DeviceStage(self.device)
-        cached = None if lazy is None else through_subsets(lazy)[0]
-        if isinstance(cached, CachedDataset) and cached.gathers_on_device:
-            self._stage.gather_from(cached.cache, self._device_limit)
+        if _is_gathered_on_device(lazy):
+            self._stage.gather_from(through_subsets(lazy)[0].cache, self._device_limit)
 
     @property
     def _final_requests(self) -> int:
@@ -502,9 +501,9 @@ def _as_device(device: Any) -> torch.device | None:
     return as_device(device)
 
 
-def _planned_at_once(batch_size: int | None) -> int:
-    """Return how many batches without workers a GPU plans at once: the time of a plan hardly depends on its size."""
-    return max(1, min(_MOST_PLANNED, _SAMPLES_PLANNED // (batch_size or 1)))
+def _is_gathered_on_device(lazy: Any) -> bool:
+    cached = None if lazy is None else through_subsets(lazy)[0]
+    return isinstance(cached, CachedDataset) and cached.gathers_on_device
 
 
 def _fresh() -> dict[str, Any]:

@@ -49,6 +49,7 @@ _DRAW_FIRST = {
     SubsetRandomSampler,
     WeightedRandomSampler,
 }
+_MOST_PLANNED, _SAMPLES_PLANNED = 16, 8192  # batches, and samples, that are asked for at once
 _DEEP = 8  # most samplers nested in each other
 
 
@@ -283,6 +284,17 @@ class Order:
         return all(type(sampler) in _DRAW_FIRST for sampler in found) and not any(
             isinstance(sampler, RandomSampler) and sampler.generator is not None for sampler in found
         )
+
+    @property
+    def may_plan(self) -> int:
+        """How many batches may be asked for at once, where they may be requested ahead; few that are large.
+
+        Those of a sampler that counts what it gave are asked for one at a time.
+        """
+        size = getattr(self.sampler, "batch_size", None)
+        if type(size) is not int or any(isinstance(sampler, ResumableSampler) for sampler in samplers_in(self.sampler)):
+            return 1
+        return max(1, min(_MOST_PLANNED, _SAMPLES_PLANNED // size))
 
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_in(self.sampler) if has_state(sampler)]

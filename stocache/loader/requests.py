@@ -134,7 +134,7 @@ def _pack_indices(index: Any) -> tuple[Any, int]:
     """
     numbers = as_array(index)
     is_plain = type(numbers) is np.ndarray and numbers.dtype == np.int64 and numbers.ndim == 1 and len(numbers)
-    if not is_plain or numbers.view(np.uint64).max() >> 32:
+    if not is_plain or numbers.view(np.uint64).max() > 0xFFFFFFFF:  # a negative one is huge
         return index, 0
     wide = numbers.astype(np.uint32).view(np.uint8).reshape(-1, 4)
     width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2

@@ -68,6 +68,9 @@ class LeaseTracker(Generic[_T]):
                 return
             yield self._leased.pop(id(ref))[1]
 
+    def __len__(self) -> int:
+        return len(self._leased) - len(self._dead)
+
     def active(self) -> list[_T]:
         """Return the items that are leased now."""
         return [item for ref, item in list(self._leased.values()) if ref() is not None]
@@ -89,6 +92,11 @@ class Pool:
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
         return Pool, (self.pinned,)  # another process makes its own
+
+    @property
+    def leased(self) -> int:
+        """Pieces of memory that tensors hold now."""
+        return len(self._leases)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor. Its memory is not used again as long as a view of it lives."""

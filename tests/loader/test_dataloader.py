@@ -1,5 +1,6 @@
 """The DataLoader is torch's: the same batches, order, random numbers and errors, however they travel."""
 
+import gc
 import inspect
 import itertools
 import os
@@ -532,10 +533,12 @@ SAMPLES = {
     "conjugates": lambda: torch.randn(BIG, dtype=torch.complex64).conj(),
     "two dtypes": lambda: torch.randn(BIG) if torch.rand(()) < 0.5 else torch.ones(BIG, dtype=torch.float64),
     "own class": lambda: torch.randn(BIG).as_subclass(Own),
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(3, 512, 512), 0.1, 0, torch.qint8),
     "in a dict": lambda: {"image": torch.randn(BIG), "small": torch.zeros(3), "label": 1},
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation")
 @pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
 def test_large_batches_without_workers_are_those_of_torch(make):
     torch.manual_seed(0)
@@ -561,3 +564,32 @@ def test_large_batches_without_workers_use_memory_again_that_nobody_holds():
     assert len(set(places)) < len(places) / 2
     assert all(torch.equal(batch, samples[16:32]) for batch in held)
     assert len({batch.data_ptr() for batch in held}) == len(held)
+
+
+def test_an_epoch_that_is_held_and_dropped_leaves_little_memory():
+    samples = torch.zeros(64, 320, 320)
+    loader = stocache.DataLoader(samples, 4)
+    held = list(loader)
+    assert loader._pool.leased == 4
+    del held
+    gc.collect()
+    assert loader._pool.leased == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_samples_with_forward_gradients_are_stacked_as_by_torch():
+    with torch.autograd.forward_ad.dual_level():
+        samples = [torch.autograd.forward_ad.make_dual(torch.randn(BIG), torch.ones(BIG)) for _ in range(16)]
+        (mine,), (other,) = (list(kind(samples, 16)) for kind in (stocache.DataLoader, DataLoader))
+        assert same(*(torch.autograd.forward_ad.unpack_dual(each).tangent for each in (mine, other)))
+
+
+def test_sparse_samples_are_the_error_of_torch():
+    samples = [torch.eye(3).to_sparse() for _ in range(4)]
+    messages = []
+    for kind in (stocache.DataLoader, DataLoader):
+        try:
+            messages.append(str(list(kind(samples, 4))))
+        except Exception as error:
+            messages.append(str(error))
+    assert messages[0] == messages[1]

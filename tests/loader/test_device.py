@@ -4,6 +4,7 @@ import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections import namedtuple
 
 import numpy as np
@@ -12,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from stocache import CachedDataset, DataLoader
-from stocache.errors import ClosedError, LimitError, SampleIndexError
+from stocache import BlockSampler, CachedDataset, DataLoader
+from stocache.errors import ClosedError, DatasetError, LimitError, SampleIndexError
 from stocache.loader import order
 from stocache.loader.collate import as_is
 from stocache.loader.device import gathering
@@ -419,21 +420,82 @@ def test_a_batch_that_is_held_holds_no_others(play):
         planned = list(loader)
         assert loader.stats().device.from_cache >= LENGTH
         for batch in planned:
-            for name in ("image", "mask", "vector"):
+            for name in ("image", "mask", "vector", "label"):
                 assert batch[name].untyped_storage().nbytes() == batch[name].nbytes
         torch.manual_seed(3)
         assert identical(planned, list(torch.utils.data.DataLoader(Vectors(), BATCH, shuffle=True)))
         del loader
 
 
-def test_samples_without_a_large_part_are_planned_together(play):
+def test_samples_without_a_large_part_are_planned_together_and_no_more_than_that(play):
     play()
-    source = TensorDataset(torch.arange(LENGTH), torch.arange(LENGTH * 100).view(LENGTH, 100))
+    source = TensorDataset(torch.arange(400), torch.arange(400 * 100).view(400, 100))
     with CachedDataset(source, 1, share_ranks=False) as dataset:
         dataset.warm(progress=False)
         loader = DataLoader(dataset, 7, device="cuda")
         assert identical(batches_of(loader, 3), 3 * [list(torch.utils.data.DataLoader(source, 7))])
+        iterator = iter(loader)
+        next(iterator)
+        assert len(iterator._waiting) <= 16
+        del loader, iterator
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_small_parts_of_batches_may_be_changed_while_others_have_gradients(play, share):
+    play()
+    source = TensorDataset(torch.arange(400.0), torch.arange(400.0))
+    weight = torch.ones(8, requires_grad=True)
+    with CachedDataset(source, f"{int(share * 400 * 8)}B", share_ranks=False) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, 8, device="cuda")
+        batches_of(loader, 1)
+        first, *_ = batches = list(loader)
+        loss = (weight * first[0]).sum()
+        first[1].add_(1)
+        batches[1][0].add_(1)
+        loss.backward()
+        batches[2][0].mul_(weight)
         del loader
+
+
+def test_a_sampler_that_counts_is_asked_for_few_batches_ahead(play):
+    play()
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        sampler = BlockSampler(range(LENGTH), 2 * BATCH, shuffle=False)
+        loader = DataLoader(dataset, BATCH, sampler=sampler, device="cuda")
+        batches_of(loader, 1)
+        iterator = iter(loader)
+        next(iterator)
+        assert sampler.state_dict()["position"]["done"] <= 4 * 2 * BATCH
+        assert len(iterator._waiting) <= 2
+        del loader, iterator
+
+
+class Scaled(Images):
+    scale = 1
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+    def __getitem__(self, idx):
+        return super().__getitem__(idx) | {"label": idx * self.scale}
+
+
+def test_a_change_that_the_audit_finds_is_an_error_of_the_loop(play, monkeypatch):
+    play()
+    monkeypatch.setattr(gathering, "_TOGETHER", 1)
+    source = Scaled(2000)
+    with CachedDataset(source, 1, share_ranks=False, on_change="raise", audit=0.01) as dataset:
+        dataset.warm(progress=False)
+        loader = DataLoader(dataset, BATCH, device="cuda")
+        batches_of(loader, 1)
+        iterator = iter(loader)
+        next(iterator)
+        dataset.set_scale(2)
+        with pytest.raises(DatasetError):
+            list(iterator)
+        del loader, iterator
 
 
 def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(play, monkeypatch):
@@ -444,13 +506,15 @@ def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(play, mon
         batches_of(loader, 3)
         iterator = iter(loader)
         found = [next(iterator)]
-        group = iterator._waiting[0].host.group
+        group, tier = iterator._waiting[0].host.group, loader._stage.gatherer._tier
         assert group.plan is not None
-        loader._stage.gatherer._tier.release()
+        memory = [weakref.ref(rows) for rows in tier.rows]
+        assert tier.release()
+        assert not any(ref() for ref in memory)  # it is free at once
         found += iterator
         assert group.plan is None
         assert identical(found, list(torch.utils.data.DataLoader(Images(), BATCH)))
-        del loader, iterator, group
+        del loader, iterator, group, tier
 
 
 def test_an_epoch_that_begins_after_samples_were_overwritten_changes_no_other_sample_of_one_that_runs(play, monkeypatch):

@@ -157,18 +157,19 @@ class DeviceStage:
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
         try:
-            self._place(waiting)
+            return self._place(waiting)
         except torch.cuda.OutOfMemoryError:
-            if self.gatherer is None or not self.gatherer.release():
+            if gatherer is None or not gatherer.release():
                 raise
-            self._place(waiting)
+        self._place(waiting)  # here, as the error holds what was planned with the tier
 
     def _place(self, waiting: _Waiting) -> None:
         with self.cuda.copying():
             mover = _Mover(self.cuda, self.gatherer)
             waiting.data, waiting.tensors = mover.moved(waiting.host), mover.tensors
             waiting.event = self.cuda.mark()
-        self._copied.append((waiting.event, waiting.host))
+        if type(waiting.host) is not GroupPart:  # which has no memory of the host
+            self._copied.append((waiting.event, waiting.host))
 
     def stats(self) -> DeviceStats:
         """Return where the gathered samples came from."""

@@ -39,7 +39,6 @@ from stocache.system.limits import MIB
 logger = logging.getLogger("stocache")
 
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
-_TINY = 64  # bytes of a value, up to which batches that are planned together share the memory of its column
 _TOGETHER = 32 * MIB  # bytes of planned batches that are gathered at once
 
 
@@ -92,18 +91,19 @@ class DeviceGatherer:
         # see NOTE [ Where a sample comes from ], NOTE [ Batches that are planned together ]
         if isinstance(batch, GroupPart):
             plan = self._plan_of(batch.group)
-            if plan is not None:
-                self._gather_step(plan, batch.number // plan.together)
+            if plan is not None and self._gather_step(plan, batch.number // plan.together):
                 plan.event = self._cuda.mark()
                 return self._take(plan, batch.number)
+            batch.group.plan = None
             batch = PartialBatch(batch.indices)
         if batch.positions is not None and len(batch.positions) == len(batch.indices):  # in order
             self._counts["from_host"] += len(batch.indices)
             tensors = [rows.to(self._cuda.device, non_blocking=True) for rows in batch.tensors]
             return self._join(tensors), tensors
-        plan = self._plan(batch, [len(batch.indices)])
-        self._gather_step(plan, 0)
-        return self._take(plan, 0)
+        alone = self._plan(batch, [len(batch.indices)])
+        while not self._gather_step(alone, 0):  # another thread has released the tier
+            alone = self._plan(batch, [len(batch.indices)])
+        return self._take(alone, 0)
 
     def take(self, batch: GroupPart) -> tuple[Any, list[Tensor], Any] | None:
         """Return a batch that was gathered together with an earlier one, its tensors, and their event; None for others."""
@@ -120,17 +120,15 @@ class DeviceGatherer:
             readable = self._mapped.is_complete and all(self._view(self._mapped, each) is not None for each in self._small)
             if readable and (not self._limit or (tier is not None and tier.is_full)):
                 group.plan = self._plan(PartialBatch(group.indices), np.diff(group.ends, prepend=0).tolist())
-        elif group.plan is not None and group.plan.tier_rows is not _rows_of(tier):
-            group.plan = None
         plan: Plan | None = group.plan
         return plan
 
     def _plan(self, batch: PartialBatch, sizes: list[int]) -> Plan:
         """Plan a batch, or several one after the other, of some sizes."""
         index, loaded, arrays = batch.indices, batch.positions, self._cache.slot_arrays
-        together = max(1, _TOGETHER // max(1, sizes[0] * self._row_bytes))
-        starts = np.array([0, *np.cumsum(sizes)[together - 1 :: together].tolist(), len(index)])
-        starts = starts if starts[-2] < starts[-1] else starts[:-1]
+        together = max(1, min(len(sizes), _TOGETHER // max(1, sizes[0] * self._row_bytes)))
+        starts = np.unique([0, *np.cumsum(sizes)[together - 1 :: together], len(index)])
+        version = _version_of(self._open_tier() if self._large else None)
         hits = None if loaded is None else np.delete(np.arange(len(index)), loaded)
         slots = arrays.slots_of(index if hits is None else index[hits])
         copy = copy_rows if together == 1 or len(sizes) == 1 else select_rows  # small batches are no large one
@@ -153,17 +151,17 @@ class DeviceGatherer:
         values: dict[int, Sequence[Tensor]]
         if len(sizes) == 1:
             places = zip(small, map(self._shapes.__getitem__, self._small), strict=True)
-            parts = [[staging.at(place, (len(index), *shape), dtype)] for place, (shape, dtype) in places]
+            parts = [[staging.at(place, (len(index), *shape), dtype).data] for place, (shape, dtype) in places]
             values = dict(zip(self._small, parts, strict=True))
         else:
             values = {number: self._small_parts(number, staging.indices(chosen), sizes) for number in self._small}
-        return Plan(sizes, together, _rows_of(self._tier), sources, values, admitted)
+        return Plan(sizes, together, version, sources, values, admitted)
 
     def _small_parts(self, number: int, slots: Tensor, sizes: list[int]) -> Sequence[Tensor]:
         """Begin to gather a small column of several batches. ``slots``: of their samples, on the device."""
         out = self._empty(len(slots), number)
         select_rows(self._view(self._mapped, number), slots, _as_words(out, self._dtypes[number]))
-        return torch.split(out, sizes) if out[0].nbytes <= _TINY else self._separate(out, sizes, number)
+        return self._separate(out, sizes, number)
 
     def _separate(self, values: Tensor, sizes: list[int], number: int) -> list[Tensor]:
         """Copy the values of several batches to memory of their own."""
@@ -177,8 +175,12 @@ class DeviceGatherer:
         tensors = [small[column][number] if column in small else next(large) for column in range(len(self._shapes))]
         return self._join(tensors), tensors
 
-    def _gather_step(self, plan: Plan, step: int) -> None:
-        """Begin to gather the large columns of the batches of a step."""
+    def _gather_step(self, plan: Plan, step: int) -> bool:
+        """Begin to gather the large columns of the batches of a step. Return False if the tier has other rows than planned."""
+        tier = self._tier
+        of_tier = [] if tier is None else tier.rows  # for all columns: meanwhile a thread may find no memory, and release it
+        if _version_of(tier) != plan.version:
+            return False
         first = step * plan.together
         sizes = plan.sizes[first : first + plan.together]
         gathered: list[list[Tensor]] = [[] for _ in sizes]
@@ -186,17 +188,18 @@ class DeviceGatherer:
             out = self._empty(sum(sizes), number)
             words = _as_words(out, self._dtypes[number])
             for source in plan.sources:
-                source.copy_to(words, k, step)
+                source.copy_to(words, k, step, of_tier)
             if plan.admitted is not None:
-                plan.admitted.copy_from(words, k)
+                plan.admitted.copy_from(words, k, of_tier)
             parts = [out] if len(sizes) == 1 else self._separate(out, sizes, number)
             for own, part in zip(gathered, parts, strict=True):
                 own.append(part)
         if plan.admitted is not None:
-            plan.admitted.keep()
+            plan.admitted.keep(plan.version)
         for source in plan.sources:
             self._counts[source.kind] += source.sizes[step]
         plan.gathered.update(enumerate(gathered, first))
+        return True
 
     def _empty(self, count: int, number: int) -> Tensor:
         """Return uninitialised values of a column on the device."""
@@ -222,7 +225,7 @@ class DeviceGatherer:
         sources, positions = list[Source](), np.arange(len(slots)) if hits is None else hits
         if tier is not None and (there := (numbers := tier.numbers(slots)) >= 0).any():
             kept = hits if there.all() else positions[there]
-            sources.append(Source("from_tier", kept, numbers[there], tier.rows.__getitem__))
+            sources.append(Source("from_tier", kept, numbers[there], None))
             positions, slots = positions[~there], slots[~there]
         if not len(slots):
             return sources
@@ -322,5 +325,5 @@ def _as_words(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return words
 
 
-def _rows_of(tier: DeviceTier | None) -> list[Tensor] | None:
-    return None if tier is None else tier.rows
+def _version_of(tier: DeviceTier | None) -> int:
+    return -1 if tier is None else tier.version

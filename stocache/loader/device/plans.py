@@ -31,7 +31,7 @@ class Source:
         kind: the attribute of `DeviceStats` that counts them.
         positions: in all batches, ascending; None for all.
         numbers: of the rows.
-        rows: returns all rows of the k-th large column, as words.
+        rows: returns all rows of the k-th large column, as words; None for those of the tier.
         copy: `copy_rows` or `select_rows`.
     """
 
@@ -40,7 +40,7 @@ class Source:
         kind: str,
         positions: Rows | None,
         numbers: Rows,
-        rows: Callable[[int], Tensor],
+        rows: Callable[[int], Tensor] | None,
         copy: Callable[..., None] = select_rows,
     ) -> None:
         self.kind, self.positions, self.numbers, self._rows, self._copy = kind, positions, numbers, rows, copy
@@ -61,11 +61,11 @@ class Source:
         """Take the arrays on the device, for each step."""
         self._steps = list(zip(*(torch.split(staging.indices(place), self.sizes) for place in self._places), strict=True))
 
-    def copy_to(self, out: Tensor, k: int, step: int) -> None:
-        """Copy the rows of the k-th large column into the batches of a step."""
+    def copy_to(self, out: Tensor, k: int, step: int, of_tier: list[Tensor]) -> None:
+        """Copy the rows of the k-th large column into the batches of a step. ``of_tier``: all rows of the tier."""
         if self.sizes[step]:
             numbers, *positions = self._steps[step]
-            self._copy(self._rows(k), numbers, out, *positions)
+            self._copy(of_tier[k] if self._rows is None else self._rows(k), numbers, out, *positions)
 
 
 class Admitted:
@@ -85,13 +85,13 @@ class Admitted:
         """Take the arrays on the device."""
         self._positions, self._rows = map(staging.indices, self._places)
 
-    def copy_from(self, batch: Tensor, k: int) -> None:
-        """Copy the rows of the k-th large column out of a batch."""
-        self._tier.rows[k].index_copy_(0, self._rows, batch.index_select(0, self._positions))
+    def copy_from(self, batch: Tensor, k: int, of_tier: list[Tensor]) -> None:
+        """Copy the rows of the k-th large column out of a batch, to those of the tier."""
+        of_tier[k].index_copy_(0, self._rows, batch.index_select(0, self._positions))
 
-    def keep(self) -> None:
+    def keep(self, version: int) -> None:
         """Serve the samples from the tier from now on."""
-        self._tier.keep(self._slots, self._numbers)
+        self._tier.keep(self._slots, self._numbers, version)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Plan:
     Attributes:
         sizes: of the batches.
         together: how many batches a step has.
-        tier_rows: of the tier when the plan was made.
+        version: of the tier when the plan was made; -1 without one.
         sources: of the samples.
         small: the tensors of each small column, by its number, for each batch.
         admitted: samples of a plan of one batch; None without any.
@@ -109,7 +109,7 @@ class Plan:
 
     sizes: list[int]
     together: int
-    tier_rows: list[Tensor] | None
+    version: int
     sources: list[Source]
     small: Mapping[int, Sequence[Tensor]]
     admitted: Admitted | None = None

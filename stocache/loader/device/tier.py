@@ -31,7 +31,8 @@ class DeviceTier:
         rows: the dtype of the words of a row, and how many words it has, for each column.
 
     Attributes:
-        rows: for each column the rows of the tier. Another list when they hold other samples.
+        rows: for each column the rows of the tier.
+        version: changes when the rows of samples are no longer theirs.
     """
 
     def __init__(self, limit: int, slots: int, rows: list[tuple[torch.dtype, int]], cuda: Any) -> None:
@@ -45,7 +46,7 @@ class DeviceTier:
                 cuda.device, format_size(room), format_size(limit),
             )  # fmt: skip
         self._numbers = np.full(slots, -1, np.int32)  # by slot of the cache
-        self._used, self._count = 0, int(count)
+        self._used, self._count, self.version = 0, int(count), 0
         self._overwritten = 0
         self._device: torch.device = cuda.device
         self.rows: list[Tensor] = [torch.empty((count, words), dtype=dtype, device=cuda.device) for dtype, words in rows]
@@ -62,16 +63,17 @@ class DeviceTier:
         first = first[self._numbers[new] < 0][: self._count - self._used]
         return first, np.arange(self._used, self._used + len(first))
 
-    def keep(self, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        """Keep slots whose rows are written: an interrupt before that leaves none that is not."""
-        self._numbers[slots] = numbers
-        self._used += len(numbers)
+    def keep(self, slots: NDArray[np.int64], numbers: NDArray[np.int64], version: int) -> None:
+        """Keep slots whose rows are written: an interrupt before that leaves none that is not. ``version``: when admitted."""
+        if version == self.version:
+            self._numbers[slots] = numbers
+            self._used += len(numbers)
 
     def keep_since(self, overwritten: int) -> None:
         """Empty the tier if the number of samples that were overwritten is not that of the last call."""
         if overwritten != self._overwritten:
             self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
-            self.rows = [*self.rows]
+            self.version += 1
 
     @property
     def is_full(self) -> bool:
@@ -91,6 +93,7 @@ class DeviceTier:
             "%s is out of memory. The %s of cached samples on it are given back to the model. Lower device_limit_gib.",
             self._device, format_size(self.nbytes),
         )  # fmt: skip
+        self.version += 1
         self._numbers[:] = -1
         self._used = self._count = 0
         self.rows = [rows.new_empty((0, rows.shape[1])) for rows in self.rows]
