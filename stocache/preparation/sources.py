@@ -331,7 +331,7 @@ class CsvFile(Source):
             if self._opened is None:
                 self._opened = File(self._path)
             begin, end = self._begins[idx : idx + 2]
-            text = self._opened.read(begin, end - begin)[0].decode()
+            text = str(self._opened.read(begin, end - begin)[0], "utf-8")
             row = next(csv.reader(io.StringIO(text, newline=""), **self._format))
             cells = zip(self._columns.items(), _check_row(row, list(self._columns)), strict=True)
             return {name: kind(cell) for (name, kind), cell in cells}

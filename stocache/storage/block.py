@@ -182,7 +182,7 @@ class File(ByteSource):
         descriptor = self._descriptor or self._opened()
         if not writable and len(data := here.pread(descriptor.fd, nbytes, at)) == nbytes:
             return data, 0
-        buffer: Any = bytearray(nbytes) if nbytes < _ZEROED else np.empty(nbytes, np.uint8)
+        buffer: Any = np.empty(nbytes, np.uint8) if writable and nbytes >= _ZEROED else bytearray(nbytes)
         done = here.preadv(descriptor.fd, [buffer], at)
         while done < nbytes:  # one call reads at most 2 GiB
             more = here.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)

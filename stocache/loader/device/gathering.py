@@ -31,7 +31,7 @@ from stocache.datasets.batches import BatchGroup, BatchSpec, GroupPart, PartialB
 from stocache.loader.device.cuda import Staging
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
-from stocache.loader.device.plans import Admitted, Plan, Rows, Source
+from stocache.loader.device.plans import Admitted, Plan, Rows, RowSource
 from stocache.loader.device.tier import DeviceTier
 from stocache.shm.pool import pinned_memory
 from stocache.system.limits import MIB
@@ -217,15 +217,15 @@ class DeviceGatherer:
         values[hits], values[batch.positions] = of_hits, as_bytes(batch.tensors[number])
         return values
 
-    def _sources(self, hits: Rows | None, slots: Rows, copy: Callable[..., None]) -> list[Source]:
+    def _sources(self, hits: Rows | None, slots: Rows, copy: Callable[..., None]) -> list[RowSource]:
         """Return the sources of the large columns of samples, given their positions, None for all, and slots."""
         mapped, tier = self._mapped, self._open_tier()
         if tier is None and mapped.is_complete:
-            return [Source("from_cache", hits, slots, self._views(mapped).__getitem__, copy)]
-        sources, positions = list[Source](), np.arange(len(slots)) if hits is None else hits
+            return [RowSource("from_cache", hits, slots, self._views(mapped).__getitem__, copy)]
+        sources, positions = list[RowSource](), np.arange(len(slots)) if hits is None else hits
         if tier is not None and (there := (numbers := tier.numbers(slots)) >= 0).any():
             kept = hits if there.all() else positions[there]
-            sources.append(Source("from_tier", kept, numbers[there], None))
+            sources.append(RowSource("from_tier", kept, numbers[there], None))
             positions, slots = positions[~there], slots[~there]
         if not len(slots):
             return sources
@@ -239,7 +239,7 @@ class DeviceGatherer:
         if any(view is None for view in views):
             covered[:] = False
         if covered.any():
-            sources.append(Source("from_cache", positions[covered], slots[covered], views.__getitem__, copy))
+            sources.append(RowSource("from_cache", positions[covered], slots[covered], views.__getitem__, copy))
         if not covered.all():
             rows = list(map(partial(self._gathered, slots[~covered]), self._large))
             sources.append(self._of_host(positions[~covered], rows))
@@ -260,13 +260,13 @@ class DeviceGatherer:
         column.gather(slots, rows, parallel=False)
         return rows
 
-    def _of_host(self, positions: Rows, tensors: list[Tensor]) -> Source:
+    def _of_host(self, positions: Rows, tensors: list[Tensor]) -> RowSource:
         """Return the source of rows in host memory, which are copied; ``tensors``: of each large column."""
 
         def sent(k: int) -> Tensor:
             return _as_words(tensors[k].to(self._cuda.device, non_blocking=True), self._dtypes[self._large[k]])
 
-        return Source("from_host", positions, np.arange(len(positions)), sent)
+        return RowSource("from_host", positions, np.arange(len(positions)), sent)
 
     # ------------------------------------------------------------------------------------------------ the tier
 
@@ -276,7 +276,7 @@ class DeviceGatherer:
             self._tier = DeviceTier(self._limit, len(self._cache), [(each.dtype, each.shape[1]) for each in words], self._cuda)
         return self._tier
 
-    def _admit(self, sources: list[Source], staging: Staging) -> "Admitted | None":
+    def _admit(self, sources: list[RowSource], staging: Staging) -> "Admitted | None":
         """Give rows of the tier to samples from the cache. Return them; None if there are none."""
         source = next((source for source in sources if source.kind == "from_cache"), None)
         if source is None or self._tier is None or self._tier.is_full:

@@ -24,7 +24,7 @@ Rows: TypeAlias = NDArray[np.int64]
 """Numbers of rows, or positions in batches."""
 
 
-class Source:
+class RowSource:
     """Rows that the device can read, and their positions in the batches of a plan.
 
     Args:
@@ -110,7 +110,7 @@ class Plan:
     sizes: list[int]
     together: int
     version: int
-    sources: list[Source]
+    sources: list[RowSource]
     small: Mapping[int, Sequence[Tensor]]
     admitted: Admitted | None = None
 
