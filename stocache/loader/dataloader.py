@@ -330,8 +330,8 @@ class DataLoader(ResumableLoader[_T]):
             runs_ahead = self.device is not None and order.may_run_ahead
             # A state is that of the delivered batches
             depth = 0 if self._keeps_states else max(self._gathered_ahead, runs_ahead)
-            planned = depth and runs_ahead and seed is None and _is_gathered_on_device(lazy)
-            order.at_once = order.may_plan if planned else 1
+            planned = depth and runs_ahead and seed is None and _gathered_on_device(lazy) is not None
+            order.at_once = order.most_at_once if planned else 1
             lists = self._torch_iterator(order, progress, replaced | {"dataset": ListedBatches(dataset), "collate_fn": as_is})
             return Gatherer(lists, self._pool, depth, self.record.main), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
@@ -368,8 +368,8 @@ class DataLoader(ResumableLoader[_T]):
 
         if self._stage is None:
             self._stage = DeviceStage(self.device)
-        if _is_gathered_on_device(lazy):
-            self._stage.gather_from(through_subsets(lazy)[0].cache, self._device_limit)
+        if (cached := _gathered_on_device(lazy)) is not None:
+            self._stage.gather_from(cached.cache, self._device_limit)
 
     @property
     def _final_requests(self) -> int:
@@ -501,9 +501,10 @@ def _as_device(device: Any) -> torch.device | None:
     return as_device(device)
 
 
-def _is_gathered_on_device(lazy: Any) -> bool:
+def _gathered_on_device(lazy: Any) -> Any:
+    """Return the cached dataset whose samples a GPU gathers; None where it gathers none."""
     cached = None if lazy is None else through_subsets(lazy)[0]
-    return isinstance(cached, CachedDataset) and cached.gathers_on_device
+    return cached if isinstance(cached, CachedDataset) and cached.gathers_on_device else None
 
 
 def _fresh() -> dict[str, Any]:

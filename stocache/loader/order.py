@@ -286,7 +286,7 @@ class Order:
         )
 
     @property
-    def may_plan(self) -> int:
+    def most_at_once(self) -> int:
         """How many batches may be asked for at once, where they may be requested ahead; few that are large.
 
         Those of a sampler that counts what it gave are asked for one at a time.

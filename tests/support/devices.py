@@ -90,6 +90,7 @@ class PlayedDevice:
         return self.events[-1]
 
     def hand_over(self, event, tensors):
+        assert event in self.events
         self.handed.append(len(tensors))
 
     def wait(self):

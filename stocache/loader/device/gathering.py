@@ -92,7 +92,6 @@ class DeviceGatherer:
         if isinstance(batch, GroupPart):
             plan = self._plan_of(batch.group)
             if plan is not None and self._gather_step(plan, batch.number // plan.together):
-                plan.event = self._cuda.mark()
                 return self._take(plan, batch.number)
             batch.group.plan = None
             batch = PartialBatch(batch.indices)
@@ -131,7 +130,7 @@ class DeviceGatherer:
         version = _version_of(self._open_tier() if self._large else None)
         hits = None if loaded is None else np.delete(np.arange(len(index)), loaded)
         slots = arrays.slots_of(index if hits is None else index[hits])
-        copy = copy_rows if together == 1 or len(sizes) == 1 else select_rows  # small batches are no large one
+        copy = copy_rows if together == 1 else select_rows  # small batches are no large one
         sources = self._sources(hits, slots, copy) if self._large else []
         if loaded is not None and self._large:
             sources.append(self._of_host(loaded, [batch.tensors[number] for number in self._large]))
@@ -198,6 +197,7 @@ class DeviceGatherer:
             plan.admitted.keep(plan.version)
         for source in plan.sources:
             self._counts[source.kind] += source.sizes[step]
+        plan.event = self._cuda.mark()  # before the batches can be taken, also after an interrupt
         plan.gathered.update(enumerate(gathered, first))
         return True
 
