@@ -34,6 +34,7 @@ SIZES = {"12 KB": 64, "48 KB": 128, "150 KB": 224, "600 KB": 448}  # the side of
 BATCHES = 256, 1024
 PEERS = 2, 8, 16  # workers
 GIB = 1 << 30
+EPOCHS = 3  # of the CPU time, of 3 GiB each
 
 
 class Rows(Dataset[Any]):
@@ -244,21 +245,53 @@ def products_beside(left: Tensor, way: Callable[[], object] | None) -> float:
 
 
 def cpu() -> None:
-    """Print the CPU time that a step of the loop spends in ``next``, by way. The loop waits for the GPU now and then."""
+    """Print the CPU time that a step of the loop spends in ``next``, by way, and that of the calls which none can do without.
+
+    The loop waits for the GPU now and then.
+    """
     print("| row | batch | workers | mean CPU time of `next`, waiting every 8 batches | median | waiting each batch | median |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     ways: dict[str, dict[str, Any]] = {
         "none": {}, "2 threads": {"num_workers": 2, "worker_method": "thread"}, "2 processes": {"num_workers": 2},
     }  # fmt: skip
     for row, size in (("12 KB", 256), ("12 KB", 1024), ("150 KB", 256)):
-        with cached(Rows.random(64 * size, SIZES[row]), 3) as dataset:
+        side = SIZES[row]
+        with cached(Rows.random(3 * GIB // (3 * side * side), side), 3.3) as dataset:
             for name, options in ways.items():
                 loader, cells = registered(DataLoader(dataset, size, shuffle=True, device="cuda", **options)), []
                 for every in (8, 1):
-                    spent = [each for _ in range(8) for each in times_of_next(loader, every)]
+                    spent = [each for _ in range(EPOCHS) for each in times_of_next(loader, every)]
                     cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
                 print(f"| {row} | {size} | {name} | {' | '.join(cells)} |", flush=True)
                 del loader
+        cells = []
+        for every in (8, 1):
+            spent = times_of_next(BareCalls(size, side), every)
+            cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
+        print(f"| {row} | {size} | bare calls | {' | '.join(cells)} |", flush=True)
+
+
+class BareCalls:
+    """Two tensors of a batch, without values: their memory, and that the stream of the step waits for them and keeps them."""
+
+    def __init__(self, size: int, side: int) -> None:
+        self._shape = size, 3, side, side
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        device, other = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+        copied = other.record_event()
+        for _ in range(len(self)):
+            with other:
+                image = torch.empty(self._shape, dtype=torch.uint8, device=device)
+                batch = [image, torch.empty(self._shape[:1], dtype=torch.int64, device=device)]
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(copied)
+            for tensor in batch:
+                tensor.record_stream(stream)
+            yield batch
 
 
 def times_of_next(loader: Any, every: int) -> list[float]:

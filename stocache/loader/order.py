@@ -49,7 +49,7 @@ _DRAW_FIRST = {
     SubsetRandomSampler,
     WeightedRandomSampler,
 }
-_MOST_PLANNED, _SAMPLES_PLANNED = 16, 8192  # batches, and samples, that are asked for at once
+_MOST_PLANNED, _SAMPLES_PLANNED = 64, 16384  # batches, and samples, that are asked for at once
 _DEEP = 8  # most samplers nested in each other
 
 

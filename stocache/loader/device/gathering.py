@@ -39,7 +39,7 @@ from stocache.system.limits import MIB
 logger = logging.getLogger("stocache")
 
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
-_TOGETHER = 32 * MIB  # bytes of planned batches that are gathered at once
+_TOGETHER = 64 * MIB  # bytes of planned batches that are gathered at once
 
 
 @dataclass(frozen=True)

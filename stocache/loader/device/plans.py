@@ -2,8 +2,8 @@
 
 NOTE [ Batches that are planned together ]
     A call of CUDA costs the CPU 2 to 60 µs, whatever its size. So without workers, and where all samples are cached and
-    registered, up to 16 batches are planned together (`GroupPart`): their rows are found at once and go to the GPU in one
-    copy, and it gathers their small columns at once, too. Small batches are gathered by one kernel, up to 32 MiB together,
+    registered, up to 64 batches are planned together (`GroupPart`): their rows are found at once and go to the GPU in one
+    copy, and it gathers their small columns at once, too. Small batches are gathered by one kernel, up to 64 MiB together,
     and then copied to memory of their own: a batch that the user holds keeps no others.
 """
 
