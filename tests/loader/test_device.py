@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DistributedSampler, Subset, TensorDataset
 
-from stocache import BlockSampler, CachedDataset, DataLoader
+from stocache import BlockSampler, CachedDataset, DataLoader, LocalityDistributedSampler, Placement
 from stocache.errors import ClosedError, DatasetError, LimitError, SampleIndexError
 from stocache.loader import order
 from stocache.loader.collate import as_is
@@ -425,6 +425,31 @@ def test_a_batch_that_is_held_holds_no_others(play):
         torch.manual_seed(3)
         assert identical(planned, list(torch.utils.data.DataLoader(Vectors(), BATCH, shuffle=True)))
         del loader
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_the_memories_of_several_gpus_add_up_with_a_sampler_that_sends_samples_to_their_rank(play, adds_up):
+    play()
+    source = Images(480)
+    seen, shares = [], []
+    with cached(1, source) as dataset:
+        dataset.warm(progress=False)
+        for rank in range(2):
+            if adds_up:
+                placement = Placement("scattered", node=rank, nodes=2)
+                sampler = LocalityDistributedSampler(range(480), 40, placement=placement, num_replicas=2, rank=rank)
+            else:
+                sampler = DistributedSampler(range(480), 2, rank)
+            loader = DataLoader(dataset, 40, sampler=sampler, device="cuda", device_limit_gib=slots_of(0.45, source))
+            served = [0]
+            for epoch in range(4):
+                sampler.set_epoch(epoch)
+                seen += [(epoch, int(label)) for batch in loader for label in batch["label"]]
+                served.append(loader.stats().device.from_tier)
+            shares.append((served[-1] - served[-2]) / 240)
+            del loader
+    assert sorted(seen) == [(epoch, idx) for epoch in range(4) for idx in range(480)]
+    assert all(share > 0.75 if adds_up else share < 0.55 for share in shares)
 
 
 def test_samples_without_a_large_part_are_planned_together_and_no_more_than_that(play):
