@@ -175,10 +175,24 @@ class Audit:
 
     def will_compare(self, count: int) -> bool:
         """Return whether `allows` will load samples for the next ``count``."""
-        return bool(self._share) and self.on_change != "keep" and not self.changed and self._is_due(count)
+        if not self._share or self.on_change == "keep" or self.changed or not self._is_due(count):
+            return False
+        return self._must_compare(count) or self._has_time()
 
     def _is_due(self, count: int) -> bool:
-        return self._doubted or self._requests + count > self._next or bool(self._shared.words[_VERSION] != self._seen)
+        return self._doubted or self._requests + count > self._next or self._is_new
+
+    def _must_compare(self, count: int) -> bool:
+        return self._doubted or self._is_new or self._requests + count > self._own_length()
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this process has not compared a sample in this epoch."""
+        return bool(self._shared.words[_VERSION] != self._seen)
+
+    def _has_time(self) -> bool:
+        """Whether a further sample may be compared in this epoch."""
+        return self._extra < _EXTRA and self._took_s <= self._share * (time.monotonic() - self._began)
 
     def allows(
         self, indices: Sequence[int], cached: Any, served: Callable[[int], object], fresh: Callable[[int], object] | None = None
