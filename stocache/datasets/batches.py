@@ -174,15 +174,13 @@ class LazyBatch:
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
         """Return batches of some sizes with the samples of this one. If all are cached, a GPU plans them together."""
-        ends, group = np.cumsum(sizes).tolist(), None
-        if self._spec.on_device and self.cached and self._hits is not None:
-            group = BatchGroup(self._hits, ends)
+        ends, hits = np.cumsum(sizes).tolist(), self._hits if self.cached else None
+        group = BatchGroup(hits, ends) if hits is not None and self._spec.on_device else None
         parts = []
         for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             part = type(self)(self._cache, self._indices[end - size : end], self._load, self._spec, self._next_tier)
-            if group is not None:
-                part._part = GroupPart(group, number)
-                part._hits = part._part.indices
+            part._hits = None if hits is None else hits[end - size : end]
+            part._part = None if group is None else GroupPart(group, number)
             parts.append(part)
         return parts
 
@@ -213,7 +211,7 @@ class LazyBatch:
 
     @property
     def found_all(self) -> bool:
-        """Whether `claim_missing` has found all samples in the cache."""
+        """Whether `claim_missing`, or `cached`, has found all samples in the cache."""
         return self._hits is not None
 
     def load_all(self) -> dict[int, Any]:
@@ -259,8 +257,6 @@ class LazyBatch:
     @property
     def cached(self) -> bool:
         """Whether all samples are in the cache."""
-        if not self._spec.on_device:
-            return self._cache.has(self._indices)
         if self._hits is None:
             index = check_indices(self._indices, self._cache.dataset_len, "batch")
             self._hits = index if self._cache.set_among(index).all() else None

@@ -19,16 +19,18 @@ NOTE [ Batches made by threads ]
     of it that are used.
 """
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, islice
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_dataloader
@@ -230,27 +232,52 @@ class ThreadMaker:
 
     # ------------------------------------------------------------------------------------------------ runs of samples
 
+    def find_cached(self, batches: list[Batch]) -> None:
+        """Look for the samples of several batches at once. Those of which all are cached get their `LazyBatch`."""
+        lists = [batch.request.answer() for batch in batches]
+        if not all(isinstance(each, np.ndarray) for each in lists) or self._will_compare(sum(map(len, lists))):
+            return
+        try:
+            with self._unaudited():
+                together = self.crew.workers[0].dataset.__getitems__(np.concatenate(lists))
+                if type(together) is not LazyBatch or not together.cached:
+                    return
+        except Exception:  # of one of them, which is found out when they are submitted
+            return
+        for batch, index, lazy in zip(batches, lists, together.split(list(map(len, lists))), strict=True):
+            batch.index, batch.lazy, batch.samples = index, lazy, [None] * len(index)
+
+    def _will_compare(self, count: int) -> bool:
+        return any(audit.will_compare(count) for audit in self._audits)
+
+    @contextlib.contextmanager
+    def _unaudited(self) -> Iterator[None]:
+        for audit in self._audits:
+            audit.is_paused = True
+        try:
+            yield
+        finally:
+            for audit in self._audits:
+                audit.is_paused = False
+
     def submit(self, batch: Batch, threads: WorkerThreads) -> bool:
         """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
+        if batch.lazy is not None:
+            return False
         if self.is_bound:
             threads.put(partial(self._fetch, batch))
             return True
         index = batch.index = batch.request.answer()
-        rows = list(range(len(_indices_of(index)))) if self._batched else [0]
+        rows = range(len(_indices_of(index)) if self._batched else 1)
         batch.samples = [_NOT_MADE] * len(rows)
         if not self._batched or self._way is not LazyBatch:
             self._put_runs(batch, rows, threads.put)
             return True
-        if any(audit.will_compare(len(rows)) for audit in self._audits):  # with the dataset of the first worker: in its thread
+        if self._will_compare(len(rows)):  # with the dataset of the first worker: in its thread
             threads.put_own(partial(self._compare, batch, threads.put), 0)
             return True
-        for audit in self._audits:
-            audit.is_paused = True
-        try:
+        with self._unaudited():
             return not self._find(batch, threads.put)
-        finally:
-            for audit in self._audits:
-                audit.is_paused = False
 
     def _compare(self, batch: Batch, put: Callable[[Task], None], number: int) -> None:
         """Compare cached samples, and put the tasks that make a batch."""
@@ -286,7 +313,7 @@ class ThreadMaker:
         self._put_runs(batch, rows, put)
         return False
 
-    def _put_runs(self, batch: Batch, rows: list[int], put: Callable[[Task], None]) -> None:
+    def _put_runs(self, batch: Batch, rows: Sequence[int], put: Callable[[Task], None]) -> None:
         """Put the tasks that load rows of a batch."""
         length = self._run_length(len(rows))
         runs = [rows[at : at + length] for at in range(0, len(rows), length)] or [[]]
@@ -301,7 +328,7 @@ class ThreadMaker:
             return max(1, count // (_FIRST_RUNS * len(self.crew.workers)))
         return min(count, max(1, int(_RUN_S / self._cost_s)))
 
-    def _load_run(self, batch: Batch, index: Any, rows: list[int], number: int) -> None:
+    def _load_run(self, batch: Batch, index: Any, rows: Sequence[int], number: int) -> None:
         worker = self.crew.workers[number]
         at = rows[0] if rows else 0
         turn = _Turn(self.crew, batch)
@@ -439,7 +466,7 @@ def _indices_of(index: Any) -> Any:
     return index.indices if isinstance(index, EpochIndices) else index
 
 
-def _part_of(index: Any, rows: int | list[int] | None) -> Any:
+def _part_of(index: Any, rows: int | Sequence[int] | None) -> Any:
     """Return the index of a row of a batch, or of several; all for None."""
     if isinstance(index, EpochIndices):
         return EpochIndices(index.epoch, _part_of(index.indices, rows))
@@ -530,12 +557,7 @@ class ThreadIterator(QuickIterator):
             most = max(most, (self._num_workers + 2) * self._group_size)
             if len(self._batches) > most - self._group_size:
                 return
-        while len(self._batches) < most and (stream := self._next_stream()) is not None:
-            try:
-                request = self._next_index()
-            except StopIteration:
-                break
-            self._ask_for(request, stream)
+        while self._ask_for(min(most - len(self._batches), self._group_size)):
             if self._loading:
                 most = self._ahead
         self._put_group()
@@ -550,12 +572,26 @@ class ThreadIterator(QuickIterator):
                 return stream
         return None
 
-    def _ask_for(self, request: BatchRequest, stream: int) -> None:
-        batch = Batch(self._maker.crew, request, stream, self._last.get(stream), self._finished)
-        self._batches[self._asked] = self._last[stream] = batch
-        self._asked += 1
-        threads = self._threads[stream if self._is_bound else 0]
-        if self._maker.submit(batch, threads):
+    def _ask_for(self, count: int) -> bool:
+        """Request up to ``count`` batches. Return whether there were any."""
+        batches: list[Batch] = []
+        try:
+            while len(batches) < count and (stream := self._next_stream()) is not None:
+                batch = Batch(self._maker.crew, self._next_index(), stream, self._last.get(stream), self._finished)
+                self._batches[self._asked] = self._last[stream] = batch
+                self._asked += 1
+                batches.append(batch)
+        except StopIteration:
+            pass
+        finally:
+            if len(batches) > 1:
+                self._maker.find_cached(batches)
+            for batch in batches:
+                self._submit(batch)
+        return bool(batches)
+
+    def _submit(self, batch: Batch) -> None:
+        if self._maker.submit(batch, self._threads[batch.stream if self._is_bound else 0]):
             self._loading += 1
             return
         assert batch.lazy is not None

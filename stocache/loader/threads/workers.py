@@ -33,7 +33,7 @@ class _Tasks:
     """The tasks that threads are to run: the urgent ones first, and each kind in order."""
 
     def __init__(self, count: int, most_others: int | None) -> None:
-        self.count, self.stopped = count, False
+        self.count, self.stopped, self.ended = count, False, False  # ``ended``: whether a thread has
         self._urgent: deque[Task] = deque()
         self._others: deque[Task] = deque()
         self._own: list[deque[Task]] = [deque() for _ in range(count)]  # of each thread
@@ -147,7 +147,7 @@ class WorkerThreads:
     @property
     def ended(self) -> bool:
         """Whether a thread has ended, or was stopped; True in a forked child, which does not have the threads."""
-        return self._tasks.stopped or self.pid != os.getpid() or not all(thread.is_alive() for thread in self._threads)
+        return self._tasks.stopped or self._tasks.ended or self.pid != os.getpid()
 
     def stop(self, patience_s: float = 0.0) -> None:
         """Drop all tasks that have not begun, and end the threads. Wait ``patience_s`` for tasks that have begun."""
@@ -166,14 +166,17 @@ def stop_all(pools: Sequence[WorkerThreads], patience_s: float) -> None:
 
 
 def _run(tasks: _Tasks, number: int, begin: Task, end: Task, began: "SimpleQueue[None]") -> None:
-    torch.set_num_threads(1)
-    began.put(None)
-    begin(number)
-    del begin
-    while (task := tasks.take(number)) is not None:
-        task(number)
-        del task  # its result belongs to somebody else
-    end(number)
+    try:
+        torch.set_num_threads(1)
+        began.put(None)
+        begin(number)
+        del begin
+        while (task := tasks.take(number)) is not None:
+            task(number)
+            del task  # its result belongs to somebody else
+        end(number)
+    finally:
+        tasks.ended = True
 
 
 def wait_for(queue: "SimpleQueue[Any]", timeout_s: float) -> bool:
