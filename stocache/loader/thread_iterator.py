@@ -10,7 +10,8 @@ NOTE [ Batches made by threads ]
     again. Batches that are wholly cached are gathered in *groups* of some megabytes, because each hand-over of the GIL costs as
     much as gathering some samples. A group waits until all loads that are known have begun, for these take longer. If the loop
     comes to such a batch before a thread does, it gathers the group itself. So hits do not wait behind misses. Where a group
-    has several batches, the loop asks the sampler for more of them ahead than ``prefetch_factor`` says.
+    has several batches, the loop asks the sampler for more of them ahead than ``prefetch_factor`` says, and looks for the
+    samples of all of them at once.
 
     Datasets that have an order or a state of their own (iterable, with ``state_dict``, or with a generator) are *bound*: worker
     w makes the batches w, w + N, w + 2N, ... by itself, as a worker process does.

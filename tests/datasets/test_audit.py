@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError
+from stocache.loader.thread_iterator import ThreadMaker
 from stocache.system import generators
 from stocache.system.describe import describe, difference
 from tests.support.depending import KINDS, Images, N
@@ -240,6 +241,19 @@ def test_worker_threads_compare_samples_all_through_an_epoch():
             list(stocache.DataLoader(cached, 8, **options))
             compared[method] = cached._audit.compared - before
     assert compared["thread"] >= compared[None] - 3 > 5
+
+
+def test_worker_threads_compare_for_the_first_batches_alone_where_there_is_no_time_for_more(monkeypatch):
+    compared, compare = [], ThreadMaker._compare
+    record = lambda self, batch, *rest: compared.append(batch.request.number) or compare(self, batch, *rest)
+    monkeypatch.setattr(ThreadMaker, "_compare", record)
+    with CachedDataset([torch.full((8,), idx) for idx in range(400)], "1MB", audit=1e-9) as cached:
+        list(cached)
+        loader = stocache.DataLoader(cached, 4, num_workers=2, worker_method="thread")
+        for _ in range(2):
+            list(loader)
+            assert {0} <= {*compared} <= {0, 1, 2, 3}  # those that are asked for before the first comparison has ended
+            compared.clear()
 
 
 def test_worker_threads_that_draw_at_once_do_not_take_a_split_for_a_change(caplog):

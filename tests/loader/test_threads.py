@@ -317,6 +317,19 @@ def test_hits_do_not_wait_for_misses():
 
 
 @pytest.mark.unaudited
+def test_the_samples_of_several_small_batches_are_looked_for_at_once(monkeypatch):
+    asked, get_many = [], CachedDataset.__getitems__
+    monkeypatch.setattr(CachedDataset, "__getitems__", lambda self, indices: asked.append(len(indices)) or get_many(self, indices))
+    with CachedDataset(Images(), 1) as dataset:
+        loader = thread_loader(dataset, batch_size=3)
+        for _ in range(2):
+            asked.clear()
+            assert labels_of(loader) == list(range(N))
+            assert sum(asked) >= N
+        assert max(asked) > 3
+
+
+@pytest.mark.unaudited
 def test_each_sample_of_a_half_cached_dataset_is_read_once():
     source = Gated(at=None)
     with CachedDataset(source, 1, example=Images()[0]) as dataset:
