@@ -243,7 +243,7 @@ def test_worker_threads_compare_samples_all_through_an_epoch():
     assert compared["thread"] >= compared[None] - 3 > 5
 
 
-def test_worker_threads_compare_for_the_first_batches_alone_where_there_is_no_time_for_more(monkeypatch):
+def test_worker_threads_compare_for_few_batches_where_there_is_no_time_for_more(monkeypatch):
     compared, compare = [], ThreadMaker._compare
     record = lambda self, batch, *rest: compared.append(batch.request.number) or compare(self, batch, *rest)
     monkeypatch.setattr(ThreadMaker, "_compare", record)
@@ -252,7 +252,8 @@ def test_worker_threads_compare_for_the_first_batches_alone_where_there_is_no_ti
         loader = stocache.DataLoader(cached, 4, num_workers=2, worker_method="thread")
         for _ in range(2):
             list(loader)
-            assert {0} <= {*compared} <= {0, 1, 2, 3}  # those that are asked for before the first comparison has ended
+            assert 0 in compared
+            assert len(compared) <= 8  # of 100: those that are asked for before the first comparison has ended, and some
             compared.clear()
 
 
