@@ -48,6 +48,7 @@ from benchmark.support.stores import (
     DecodedPhotos,
     Disk,
     Images,
+    OwnLoader,
     Photos,
     Source,
     Store,
@@ -191,19 +192,26 @@ def synchronise(path: Path) -> None:
 def reads(source: Source, folder: Path, block_bytes: int, rounds: int, seconds: float) -> None:
     """How fast samples come in random, windowed and sequential order, from cold and from warm pages."""
     stores = [make(folder, block_bytes) for make in CONTENDERS]
-    unmixed = Unmixed(folder, block_bytes)
+    unmixed, own = Unmixed(folder, block_bytes), OwnLoader(folder, block_bytes)
     for store in stores:
         apart(partial(store.prepare, source, 0))
         apart(partial(check, store, source))
+    apart(partial(check, own, source))
+    ours, *others = stores
+    readers = [ours, own, *others]
     order = random.Random(0).sample(range(len(source)), min(len(source), Store.reads))
-    at_random = {store: partial(store.random, order[: store.reads]) for store in stores}
+    at_random = {store: partial(store.random, order[: store.reads]) for store in readers}
     tables: dict[str, dict[str, tuple[Store, Callable[[int], Iterable[Any]]]]] = {
         "Random reads per second": {store.name: (store, make) for store, make in at_random.items()},
-        ALONE: {store.name: (store, lambda workers, make=make: one_by_one(make(workers))) for store, make in at_random.items()},
-        "Samples per second, shuffled, by window in blocks": {
-            f"{store.name}: {store.window}": (store, store.windowed) for store in [stores[0], unmixed, *stores[1:]]
+        ALONE: {
+            store.name: (store, lambda workers, make=make: one_by_one(make(workers)))
+            for store, make in at_random.items()
+            if store is not own
         },
-        "MB per second, sequentially": {f"{store.name}{store.by}": (store, store.sequential) for store in stores},
+        "Samples per second, shuffled, by window in blocks": {
+            f"{store.name}: {store.window}": (store, store.windowed) for store in [ours, unmixed, own, *others]
+        },
+        "MB per second, sequentially": {f"{store.name}{store.by}": (store, store.sequential) for store in readers},
     }
     for title, rows in tables.items():
         columns: dict[str, dict[str, float]] = {}

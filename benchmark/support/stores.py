@@ -5,6 +5,7 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import stocache
 from benchmark.support.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, OnDiskBlockDataStorage, StorageDataset, prepare
 from stocache.cli.bench import find_jpegs
@@ -210,11 +212,12 @@ def loading(dataset: Any, workers: int, make: Any = DataLoader, **options: Any) 
 
 
 class Stocache(Store):
-    """This library."""
+    """This library, by torch's DataLoader."""
 
     name = "stocache"
     by = ": load_block; with workers BlockSampler(shuffle=False)"
     window = str(WINDOW)
+    loading = staticmethod(loading)
 
     def prepare(self, source: Any, workers: int) -> None:
         """Write by `stocache.prepare`."""
@@ -222,18 +225,18 @@ class Stocache(Store):
 
     def random(self, order: list[int], workers: int) -> Iterable[Any]:
         """Read by `StorageDataset`."""
-        return loading(StorageDataset(OnDiskBlockDataStorage(self.folder)), workers, sampler=order)
+        return self.loading(StorageDataset(OnDiskBlockDataStorage(self.folder)), workers, sampler=order)
 
     def windowed(self, workers: int, shuffle: bool = True, window: int = WINDOW) -> Iterable[Any]:
         """Read by `BlockSampler`."""
         storage: OnDiskBlockDataStorage[Any, Any] = OnDiskBlockDataStorage(self.folder)
         dataset = StorageDataset(storage)
         sampler = BlockSampler(dataset.indices, storage.block_size, shuffle, window=window, prefetch=dataset.prefetch_blocks)
-        return loading(dataset, workers, sampler=sampler)
+        return self.loading(dataset, workers, sampler=sampler)
 
     def sequential(self, workers: int) -> Iterable[Any]:
         """Read whole blocks in this process; in workers by `BlockSampler`."""
-        return self.windowed(workers, shuffle=False) if workers else loading(_WholeBlocks(self.folder), 0)
+        return self.windowed(workers, shuffle=False) if workers else self.loading(_WholeBlocks(self.folder), 0)
 
 
 class _WholeBlocks(IterableDataset[Any]):
@@ -256,6 +259,13 @@ class Unmixed(Stocache):
     def windowed(self, workers: int, shuffle: bool = True, window: int = 1) -> Iterable[Any]:
         """Read by `BlockSampler`, shuffling within each block."""
         return super().windowed(workers, shuffle, window)
+
+
+class OwnLoader(Unmixed):
+    """This library, by its own DataLoader, as LitData and MosaicML streaming are read by theirs."""
+
+    name = "stocache, its DataLoader"
+    loading = staticmethod(partial(loading, make=stocache.DataLoader, collate_fn=None))
 
 
 class LitData(Store):
