@@ -20,7 +20,7 @@ from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.observe.recording.spans import COLLATE, span
 from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
-from stocache.shm.pool import Pool
+from stocache.shm.pool import Pool, keep_freed_memory
 from stocache.system.background import Background
 
 _clock_ns = time.perf_counter_ns
@@ -49,6 +49,7 @@ class RingCollate:
 
     def __call__(self, samples: object) -> Any:
         """Return the handle to send for a list of samples, or for a `LazyBatch`."""
+        keep_freed_memory()
         row = row_here()
         if row is None:
             batch, pack = self._collate(samples)

@@ -1,9 +1,17 @@
 """Lease memory to batches, and pool private memory for them: it is used again when the last view of a batch is gone.
 
 New memory costs a page fault for each 4 KiB: several times the cost of copying 4 KiB to it (measured).
+
+NOTE [ Memory that malloc keeps ]
+    So it is with the memory of samples. The malloc of glibc gives freed memory above 128 KiB back to the system, until it has
+    freed a larger piece: then it keeps twice as much as that. It learns from the first batch that torch's DataLoader makes and
+    frees in this process. But batches in a ring, in a pool, or of torch's workers are not malloc's, and each sample would be
+    new memory. `keep_freed_memory` frees a large piece, which it has not touched. A decoded photograph of 150 KB that is read
+    from a file then takes 97 µs in place of 140 in this process, and 40 in place of 70 in two workers.
 """
 
 import contextlib
+import functools
 import math
 import mmap
 import weakref
@@ -36,6 +44,7 @@ _T = TypeVar("_T")
 
 _SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which reuses it anyway
 _SPARE = 16  # the most pieces of memory of one size that wait to be used again
+_LEARNED = (32 << 20) - (1 << 16)  # bytes; from larger pieces malloc does not learn
 
 
 class LeaseTracker(Generic[_T]):
@@ -131,7 +140,14 @@ def pinned_memory(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have this process use the memory of freed samples again; see NOTE [ Memory that malloc keeps ]."""
+    np.empty(_LEARNED, np.uint8)
+
+
 def _new(nbytes: int) -> mmap.mmap:
+    keep_freed_memory()
     memory = mmap.mmap(-1, nbytes, **here.PRIVATE)
     with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)

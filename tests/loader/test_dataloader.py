@@ -5,6 +5,7 @@ import inspect
 import itertools
 import os
 import pickle
+import platform
 import random
 import re
 import runpy
@@ -40,7 +41,7 @@ from tests.support.equality import same
 from tests.support.faults import no_shared_memory
 from tests.support.images import Images, N, image
 from tests.support.loading import THREADS, agree, both, labels_of, seed_all
-from tests.support.processes import in_child
+from tests.support.processes import in_child, run_python
 from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
@@ -593,3 +594,28 @@ def test_sparse_samples_are_the_error_of_torch():
         except Exception as error:
             messages.append(str(error))
     assert messages[0] == messages[1]
+
+
+FAULTS = """
+import resource, sys
+import numpy as np
+from torch.utils.data import Dataset
+from stocache import DataLoader
+
+class Large(Dataset):
+    def __len__(self):
+        return 16 * 8
+
+    def __getitem__(self, idx):
+        return np.full(200_000, 1, np.uint8), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+options = {"num_workers": 1, "multiprocessing_context": sys.argv[1]} if len(sys.argv) > 1 else {}
+print(sum(int(counts[-1] - counts[0]) for _, counts in list(DataLoader(Large(), 16, **options))[2:]))
+"""
+
+
+@pytest.mark.linux
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+@pytest.mark.parametrize("workers", [[], ["fork"]], ids=["none", "1"])
+def test_samples_get_memory_that_was_used_before(workers):
+    assert int(run_python("-W", "ignore", "-c", FAULTS, *workers).stdout) < 500  # 2,400 where it is new each time

@@ -319,7 +319,8 @@ def test_hits_do_not_wait_for_misses():
 @pytest.mark.unaudited
 def test_the_samples_of_several_small_batches_are_looked_for_at_once(monkeypatch):
     asked, get_many = [], CachedDataset.__getitems__
-    monkeypatch.setattr(CachedDataset, "__getitems__", lambda self, indices: asked.append(len(indices)) or get_many(self, indices))
+    record = lambda self, indices: asked.append(len(indices)) or get_many(self, indices)
+    monkeypatch.setattr(CachedDataset, "__getitems__", record)
     with CachedDataset(Images(), 1) as dataset:
         loader = thread_loader(dataset, batch_size=3)
         for _ in range(2):
