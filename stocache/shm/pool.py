@@ -143,7 +143,8 @@ def pinned_memory(nbytes: int) -> Tensor:
 @functools.cache
 def keep_freed_memory() -> None:
     """Have this process use the memory of freed samples again; see NOTE [ Memory that malloc keeps ]."""
-    np.empty(_LEARNED, np.uint8)
+    with contextlib.suppress(MemoryError):  # of a process that may not have so much
+        np.empty(_LEARNED, np.uint8)
 
 
 def _new(nbytes: int) -> mmap.mmap:
