@@ -41,14 +41,16 @@ from torch import Tensor
 
 from stocache.samples.containers import describe, keys_to_json, take_apart
 from stocache.samples.kinds import (
+    BULK_ENCODERS,
     ENCODERS,
+    NUMBERS,
     Encoded,
     Kind,
     encode_pickle,
     kind_in,
     kind_of,
 )
-from stocache.samples.pytree import OBJECTS, Container, sample_error
+from stocache.samples.pytree import DEEP, OBJECTS, Container, sample_error
 from stocache.samples.spec import BARE_NODES
 from stocache.samples.type_lookup import Unfit, import_class
 
@@ -101,7 +103,7 @@ class Columns:
 
     def _take(self, values: Sequence[object], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
-        alike = None if whole else _leaves_of_one_kind(values)
+        alike = None if whole else _leaves_of_one_kind(values) or _sequences_of_one_kind(values, depth)
         if alike is not None:
             return self._take_kind(*alike, path, depth)
         rows: dict[_Key, list[int]] = defaultdict(list)
@@ -271,7 +273,12 @@ def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
 def _leaves_of_one_kind(values: Sequence[object]) -> tuple[_Key, list[Any]] | None:
     """Return the key of leaves of one type, and their own parts; None for other values. One by one takes longer."""
     types = set(map(type, values))
-    encode = ENCODERS.get(types.pop()) if len(types) == 1 else None
+    if len(types) != 1:
+        return None
+    cls = types.pop()
+    if cls in BULK_ENCODERS and (leaves := BULK_ENCODERS[cls](values)) is not None:
+        return leaves
+    encode = ENCODERS.get(cls)
     if encode is None:
         return None
     try:
@@ -279,6 +286,14 @@ def _leaves_of_one_kind(values: Sequence[object]) -> tuple[_Key, list[Any]] | No
     except Unfit:  # one by one, the error names the value
         return None
     return (kinds[0], list(zip(*parts, strict=True))) if kinds.count(kinds[0]) == len(kinds) else None
+
+
+def _sequences_of_one_kind(values: Sequence[Any], depth: int) -> tuple[_Key, list[Any]] | None:
+    """Return the key of lists or tuples that do not begin with a number, and their own parts; None for other values."""
+    cls = type(values[0]) if len(values) and depth < DEEP else None
+    if cls not in (list, tuple) or not all(type(value) is cls and value and type(value[0]) not in NUMBERS for value in values):
+        return None
+    return (cls.__name__,), list(values)
 
 
 def _apart(encoded: Encoded) -> tuple[_Key, Any]:
