@@ -258,18 +258,20 @@ def cpu() -> None:
         side = SIZES[row]
         with cached(Rows.random(3 * GIB // (3 * side * side), side), 3.3) as dataset:
             for name, options in ways.items():
-                loader, cells = registered(DataLoader(dataset, size, shuffle=True, device="cuda", **options)), []
+                loader = registered(DataLoader(dataset, size, shuffle=True, device="cuda", **options))
                 times_of_next(loader, 8)  # torch takes memory of the GPU for the first batches
-                for every in (8, 1):
-                    spent = [each for _ in range(EPOCHS) for each in times_of_next(loader, every)]
-                    cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
-                print(f"| {row} | {size} | {name} | {' | '.join(cells)} |", flush=True)
+                print(f"| {row} | {size} | {name} | {cells_of_next(loader, EPOCHS)} |", flush=True)
                 del loader
-        cells = []
-        for every in (8, 1):
-            spent = times_of_next(BareCalls(size, side), every)
-            cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
-        print(f"| {row} | {size} | bare calls | {' | '.join(cells)} |", flush=True)
+        print(f"| {row} | {size} | bare calls | {cells_of_next(BareCalls(size, side), 1)} |", flush=True)
+
+
+def cells_of_next(loader: Any, epochs: int) -> str:
+    """Return the mean and median CPU time of ``next``, waiting for the GPU after every 8 batches and after each."""
+    cells = []
+    for every in (8, 1):
+        spent = [each for _ in range(epochs) for each in times_of_next(loader, every)]
+        cells += [f"{statistics.mean(spent) * 1e6:.0f} µs", f"{statistics.median(spent) * 1e6:.0f} µs"]
+    return " | ".join(cells)
 
 
 class BareCalls:

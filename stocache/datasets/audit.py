@@ -177,22 +177,19 @@ class Audit:
         """Return whether `allows` will load samples for the next ``count``."""
         if not self._share or self.on_change == "keep" or self.changed or not self._is_due(count):
             return False
-        return self._must_compare(count) or self._has_time()
+        return self._doubted or self._begins(self._shared.words[_VERSION], count) or self._may_compare_more()
 
     def _is_due(self, count: int) -> bool:
-        return self._doubted or self._requests + count > self._next or self._is_new
+        return self._doubted or self._requests + count > self._next or bool(self._shared.words[_VERSION] != self._seen)
 
-    def _must_compare(self, count: int) -> bool:
-        return self._doubted or self._is_new or self._requests + count > self._own_length()
+    def _begins(self, version: int, count: int = 0) -> bool:
+        """Return whether an epoch of this process begins with the next ``count`` samples: its first is compared in any case."""
+        return version != self._seen or self._requests + count > self._own_length()
 
-    @property
-    def _is_new(self) -> bool:
-        """Whether this process has not compared a sample in this epoch."""
-        return bool(self._shared.words[_VERSION] != self._seen)
-
-    def _has_time(self) -> bool:
-        """Whether a further sample may be compared in this epoch."""
-        return self._extra < _EXTRA and self._took_s <= self._share * (time.monotonic() - self._began)
+    def _may_compare_more(self, doubted: bool = False) -> bool:
+        """Return whether a further sample may be compared in this epoch; where it is ``doubted``, whatever time that takes."""
+        has_time = doubted or self._took_s <= self._share * (time.monotonic() - self._began)
+        return self._extra < _EXTRA and has_time
 
     def allows(
         self, indices: Sequence[int], cached: Any, served: Callable[[int], object], fresh: Callable[[int], object] | None = None
@@ -234,14 +231,14 @@ class Audit:
     def _wanted(self, version: int, count: int) -> int:
         """Return how many samples to compare now."""
         doubted, self._doubted = self._doubted, False
-        if version != self._seen or self._requests > self._own_length():
+        if self._begins(version):
             several = self._seen >= 0 and bool(self._set_attributes())
             self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
             self._began, self._took_s = time.monotonic(), 0.0
             return _MANY if several else 1
         if doubted and self._set_attributes():
             return _MANY
-        if self._extra >= _EXTRA or (not doubted and self._took_s > self._share * (time.monotonic() - self._began)):
+        if not self._may_compare_more(doubted):
             return 0
         self._extra += 1
         return 1

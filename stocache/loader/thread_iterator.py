@@ -160,6 +160,7 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
+        self._joins = isinstance(through_subsets(dataset)[0], LazyConcat)  # batches of several caches, which cannot be split
         self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
@@ -235,13 +236,13 @@ class ThreadMaker:
 
     def find_cached(self, batches: list[Batch]) -> None:
         """Look for the samples of several batches at once. Those of which all are cached get their `LazyBatch`."""
-        lists = [batch.request.answer() for batch in batches]
-        if not all(isinstance(each, np.ndarray) for each in lists) or self._will_compare(sum(map(len, lists))):
+        lists = [] if self._joins else [batch.request.answer() for batch in batches]
+        if not lists or not all(isinstance(each, np.ndarray) for each in lists) or self._will_compare(sum(map(len, lists))):
             return
         try:
             with self._unaudited():
                 together = self.crew.workers[0].dataset.__getitems__(np.concatenate(lists))
-                if type(together) is not LazyBatch or not together.cached:
+                if not together.cached:
                     return
         except Exception:  # of one of them, which is found out when they are submitted
             return
