@@ -300,9 +300,14 @@ class _NarrowColumn(Column):
         self._leaf.narrowing.widen(np.frombuffer(buffer, self._leaf.dtype), row.view(self._leaf.wide_dtype))
 
 
-def as_bytes(batch: object) -> NDArray[np.uint8]:
+def as_bytes(batch: Any) -> NDArray[np.uint8]:
     """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
-    matrix: NDArray[np.uint8] = _as_matrix(batch).view(torch.uint8).numpy()
+    if isinstance(batch, Tensor):
+        try:
+            batch = batch.numpy()  # a view by torch releases the GIL, and waits for it where another thread loads
+        except TypeError:  # numpy does not have the dtype
+            batch = _as_matrix(batch).view(torch.uint8).numpy()
+    matrix: NDArray[np.uint8] = batch.reshape(len(batch), -1).view(np.uint8)
     return matrix
 
 

@@ -229,7 +229,7 @@ class DiskCache(ListCache[_T]):
         Return the rows that were filled.
         """
         there = self.has_rows(indices)
-        if not there.all():
+        if np.count_nonzero(there) < len(there):
             indices, rows = indices[there], rows[there]
         filled: _Indices = rows[self._disk.fill(indices, rows, items)]
         self._segment.count(HITS, len(filled))

@@ -2,7 +2,6 @@
 
 import base64
 import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ class Rows:
 
     Attributes:
         nbytes: bytes of a sample.
-        fills_batches: whether rows can be read into the memory of a batch: `buffers` returns where.
+        fills_batches: whether rows can be read into the memory of a batch: `columns` returns where.
     """
 
     unreadable = ""
@@ -39,7 +38,7 @@ class Rows:
             self._gaps.append(-self.nbytes & 7)
             self._decoders.append((leaf.decoder(), self.nbytes + self._gaps[-1]))
             self.nbytes += self._gaps[-1] + leaf.nbytes
-        self.fills_batches = 2 * len(leaves) < MOST_BUFFERS and self.nbytes < _MOST_AT_ONCE
+        self.fills_batches = 0 < 2 * len(leaves) < MOST_BUFFERS and self.nbytes < _MOST_AT_ONCE
         self.fills_batches &= all(leaf.order is None for leaf in leaves) and not structure.is_narrow
 
     def encode(self, sample: object, where: str) -> list[Any]:
@@ -57,14 +56,12 @@ class Rows:
             raise SegmentError(f"a sample has {nbytes} bytes, expected {self.nbytes}")
         return self._join([decode(data, at, False) for decode, at in self._decoders])
 
-    def buffers(self, items: list[Any], rows: Sequence[int]) -> list[list[Any]]:
-        """Return the memory of rows of a contiguous batch, for each row as buffers that one sample fills."""
-        parts: list[Any] = []
-        for gap, item in zip(self._gaps, map(as_bytes, items), strict=True):
-            if gap:
-                parts.append([bytearray(gap)] * len(rows))
-            parts.append([item[row] for row in rows])
-        return list(map(list, zip(*parts, strict=True))) if parts else [[] for _ in rows]
+    def columns(self, items: list[Any]) -> list[_Bytes]:
+        """Return a contiguous batch as columns of bytes: one row of all of them is what `encode` makes of a sample."""
+        columns = []
+        for gap, column in zip(self._gaps, map(as_bytes, items), strict=True):
+            columns += [np.empty((len(column), gap), np.uint8), column] if gap else [column]
+        return columns
 
 
 def pack_example(sample: object) -> str:

@@ -17,7 +17,7 @@ NOTE [ The files ]
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -45,14 +45,17 @@ _NOT_NOW = {errno.EAGAIN, errno.EOPNOTSUPP}  # some file systems cannot report w
 _hash = xxhash.xxh3_64_intdigest
 
 _Numbers: TypeAlias = NDArray[np.uint64]
+_Bytes: TypeAlias = NDArray[np.uint8]
 _Indices: TypeAlias = NDArray[np.int64]
 _Size = TypeVar("_Size", int, _Numbers)
 
 
-def _hash_all(parts: Iterable[Any], seed: int) -> int:
+def _hash_row(columns: list[_Bytes], row: int, seed: int) -> int:
+    if len(columns) == 1:
+        return _hash(columns[0][row], seed)
     digest = xxhash.xxh3_64(seed=seed)
-    for part in parts:
-        digest.update(part)
+    for column in columns:
+        digest.update(column[row])
     return digest.intdigest()
 
 
@@ -66,6 +69,7 @@ class SamplesFile:
     def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
         self._folder = folder  # keeps the descriptors open: another file could have their numbers
         self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
+        self._seed64 = np.uint64(self._seed)
         self.offsets, self.sizes = offsets, sizes
         self._advised = 0  # pages up to here were written to the disk, and dropped
 
@@ -101,48 +105,61 @@ class SamplesFile:
         return np.frombuffer(self.offsets, np.uint64)[indices], np.frombuffer(self.sizes, np.uint64)[indices]
 
     def read_into(
-        self, indices: _Indices, offsets: _Numbers, buffers: list[list[Any]], nbytes: int, wait: bool
+        self, indices: _Indices, offsets: _Numbers, columns: list[_Bytes], rows: _Indices, wait: bool
     ) -> list[bool | None]:
-        """Read samples of ``nbytes`` bytes into memory. Return for each whether it is there, and sound.
+        """Read samples of one size into rows of a batch. Return for each whether it is there, and sound.
 
         Args:
             indices: of the samples.
             offsets: where they are.
-            buffers: for each sample contiguous memory, together as large as it.
+            columns: of the batch; a row of all of them is as large as a sample.
+            rows: of the batch, one for each sample.
             wait: False returns None for samples of which the page cache does not have all.
         """
-        fd, found = self._samples, list[bool | None]()
-        seeds = indices.astype(np.uint64) + np.uint64(self._seed)  # modulo 2^64
-        not_now = False if wait else None
-        end = memoryview(bytearray(self.room(nbytes) - nbytes))
-        padding, checksum = end[:-CHECKSUM_BYTES], end[-CHECKSUM_BYTES:].cast("Q")
-        whole, is_one = nbytes + len(end), not padding and len(buffers[0]) == 1
-        for own, at, seed in zip(buffers, offsets.tolist(), seeds.tolist(), strict=True):
+        nbytes = sum([column.shape[1] for column in columns])
+        whole = self.room(nbytes)
+        ends = np.empty((len(columns[0]), whole - nbytes), np.uint8)  # padding and checksum
+        seeds = (indices.view(np.uint64) + self._seed64).tolist()  # modulo 2^64
+        read = self._read_pieces if nbytes > _PIECE else self._read_rows
+        results = read(offsets.view(np.int64), columns, ends, rows, seeds, wait)
+        checksums = ends[:, -CHECKSUM_BYTES:].view("<u8")[rows, 0].tolist()
+        return [
+            digest == checksum if count == whole else None if not wait and (count >= 0 or -count in _NOT_NOW) else False
+            for (count, digest), checksum in zip(results, checksums, strict=True)
+        ]
+
+    def _read_rows(
+        self, at: _Indices, columns: list[_Bytes], ends: _Bytes, rows: _Indices, seeds: list[int], wait: bool
+    ) -> list[tuple[int, int]]:
+        """Return of each row the bytes that were there, or minus the number of an error; and the hash without the checksum."""
+        counts, parts = here.read_rows(self._samples, at, [*columns, ends], rows, wait), columns
+        if ends.shape[1] > CHECKSUM_BYTES:
+            parts = [*columns, ends[:, :-CHECKSUM_BYTES]]
+        whole = sum([column.shape[1] for column in columns]) + ends.shape[1]
+        return [
+            (count, _hash_row(parts, row, seed) if count == whole else 0)
+            for count, row, seed in zip(counts, rows.tolist(), seeds, strict=True)
+        ]
+
+    def _read_pieces(
+        self, at: _Indices, columns: list[_Bytes], ends: _Bytes, rows: _Indices, seeds: list[int], wait: bool
+    ) -> list[tuple[int, int]]:
+        """Do the same for large samples: they are read in pieces, and each is hashed while it is in the CPU's caches."""
+        results = []
+        for begin, row, seed in zip(at.tolist(), rows.tolist(), seeds, strict=True):
+            digest, count = xxhash.xxh3_64(seed=seed), 0
             try:
-                if nbytes > _PIECE:
-                    count, digest = self._read_pieces(own, end, at, seed, wait)
-                else:
-                    count = here.preadv(fd, [*own, end], at, wait)
-                    digest = _hash(own[0], seed) if is_one else _hash_all((*own, padding), seed)
-                found.append(digest == checksum[0] if count == whole else not_now)
+                for column in columns:
+                    for first in range(0, column.shape[1], _PIECE):
+                        piece = column[row, first : first + _PIECE]
+                        count += here.preadv(self._samples, [piece], begin + count, wait)
+                        digest.update(piece)  # type: ignore[arg-type]
+                count += here.preadv(self._samples, [ends[row]], begin + count, wait)
+                digest.update(ends[row, :-CHECKSUM_BYTES])  # type: ignore[arg-type]
             except OSError as error:
-                found.append(not_now if error.errno in _NOT_NOW else False)
-        return found
-
-    def _read_pieces(self, buffers: list[Any], end: memoryview, at: int, seed: int, wait: bool) -> tuple[int, int]:
-        """Read a large sample and its end. Return how many bytes were there, and the hash of all but the checksum.
-
-        It is read in pieces, and each is hashed while it is in the CPU's caches.
-        """
-        digest, count = xxhash.xxh3_64(seed=seed), 0
-        for buffer in buffers:
-            for begin in range(0, len(buffer), _PIECE):
-                piece = buffer[begin : begin + _PIECE]
-                count += here.preadv(self._samples, [piece], at + count, wait)
-                digest.update(piece)
-        count += here.preadv(self._samples, [end], at + count, wait)
-        digest.update(end[:-CHECKSUM_BYTES])
-        return count, digest.intdigest()
+                count = -(error.errno or errno.EIO)
+            results.append((count, digest.intdigest()))
+        return results
 
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""

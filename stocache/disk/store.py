@@ -226,20 +226,19 @@ class DiskStore:
         assert isinstance(self._form, Rows)
         with self._timed():
             offsets, sizes = self.file.places_of(indices)
-            if not (sizes == self._form.nbytes).all():
+            if np.count_nonzero(sizes != self._form.nbytes):
                 return nothing
-            buffers = self._form.buffers(items, rows.tolist())
-            return np.array(self._read_rows(self.file, indices, offsets, buffers, self._form.nbytes))
+            return np.array(self._read_rows(self.file, indices, offsets, self._form.columns(items), rows))
 
     def _read_rows(
-        self, file: SamplesFile, indices: _Indices, offsets: Any, buffers: list[list[Any]], nbytes: int
+        self, file: SamplesFile, indices: _Indices, offsets: Any, columns: list[NDArray[np.uint8]], rows: _Indices
     ) -> list[bool]:
         """Read samples that the page cache has, then the others, which the kernel reads at the same time."""
-        found = file.read_into(indices, offsets, buffers, nbytes, wait=False)
+        found = file.read_into(indices, offsets, columns, rows, wait=False)
         if None in found:
             late = [number for number, there in enumerate(found) if there is None]
             self.read_ahead(indices[late].tolist())
-            read = file.read_into(indices[late], offsets[late], [buffers[number] for number in late], nbytes, wait=True)
+            read = file.read_into(indices[late], offsets[late], columns, rows[late], wait=True)
             for number, there in zip(late, read, strict=True):
                 found[number] = there
         if False in found:
