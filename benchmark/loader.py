@@ -25,8 +25,9 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 import stocache
+from benchmark.__main__ import is_missing
 from benchmark.support.measuring import settle
-from benchmark.support.peers import stocaching
+from benchmark.support.peers import in_rust, stocaching
 from stocache import CachedDataset
 from stocache.cli.bench import find_jpegs
 
@@ -187,13 +188,21 @@ def uncached(rounds: int, folder: Path | None) -> None:
     }
     if folder is not None:
         cases["photographs, decoded"] = Photos(folder, 640), 64, None
-    print("| samples | batch | torch | ours | ratio |\n| --- | ---: | ---: | ---: | ---: |")
+    peers = ["torch"] if is_missing("dataloader_rs") else ["torch", "dataloader-rs"]
+    own = ["ours", "ours, threads"]
+    names = [*peers, *own, *(f"{mine} to {peer}" for mine, peer in zip(own, peers, strict=False))]
+    print(f"| samples | batch | {' | '.join(names)} |\n| --- |{' ---: |' * (1 + len(names))}")
     for name, (dataset, batch, collate_fn) in cases.items():
         options = OPTIONS | {"batch_size": batch, "collate_fn": collate_fn}
-        loaders = {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
+        loaders: dict[str, Iterable[Any]] = {"torch": torch.utils.data.DataLoader(dataset, **options)}
+        if "dataloader-rs" in peers:
+            loaders["dataloader-rs"] = in_rust(dataset, batch, WORKERS, collate_fn)
+        loaders["ours"] = stocache.DataLoader(dataset, **options)
+        loaders["ours, threads"] = stocache.DataLoader(dataset, **options, worker_method="thread")
         took = compare(loaders, rounds)
         rates = " | ".join(f"{len(dataset) / seconds:,.0f}/s" for seconds in took.values())  # type: ignore[arg-type]
-        print(f"| {name} | {batch} | {rates} | {took['torch'] / took['ours']:.2f} |", flush=True)
+        ratios = " | ".join(f"{took[peer] / took[mine]:.2f}" for mine, peer in zip(own, peers, strict=False))
+        print(f"| {name} | {batch} | {rates} | {ratios} |", flush=True)
         del loaders
         gc.collect()
 

@@ -8,15 +8,18 @@ All contenders live in one process and take turns, round by round, with workers 
 first. Rates are medians, and ratios are medians of the ratios within a round, since other programs may use the machine.
 
 ``large``: each payload is copied in the worker before it is sent: torch's loader would send a tensor that it has shared before
-for nothing. SPDL (``pip install spdl==0.8.0``; without it its cells stay empty) runs `iterate_in_subprocess` with each
-of its two arenas, `SharedMemoryRingBuffer` and `SharedMemorySegmentPool`. CPU seconds are those of this process and all its
-children, also of the contenders that wait.
+for nothing. SPDL (``pip install spdl==0.8.0``) runs `iterate_in_subprocess` with each of its two arenas,
+`SharedMemoryRingBuffer` and `SharedMemorySegmentPool`, and from Python 3.14 on `iterate_in_subinterpreter`, which cannot import
+numpy or torch. Threads hand over the object itself: ours, and those of dataloader-rs (``pip install dataloader-rs``, from
+Python 3.13 on). Cells of peers that are not installed stay empty. CPU seconds are those of this process and all its children,
+also of the contenders that wait.
 """
 
 import argparse
 import functools
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,7 +32,10 @@ import torch
 from torch.utils.data import Dataset
 
 import stocache
+from benchmark.__main__ import is_missing
 from benchmark.support.measuring import machine, settle
+from benchmark.support.peers import in_rust
+from benchmark.support.plain import PlainPayloads
 from stocache.cli.bench import find_jpegs
 from stocache.ring import ring
 from stocache.system.limits import KIB, MIB
@@ -93,7 +99,9 @@ def ratio(costs: list[Cost], ours: list[Cost]) -> float:
 def loaders(dataset: Any, workers: int, **options: Any) -> dict[str, Iterable[Any]]:
     """Return torch's loader and ours over a dataset, with workers that are kept."""
     options |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": PREFETCH}
-    return {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
+    method = options.pop("worker_method", "multiprocessing")
+    ours = stocache.DataLoader(dataset, **options, worker_method=method)
+    return {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": ours}
 
 
 def first(samples: list[Any]) -> Any:
@@ -146,20 +154,34 @@ def arenas(kind: str, nbytes: int, count: int) -> dict[str, Iterable[Any]]:
     }
 
 
+def in_this_process(kind: str, nbytes: int, count: int) -> dict[str, Iterable[Any]]:
+    """Return the iterables over the same payloads that start no process: another interpreter, and threads."""
+    dataset, made = Payloads(kind, nbytes, count), dict[str, Iterable[Any]]()
+    if kind == "bytes" and spdl is not None and sys.version_info >= (3, 14):
+        source = functools.partial(PlainPayloads, nbytes, count)
+        made["SPDL, interpreter"] = spdl.pipeline.iterate_in_subinterpreter(source, buffer_size=PREFETCH)
+    if not is_missing("dataloader_rs"):
+        made["dataloader-rs"] = in_rust(dataset, 1, 1, first, PREFETCH)
+    made["ours, threads"] = loaders(dataset, 1, batch_size=1, collate_fn=first, worker_method="thread")["ours"]
+    return made
+
+
 def large(rounds: int, mib: int, batches: int) -> None:
     """Payloads of many MiB, from one worker; SPDL has one process."""
-    names = ("torch", "SPDL, ring", "SPDL, pool", "ours")
+    names = ("torch", "SPDL, ring", "SPDL, pool", "ours", "SPDL, interpreter", "dataloader-rs", "ours, threads")
     print(f"Payloads of {mib} MiB, {batches} in an epoch, {rounds} rounds: MB/s; CPU seconds per GB\n")
-    print(f"| payload | {' | '.join(names)} | ours to torch | ours to SPDL, ring | ours to SPDL, pool |")
-    print(f"| --- |{' ---: |' * 7}")
+    pairs = [("ours", name) for name in names[:3]] + [("ours, threads", name) for name in names[4:6]]
+    print(f"| payload | {' | '.join(names)} | {' | '.join(f'{mine} to {name}' for mine, name in pairs)} |")
+    print(f"| --- |{' ---: |' * (len(names) + len(pairs))}")
     for kind in COPY:
         nbytes = mib * MIB
         settle(16 * nbytes)
         peers = arenas(kind, nbytes, batches)
         contenders = peers | loaders(Payloads(kind, nbytes, batches), 1, batch_size=1, collate_fn=first)
+        contenders |= in_this_process(kind, nbytes, batches)
         costs = take_turns(contenders, rounds)
         cells = [_rate(costs.get(name), nbytes) for name in names]
-        cells += [f"{ratio(costs[name], costs['ours']):.2f}" if name in costs else "" for name in names[:3]]
+        cells += [f"{ratio(costs[name], costs[mine]):.2f}" if name in costs else "" for mine, name in pairs]
         print(f"| {kind} | {' | '.join(cells)} |", flush=True)
         del contenders, peers
 
@@ -183,7 +205,9 @@ def texts(count: int) -> list[str]:
 def samples(rounds: int, folder: Path | None, batches: int) -> None:
     """Samples without tensors, in memory, so that only the loaders take time."""
     print(f"{batches} batches in an epoch, 2 workers, shuffled, {rounds} rounds: samples per second; CPU µs per batch\n")
-    print("| samples | batch | torch | ours | ratio | CPU ratio |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    peers = [] if is_missing("dataloader_rs") else ["dataloader-rs", "ours, threads", "ratio", "CPU ratio"]
+    names = ["samples", "batch", "torch", "ours", "ratio", "CPU ratio", *peers]
+    print(f"| {' | '.join(names)} |\n| --- |{' ---: |' * (len(names) - 1)}")
     for batch in (32, 256):
         strings = texts(batch * batches)
         cases: dict[str, tuple[list[Any], Any]] = {
@@ -204,14 +228,19 @@ def samples(rounds: int, folder: Path | None, batches: int) -> None:
 
 
 def _compare(name: str, values: list[Any], batch: int, collate_fn: Any, rounds: int) -> None:
-    costs = take_turns(loaders(values, 2, batch_size=batch, shuffle=True, collate_fn=collate_fn), rounds)
-    theirs, ours = costs["torch"], costs["ours"]
-    cpu = statistics.median(their.cpu_s / our.cpu_s for their, our in zip(theirs, ours, strict=True))
-    cells = []
-    for each in (theirs, ours):
-        wall_s, cpu_s = (statistics.median(column) for column in zip(*each, strict=True))
-        cells.append(f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}")
-    print(f"| {name} | {batch} | {' | '.join(cells)} | {ratio(theirs, ours):.2f} | {cpu:.2f} |", flush=True)
+    options = {"batch_size": batch, "shuffle": True, "collate_fn": collate_fn}
+    contenders = loaders(values, 2, **options)
+    if not is_missing("dataloader_rs"):
+        contenders["dataloader-rs"] = in_rust(values, batch, 2, collate_fn, PREFETCH)
+        contenders["ours, threads"] = loaders(values, 2, worker_method="thread", **options)["ours"]
+    costs, cells = take_turns(contenders, rounds), list[str]()
+    for theirs, ours in zip(*[iter(costs.values())] * 2, strict=True):
+        for each in (theirs, ours):
+            wall_s, cpu_s = (statistics.median(column) for column in zip(*each, strict=True))
+            cells.append(f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}")
+        cpu = statistics.median(their.cpu_s / our.cpu_s for their, our in zip(theirs, ours, strict=True))
+        cells += [f"{ratio(theirs, ours):.2f}", f"{cpu:.2f}"]
+    print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- where the ring gains

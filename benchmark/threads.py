@@ -8,12 +8,14 @@ python -m benchmark threads soak --batches 100000      # memory, threads, and ba
 
 All contenders take turns, round by round, in an order that rotates; figures are medians, and ratios are medians of the ratios
 within a round. A round that is not counted goes first. Peers that are not installed have empty cells: torch's DataLoader over
-stocaching (``pip install --no-deps stocaching==0.2.1``), SPDL (``pip install spdl==0.8.0``), grain (``pip install grain``).
+stocaching (``pip install --no-deps stocaching==0.2.1``), SPDL (``pip install spdl==0.8.0``), grain (``pip install grain``),
+dataloader-rs (``pip install dataloader-rs``, from Python 3.13 on).
 
 ``warm``: the *bare* threads gather rows by ``torch.index_select``, with indices that were drawn before, into memory that they
 use again: each into one buffer, or into eight in turn, as a loader must whose user may hold batches. *With torch's sampler*
 means eight buffers, too, and that the main thread draws the indices meanwhile, as it must in any loader. SPDL's threads run
-``torch.index_select`` on the same rows. Workers are kept. An epoch is several passes over the samples.
+``torch.index_select`` on the same rows, those of dataloader-rs collate rows of the same tensors; it shuffles by itself. Workers
+are kept. An epoch is several passes over the samples.
 
 ``photos``: each contender has a fresh interpreter in each round, which has decoded one photograph. The first epoch gives the
 time from ``iter()`` to the first batch. *Start* is that time without decoding: without the share that the first batch has in an
@@ -51,7 +53,7 @@ import numpy as np
 import psutil
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, Dataset, RandomSampler, TensorDataset, default_collate
 from tqdm import tqdm
 
 import stocache
@@ -59,6 +61,7 @@ from benchmark.__main__ import is_missing
 from benchmark.filling import Photos
 from benchmark.loader import Images, epoch, filled
 from benchmark.support.measuring import machine, pss, settle
+from benchmark.support.peers import in_rust
 from stocache import CachedDataset
 from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.system.limits import MIB, format_size
@@ -148,7 +151,7 @@ PASSES = 4  # over the samples in an epoch
 
 def warm(options: argparse.Namespace) -> None:
     """Print the rates of batches from a full cache."""
-    peers = "torch over stocaching", "SPDL"
+    peers = "torch over stocaching", "SPDL", "dataloader-rs"
     bare = f"bare, {BARE_THREADS} threads", f"bare, {HELD} buffers each", "bare, with torch's sampler"
     names = *bare, "threads", "processes", *peers
     rates = (f"{name}, /s" for name in names)
@@ -201,6 +204,9 @@ def _warm_rates(cached: Any, theirs: Any, batch: int, workers: int, repeats: int
     if not is_missing("spdl"):
         gather = functools.partial(_gather, columns)
         contenders["SPDL"] = functools.partial(epoch, in_spdl(drawn, gather, None, workers))
+    if not is_missing("dataloader_rs"):
+        loader_in_rust = in_rust(TensorDataset(images, labels), batch, workers, prefetch=PREFETCH)
+        contenders["dataloader-rs"] = lambda: sum(epoch(loader_in_rust) for _ in range(PASSES))
     for contender in contenders.values():
         contender()  # until each worker has touched most of the cache, whose pages are mapped into it one by one
     return {name: [PASSES * count / took for took in times] for name, times in take_turns(contenders, repeats).items()}
@@ -256,6 +262,7 @@ DECODERS: dict[str, tuple[str, Callable[[Any, int, int], Any]]] = {  # each with
         lambda photos, *arguments: in_spdl(torch.randperm(len(photos)).tolist(), photos.__getitem__, *arguments),
     ),
     "grain, threads": ("grain", in_grain),
+    "dataloader-rs, threads": ("dataloader_rs", lambda *arguments: in_rust(*arguments, prefetch=PREFETCH)),
 }
 
 

@@ -12,12 +12,14 @@ NOTE [ Seeding samples ]
     Without worker processes, the user's own numbers come from the same generators. So they are set back after each batch.
 """
 
+import inspect
 import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
@@ -37,7 +39,7 @@ _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
 _ALL = frozenset(range(len(GENERATORS)))  # generators, by number
 _NOTHING = frozenset[int]()
-_PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
+_PURE = (default_collate, default_convert, list, tuple)  # collate functions that draw no random numbers
 _LIBRARIES = {"torch", "stocache", "monai", "tensordict"}  # their functions for `default_collate_fn_map` draw none
 
 
@@ -125,9 +127,25 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
 
 
 def is_pure(collate_fn: object) -> bool:
-    """Whether a collate function is one of torch that draws no random numbers, and has not been extended by the user."""
+    """Whether a collate function draws no random numbers.
+
+    That is known of those of torch, if the user has not extended them, of ``list`` and ``tuple``, and of functions that only
+    return the samples, or the first one.
+    """
     modules = {str(getattr(function, "__module__", "")).split(".")[0] for function in default_collate_fn_map.values()}
-    return collate_fn in _PURE and modules <= _LIBRARIES
+    return (collate_fn in _PURE and modules <= _LIBRARIES) or _code_of(collate_fn) in _PURE_CODE
+
+
+def _code_of(function: Any) -> tuple[object, ...] | None:
+    """Return the code of a function of one argument, to compare it; None of anything else."""
+    code = function.__code__ if type(function) is FunctionType else None
+    if code is None or (code.co_argcount, code.co_kwonlyargcount, code.co_flags & _VARIADIC) != (1, 0, 0):
+        return None
+    return code.co_code, code.co_consts[1:]  # without the docstring
+
+
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+_PURE_CODE = _code_of(lambda samples: samples), _code_of(lambda samples: samples[0])
 
 
 def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool, batched: bool) -> tuple[Any, Any]:

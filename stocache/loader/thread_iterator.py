@@ -350,10 +350,12 @@ class ThreadMaker:
                     for at, sample in zip(rows, worker.dataset.__getitems__(_part_of(index, rows)), strict=True):
                         batch.samples[at] = sample
                 else:
-                    for at in rows:
+                    dataset, samples = worker.dataset, batch.samples
+                    for at, part in zip(rows, _parts_of(index, rows) if self._batched else [index], strict=True):
                         turn.position = at
-                        batch.samples[at] = worker.dataset[_part_of(index, at if self._batched else None)]
-                        self.crew.tell_progress()
+                        samples[at] = dataset[part]
+                        if self.crew.draws:
+                            self.crew.tell_progress()
         except BaseException as error:
             if isinstance(error, Exception) and self.crew.shares_opened(worker, error):
                 return self._load_run(batch, index, rows, number)
@@ -468,11 +470,18 @@ def _indices_of(index: Any) -> Any:
     return index.indices if isinstance(index, EpochIndices) else index
 
 
-def _part_of(index: Any, rows: int | Sequence[int] | None) -> Any:
-    """Return the index of a row of a batch, or of several; all for None."""
+def _part_of(index: Any, rows: Sequence[int]) -> Any:
+    """Return the index of several rows of a batch."""
     if isinstance(index, EpochIndices):
         return EpochIndices(index.epoch, _part_of(index.indices, rows))
-    return index if rows is None else index[rows] if isinstance(rows, int) else [index[row] for row in rows]
+    return [index[row] for row in rows]
+
+
+def _parts_of(index: Any, rows: Sequence[int]) -> list[Any]:
+    """Return the index of each of several rows of a batch."""
+    if isinstance(index, EpochIndices):
+        return [EpochIndices(index.epoch, part) for part in _parts_of(index.indices, rows)]
+    return [index[row] for row in rows]
 
 
 def _way_of(dataset: Any) -> Any:

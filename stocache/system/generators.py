@@ -74,13 +74,15 @@ def restore_generator(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
-        memory = type(state[0]) is bytes
-        generator.setstate((random.Random.VERSION, _python_numbers(state[0]), state[1]) if memory else state)
+        if generator is PYTHON and type(state[0]) is bytes:
+            _python_memory.raw, generator.gauss_next = state
+        else:
+            generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = pickle.loads(state)
     elif generator is NUMPY and len(state) == _PYTHON_TWISTER.size:
         np.random.seed(0)  # forgets the kept number
-        memory_of_numpy().raw = state
+        memory_of_numpy().raw = _without_kept = state
     else:
         _without_kept = b""
         generator.set_state(pickle.loads(state))
@@ -127,7 +129,7 @@ def _has_known_layout() -> bool:
     return _python_numbers(_memory_of(probe).raw) == numbers
 
 
-_python_memory = _memory_of(PYTHON) if _has_known_layout() else None
+_python_memory: Any = _memory_of(PYTHON) if _has_known_layout() else None
 
 
 def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:

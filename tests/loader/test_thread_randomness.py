@@ -13,6 +13,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import stocache
 from stocache import CachedDataset, SampleSeed
+from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads import crew
 from tests.support.equality import same
 from tests.support.pairs import pairs
@@ -240,6 +241,27 @@ class Global(Draws):
         if idx == 0:  # until the loop waits for the batch of this sample
             wait_until(lambda: self.crew is not None and self.crew.waiting)
         return idx + torch.rand(2)
+
+
+def second(samples):
+    return samples[1]
+
+
+def bound(number):
+    return lambda samples: samples[number]
+
+
+def test_functions_that_only_return_samples_are_known_to_draw_nothing():
+    def itself(batch):
+        """Return it."""
+        return batch
+
+    pure = list, tuple, itself, lambda batch: batch, lambda batch: batch[0]
+    others = second, bound(0), lambda *batch: batch, lambda batch, *, n=0: batch, lambda: 0, lambda batch: 0, dict, print, None
+    assert [is_pure(function) for function in (*pure, *others)] == [True] * len(pure) + [False] * len(others)
+    for function in pure:
+        expected = list(torch.utils.data.DataLoader(range(N), 4, collate_fn=function))
+        assert list(stocache.DataLoader(range(N), 4, collate_fn=function, num_workers=2, worker_method="thread")) == expected
 
 
 def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stocache.errors import StateError
-from stocache.system import rng
+from stocache.system import generators, rng
 from stocache.system.state import STATE_TYPES, StateForm
 from tests.support.edits import changed, leaves, through_json
 
@@ -28,6 +28,28 @@ def test_states_of_generators_pass_through_json():
     expected = draws(generator)
     rng.set_rng_state(rng.checked(saved), [generator])
     assert draws(generator) == expected
+
+
+@pytest.mark.parametrize("kept", [(False, False), (True, False), (False, True), (True, True)])
+def test_two_states_that_take_turns_keep_all_their_numbers(kept):
+    def numbers():  # an odd number of normal ones: each remembers the second of a pair
+        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(1).item()]
+
+    def begin(seed):
+        generators.seed_all([seed] * 3)
+        return numbers() if kept[seed - 1] else None
+
+    expected = [[begin(seed), *(numbers() for _ in range(6))][1:] for seed in (1, 2)]
+    states = []
+    for seed in (1, 2):
+        begin(seed)
+        states.append(generators.read())
+    found = [[], []]
+    for step in range(12):
+        generators.restore_all(states[step % 2])
+        found[step % 2].append(numbers())
+        states[step % 2] = generators.read()
+    assert found == expected
 
 
 def test_damaged_states_of_generators_are_refused():
