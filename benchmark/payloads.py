@@ -98,10 +98,19 @@ def ratio(costs: list[Cost], ours: list[Cost]) -> float:
 
 def loaders(dataset: Any, workers: int, **options: Any) -> dict[str, Iterable[Any]]:
     """Return torch's loader and ours over a dataset, with workers that are kept."""
+    options |= {
+        "num_workers": workers,
+        "persistent_workers": True,
+        "prefetch_factor": PREFETCH,
+        "multiprocessing_context": "fork",
+    }
+    return {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
+
+
+def in_threads(dataset: Any, workers: int, **options: Any) -> Iterable[Any]:
+    """Return our loader with worker threads that are kept."""
     options |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": PREFETCH}
-    method = options.pop("worker_method", "multiprocessing")
-    ours = stocache.DataLoader(dataset, **options, worker_method=method)
-    return {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": ours}
+    return stocache.DataLoader(dataset, worker_method="thread", **options)
 
 
 def first(samples: list[Any]) -> Any:
@@ -162,7 +171,7 @@ def in_this_process(kind: str, nbytes: int, count: int) -> dict[str, Iterable[An
         made["SPDL, interpreter"] = spdl.pipeline.iterate_in_subinterpreter(source, buffer_size=PREFETCH)
     if not is_missing("dataloader_rs"):
         made["dataloader-rs"] = in_rust(dataset, 1, 1, first, PREFETCH)
-    made["ours, threads"] = loaders(dataset, 1, batch_size=1, collate_fn=first, worker_method="thread")["ours"]
+    made["ours, threads"] = in_threads(dataset, 1, batch_size=1, collate_fn=first)
     return made
 
 
@@ -178,6 +187,7 @@ def large(rounds: int, mib: int, batches: int) -> None:
         settle(16 * nbytes)
         peers = arenas(kind, nbytes, batches)
         contenders = peers | loaders(Payloads(kind, nbytes, batches), 1, batch_size=1, collate_fn=first)
+        take_turns(contenders, 0)  # forks the workers, before there are threads and another interpreter
         contenders |= in_this_process(kind, nbytes, batches)
         costs = take_turns(contenders, rounds)
         cells = [_rate(costs.get(name), nbytes) for name in names]
@@ -196,6 +206,9 @@ def _rate(costs: list[Cost] | None, nbytes: int) -> str:
 # ---------------------------------------------------------------------------------------------------- short samples
 
 
+PAIRS = ("torch", "ours"), ("dataloader-rs", "ours, threads"), ("dataloader-rs", "ours, no workers")
+
+
 def texts(count: int) -> list[str]:
     """Return strings of 10 to 200 characters."""
     generator = random.Random(0)
@@ -205,9 +218,10 @@ def texts(count: int) -> list[str]:
 def samples(rounds: int, folder: Path | None, batches: int) -> None:
     """Samples without tensors, in memory, so that only the loaders take time."""
     print(f"{batches} batches in an epoch, 2 workers, shuffled, {rounds} rounds: samples per second; CPU µs per batch\n")
-    peers = [] if is_missing("dataloader_rs") else ["dataloader-rs", "ours, threads", "ratio", "CPU ratio"]
-    names = ["samples", "batch", "torch", "ours", "ratio", "CPU ratio", *peers]
-    print(f"| {' | '.join(names)} |\n| --- |{' ---: |' * (len(names) - 1)}")
+    pairs = PAIRS if not is_missing("dataloader_rs") else PAIRS[:1]
+    shown = ("torch", "ours", "dataloader-rs", "ours, threads", "ours, no workers")[: 2 if len(pairs) == 1 else None]
+    ratios = (f"{mine} to {name}{kind}" for name, mine in pairs for kind in ("", ", CPU"))
+    print(f"| samples | batch | {' | '.join((*shown, *ratios))} |\n| --- |{' ---: |' * (1 + len(shown) + 2 * len(pairs))}")
     for batch in (32, 256):
         strings = texts(batch * batches)
         cases: dict[str, tuple[list[Any], Any]] = {
@@ -229,15 +243,16 @@ def samples(rounds: int, folder: Path | None, batches: int) -> None:
 
 def _compare(name: str, values: list[Any], batch: int, collate_fn: Any, rounds: int) -> None:
     options = {"batch_size": batch, "shuffle": True, "collate_fn": collate_fn}
-    contenders = loaders(values, 2, **options)
+    contenders, pairs = loaders(values, 2, **options), PAIRS[:1]
     if not is_missing("dataloader_rs"):
-        contenders["dataloader-rs"] = in_rust(values, batch, 2, collate_fn, PREFETCH)
-        contenders["ours, threads"] = loaders(values, 2, worker_method="thread", **options)["ours"]
+        contenders["dataloader-rs"], pairs = in_rust(values, batch, 2, collate_fn, PREFETCH), PAIRS
+        contenders["ours, threads"] = in_threads(values, 2, **options)
+        contenders["ours, no workers"] = stocache.DataLoader(values, **options)
     costs, cells = take_turns(contenders, rounds), list[str]()
-    for theirs, ours in zip(*[iter(costs.values())] * 2, strict=True):
-        for each in (theirs, ours):
-            wall_s, cpu_s = (statistics.median(column) for column in zip(*each, strict=True))
-            cells.append(f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}")
+    for each in costs.values():
+        wall_s, cpu_s = (statistics.median(column) for column in zip(*each, strict=True))
+        cells.append(f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}")
+    for theirs, ours in ((costs[name], costs[mine]) for name, mine in pairs):
         cpu = statistics.median(their.cpu_s / our.cpu_s for their, our in zip(theirs, ours, strict=True))
         cells += [f"{ratio(theirs, ours):.2f}", f"{cpu:.2f}"]
     print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)

@@ -511,6 +511,7 @@ class ThreadIterator(QuickIterator):
         self._pid, count, self._kind = os.getpid(), self._num_workers, self._dataset_kind
         self._in_order, self._ahead = getattr(loader, "in_order", True), count * loader.prefetch_factor
         self._runs_ahead = self._index_sampler.may_run_ahead
+        self._most_planned = self._index_sampler.most_at_once if self._runs_ahead else 1
         init = loader.worker_init_fn
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
@@ -547,6 +548,7 @@ class ThreadIterator(QuickIterator):
         self._streams = cycle(range(self._num_workers))
         self._active = set(range(self._num_workers))
         self._group, self._group_size, self._loading = Group(), 1, 0
+        self._groups_ahead = self._num_workers + 2
         self._ask()
 
     def _finish_epoch(self) -> None:
@@ -565,7 +567,7 @@ class ThreadIterator(QuickIterator):
         """Request as many batches as may be made ahead now."""
         most = self._ahead
         if self._group_size > 1 and not self._loading:  # then all that were asked for are cached
-            most = max(most, (self._num_workers + 2) * self._group_size)
+            most = max(most, self._groups_ahead * self._group_size)
             if len(self._batches) > most - self._group_size:
                 return
         while self._ask_for(min(most - len(self._batches), self._group_size)):
@@ -606,7 +608,8 @@ class ThreadIterator(QuickIterator):
             self._loading += 1
             return
         assert batch.lazy is not None
-        if batch.lazy.on_device:  # only its indices are passed on
+        if batch.lazy.on_device:  # only its indices are passed on, of as many batches as the GPU plans together
+            self._group_size, self._groups_ahead = self._most_planned, 2
             batch.group = group = Group()
             group.batches.append(batch)
             self._maker.gather(group, None, self._threads[-1])

@@ -1,6 +1,7 @@
 """Batches on a device: a device that is played by the memory of the host. What needs a GPU is in test_gpu.py."""
 
 import gc
+import itertools
 import logging
 import subprocess
 import sys
@@ -403,6 +404,31 @@ def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(p
                 next(iterator)
             assert all(same(batch["image"][0], Images()[int(batch["label"][0])]["image"]) for batch in batches)
             del loader, iterator
+
+
+@pytest.mark.unaudited
+@pytest.mark.parametrize("workers", ["alone", "threads"])
+def test_batches_of_a_full_cache_are_planned_many_at_once(play, workers, monkeypatch):
+    play()
+    sizes, plan = [], gathering.DeviceGatherer._plan
+    monkeypatch.setattr(
+        gathering.DeviceGatherer, "_plan", lambda own, batch, each: sizes.append(len(each)) or plan(own, batch, each)
+    )
+    options = {"batch_size": 2, "shuffle": True} | WORKERS[workers]
+    with cached(1) as dataset:
+        dataset.warm(progress=False)
+        expected = batches_of(DataLoader(dataset, **options), 3)
+        loader = DataLoader(dataset, device="cuda", **options)
+        assert identical(batches_of(loader, 1), expected[:1])
+        sizes.clear()
+        torch.manual_seed(1)
+        left = list(itertools.islice(loader, 3))
+        assert identical(left, expected[1][:3])
+        torch.manual_seed(2)
+        assert identical(list(loader), expected[2])
+        assert max(sizes) > 8
+        assert len(sizes) < 10
+        del loader, left
 
 
 class Vectors(Images):
