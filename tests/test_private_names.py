@@ -48,7 +48,7 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
     ),
     "sys._is_gil_enabled": ("shm/segment.py", lambda: sys.version_info < (3, 13) or type(sys._is_gil_enabled()) is bool),
     "pin_memory of torch.utils.data._utils.pin_memory": (
-        "loader/thread_iterator.py and reading/graph/pipes.py",
+        "loader/thread_batches.py and reading/graph/pipes.py",
         lambda: pin_memory.pin_memory("text", None) == "text" and pin_memory.pin_memory.__code__.co_varnames[1] == "device",
     ),
     "_pin_memory_device of torch's iterators": (

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError
-from stocache.loader.thread_iterator import ThreadMaker
+from stocache.loader.thread_batches import ThreadMaker
 from stocache.system import generators
 from stocache.system.describe import describe, difference
 from tests.support.depending import KINDS, Images, N
