@@ -56,6 +56,7 @@ _MARK = b'\\"checksum\\": \\"'
 HEAD_BYTES = 64 << 10
 """Bytes read when a block is opened: the header, sizes, checksums, and most often the labels."""
 _ZEROED = 8 << 10  # bytes of a buffer, from which zeroing it costs more than making it without
+_SMALL = 4 << 10  # bytes of a sample, below which many are made at a time: larger ones are read into memory of their own
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
 
 
@@ -367,7 +368,13 @@ class Block:
             DamagedError: a sample is not as it was written.
         """
         self._source.prefetch()
-        return [self._sample(row) for row in range(self.samples)]
+        made: dict[int, Any] = {}
+        if self.value_bytes < _SMALL * self.samples:
+            with contextlib.suppress(Exception):  # found again, and told, when the sample is made by itself
+                for group in self._groups(range(self.samples)):
+                    group.compare(self._checks)
+                    made.update(group.samples())
+        return [made[row] if row in made else self._sample(row) for row in range(self.samples)]
 
     def encoded(self, rows: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
         """Return the bytes of samples by row, without making the samples: for a slot if there is a ``tree``, else as records.
@@ -384,18 +391,20 @@ class Block:
         if tree not in (None, self.structure):
             return None
         with contextlib.suppress(NotCopied):
-            groups = self._groups(rows)
+            groups = self._checked_groups(rows)
             return dict(itertools.chain.from_iterable(group.buffers() if tree else group.records() for group in groups))
         return None
+
+    def _checked_groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:
+        for group in self._groups(rows):
+            group.check(self._checks, lambda row: self._read(Walk(self._source), row))
+            yield group
 
     def _groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:
         source, whole = self._source, None
         if 2 * len(rows) >= self.samples:
             whole, _ = source.read(0, source.nbytes, writable=False)
-            source = BytesFile(whole)
-        for group in row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows)):
-            group.check(self._checks, lambda row: self._read(Walk(source), row))
-            yield group
+        return row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows))
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""

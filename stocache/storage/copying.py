@@ -111,12 +111,30 @@ class _Leaf(NamedTuple):
         shapes: (rows, dimensions), as they lie in memory.
         nbytes: (rows,).
         pieces: their bytes, a buffer for each row.
+        values: those that had to be made to see whether their bytes make a value.
     """
 
     kind: Kind
     shapes: _Integers
     nbytes: _Integers
     pieces: list[Any]
+    values: list[Any]
+
+    def make_all(self) -> list[Any]:
+        """Return its values."""
+        if self.values:
+            return self.values
+        make, writable = self.kind.maker(False), self.kind.writable
+        counts = (self.nbytes // max(1, self.kind.itemsize)).tolist()
+        return [
+            make(bytearray(piece) if writable else piece, 0, count, shape)
+            for piece, count, shape in zip(self.pieces, counts, _tuples(self.shapes), strict=True)
+        ]
+
+
+def _tuples(shapes: _Integers) -> Iterable[tuple[int, ...]]:
+    """Return the rows as tuples. (Lists of a row each would have the garbage collector look at all of them.)"""
+    return zip(*shapes.T.tolist(), strict=True) if shapes.shape[1] else itertools.repeat((), len(shapes))
 
 
 class RowGroup:
@@ -129,7 +147,7 @@ class RowGroup:
 
     def __init__(self, tree: Tree, table: RowTable, rows: _Integers) -> None:
         self.rows, self.sound = rows, np.ones(len(rows), bool)
-        self._table, self._leaves, self._any_values = table, list[_Leaf](), True
+        self._tree, self._table, self._leaves, self._any_values = tree, table, list[_Leaf](), True
         self._found: list[tuple[bytes | dict[str, Any], _Integers]] = []  # kinds in unions; leaves, and their rows
         self._treedef = self._take(tree, rows, 0)  # before anything is cut: it may raise
         self._met: list[Iterable[Any]] = [itertools.repeat(b"", len(rows))]  # the bytes that the checksums cover
@@ -179,7 +197,7 @@ class RowGroup:
             self._met.append(noted[at : at + step] for at in range(0, len(noted), step))
         if shapes.shape[1] != kind.dims:
             raise ValueError(f"{tree['kind']!r:.50} does not have {shapes.shape[1]} dimensions")
-        leaf = _Leaf(kind, shapes, sizes, self._table.cut(begin + begins, sizes))
+        leaf = _Leaf(kind, shapes, sizes, self._table.cut(begin + begins, sizes), [])
         self._met.append(leaf.pieces)
         self._leaves.append(leaf)
         self._check(leaf)
@@ -207,11 +225,13 @@ class RowGroup:
             for shape in set(map(tuple, leaf.shapes[leaf.nbytes == 0].tolist())):
                 make(b"", 0, math.prod(shape), shape)
             return
-        for row, (piece, shape) in enumerate(zip(leaf.pieces, map(tuple, leaf.shapes.tolist()), strict=True)):
+        for row, (piece, shape) in enumerate(zip(leaf.pieces, _tuples(leaf.shapes), strict=True)):
+            value = None
             try:
-                make(piece, 0, len(piece), shape)
+                value = make(piece, 0, len(piece), shape)
             except Exception:  # as in `block.Block`
                 self.sound[row] = False
+            leaf.values.append(value)
 
     def check(self, checks: object, make: Callable[[int], object]) -> None:
         """Note the rows whose bytes are not as they were written, or do not make a sample.
@@ -220,8 +240,7 @@ class RowGroup:
             checks: the checksums of all samples of the block.
             make: makes the sample of a row.
         """
-        digests = np.fromiter(map(xxhash.xxh3_64_intdigest, map(b"".join, zip(*self._met, strict=True))), np.uint64)
-        self.sound &= digests == np.asarray(checks)[self.rows]
+        self.compare(checks)
         for position in np.flatnonzero(self.sound).tolist():
             try:
                 make(int(self.rows[position]))
@@ -229,6 +248,28 @@ class RowGroup:
                     break
             except Exception:  # as in `block.Block`
                 self.sound[position] = False
+
+    def compare(self, checks: object) -> None:
+        """Note the rows whose bytes are not as they were written. ``checks``: the checksums of all samples of the block."""
+        digests = np.fromiter(map(xxhash.xxh3_64_intdigest, map(b"".join, zip(*self._met, strict=True))), np.uint64)
+        self.sound &= digests == np.asarray(checks)[self.rows]
+
+    def samples(self) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers of sound rows, each with its sample. Raises what a class raises that refuses its parts."""
+        kinds = iter([int.from_bytes(found, "little") for found, _ in self._found if isinstance(found, bytes)])
+        return self._sound(self._join(self._tree, kinds, iter(self._leaves)))
+
+    def _join(self, tree: Any, kinds: Iterator[int], leaves: Iterator[_Leaf]) -> Iterable[Any]:
+        """Return the values of a node, of all rows."""
+        if tree["kind"] == "union":
+            return self._join(tree["children"][next(kinds)], kinds, leaves)
+        if tree["kind"] != "in":
+            return next(leaves).make_all()
+        parts = [self._join(child, kinds, leaves) for child in tree["children"]]
+        container = container_of(
+            tree["container"], tree["class"], keys_from_json(tree["keys"], False), tree["extra"], len(parts), False
+        )
+        return map(container.unflatten_fn(), map(list, zip(*parts, strict=True)) if parts else [[] for _ in self.rows])
 
     def _sound(self, encoded: Iterable[object]) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its item of ``encoded``."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from stocache import RaggedCache
 from stocache.errors import StocacheError
 from stocache.samples.record_decoder import pack_sample
+from stocache.storage import block as block_module
 from stocache.storage import copying
 from stocache.storage.block import Block, File
 from tests.support.containers import Box
@@ -73,11 +74,44 @@ def test_rows_are_copied_in_parts_of_limited_size(name, most, monkeypatch):
     assert max(sizes) <= 10
 
 
+def outcome(make):
+    """What a function makes, packed, or the type of its error."""
+    try:
+        return list(map(pack_sample, make()))
+    except StocacheError as error:
+        return type(error)
+
+
+def agrees(block):
+    """Demand that the whole block is as its samples, one by one, also where it cannot be read."""
+    assert outcome(block.all) == outcome(lambda: [block.sample(row) for row in range(block.samples)])
+
+
+@pytest.mark.parametrize("kind", [*COPIED, *MADE])
+def test_a_whole_block_is_made_as_its_samples_one_by_one(kind, monkeypatch):
+    monkeypatch.setattr(block_module, "_SMALL", 1 << 20)
+    values = [*map((COPIED | MADE)[kind], range(N))]
+    block = opened(file_of(values))
+    assert outcome(block.all) == list(map(pack_sample, values))
+    agrees(block)
+
+
+def test_the_samples_of_a_whole_block_may_be_changed():
+    values = values_of("tensors")
+    block = opened(file_of(values))
+    first = block.all()
+    for sample in first:
+        sample["image"] += 1
+        sample["boxes"] += 1
+    assert outcome(block.all) == list(map(pack_sample, values))
+
+
 @settings(max_examples=30)
 @given(st.lists(samples, min_size=1, max_size=3), st.integers(1, 4))
 def test_what_is_copied_of_any_samples_is_equal(values, times):
     block = opened(file_of(values * times))
     check(block, block.encoded(range(block.samples)) or {})
+    agrees(block)
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -113,7 +147,9 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
         damaged = bytearray(data)
         damaged[at] ^= 1 << rng.integers(8)
         with contextlib.suppress(StocacheError):  # its checksums
-            records = copied_or_refused(opened(bytes(damaged)))
+            block = opened(bytes(damaged))
+            agrees(block)
+            records = copied_or_refused(block)
             assert len(records) < 9
             assert not records or in_cache(records).items() <= expected.items()
 
@@ -169,6 +205,7 @@ def test_what_is_forged_is_copied_only_where_it_can_be_read(case):
         with contextlib.suppress(StocacheError):
             block.sample(row)
             readable.append(row)
+    agrees(block)
     records = copied_or_refused(block)
     assert set(records) <= set(readable)
     assert sorted(records) == sound
