@@ -120,7 +120,7 @@ COPIED = {
     "permuted tensors": lambda idx: torch.from_numpy(pixels(idx, 4 + idx % 6, 5, 3)).permute(2, 0, 1),
     "arrays": lambda idx: (pixels(idx, 2, idx % 4).astype(">i4"), np.zeros((idx, 0), "f4"), np.array(["ab"] * idx, "<U2")),
     "records of numpy": lambda idx: np.array([(idx, "é")] * (idx % 3), np.dtype([("a", "<i2"), ("b", "<U2")])),
-    "scalars": lambda idx: {"a": np.float32(idx), "b": np.str_("x" * 3), "c": np.datetime64("2026-01-01") + idx},
+    "scalars": lambda idx: {"a": np.float32(idx), "b": np.str_("x" * 3), "c": np.datetime64(idx, "D")},
     "nested": lambda idx: {"a": Point({"b": {"c": "x" * idx}}, (idx, "y")), 3: {Kind.BOX: Box(np.arange(idx % 3), idx)}},
     "optional parts": lambda idx: {"maybe": None if idx % 2 else "x" * idx, "value": idx if idx % 3 else [1.5] * idx},
     "other types": lambda idx: [
