@@ -51,6 +51,7 @@ CLAIM = (
 NEEDS = (("PIL", '-e ".[bench]"'),)
 
 PREFETCH = 2  # batches of each worker
+KEPT: dict[str, Any] = {"persistent_workers": True, "prefetch_factor": PREFETCH}
 
 
 class Cost(NamedTuple):
@@ -96,21 +97,20 @@ def ratio(costs: list[Cost], ours: list[Cost]) -> float:
     return statistics.median(theirs.wall_s / mine.wall_s for theirs, mine in zip(costs, ours, strict=True))
 
 
+def cpu_ratio(costs: list[Cost], ours: list[Cost]) -> float:
+    """Return the same for CPU seconds."""
+    return statistics.median(theirs.cpu_s / mine.cpu_s for theirs, mine in zip(costs, ours, strict=True))
+
+
 def loaders(dataset: Any, workers: int, **options: Any) -> dict[str, Iterable[Any]]:
     """Return torch's loader and ours over a dataset, with workers that are kept."""
-    options |= {
-        "num_workers": workers,
-        "persistent_workers": True,
-        "prefetch_factor": PREFETCH,
-        "multiprocessing_context": "fork",
-    }
+    options |= KEPT | {"num_workers": workers, "multiprocessing_context": "fork"}
     return {"torch": torch.utils.data.DataLoader(dataset, **options), "ours": stocache.DataLoader(dataset, **options)}
 
 
 def in_threads(dataset: Any, workers: int, **options: Any) -> Iterable[Any]:
     """Return our loader with worker threads that are kept."""
-    options |= {"num_workers": workers, "persistent_workers": True, "prefetch_factor": PREFETCH}
-    return stocache.DataLoader(dataset, worker_method="thread", **options)
+    return stocache.DataLoader(dataset, num_workers=workers, worker_method="thread", **KEPT, **options)
 
 
 def first(samples: list[Any]) -> Any:
@@ -206,6 +206,7 @@ def _rate(costs: list[Cost] | None, nbytes: int) -> str:
 # ---------------------------------------------------------------------------------------------------- short samples
 
 
+NAMES = "torch", "ours", "dataloader-rs", "ours, threads", "ours, no workers"
 PAIRS = ("torch", "ours"), ("dataloader-rs", "ours, threads"), ("dataloader-rs", "ours, no workers")
 
 
@@ -218,10 +219,8 @@ def texts(count: int) -> list[str]:
 def samples(rounds: int, folder: Path | None, batches: int) -> None:
     """Samples without tensors, in memory, so that only the loaders take time."""
     print(f"{batches} batches in an epoch, 2 workers, shuffled, {rounds} rounds: samples per second; CPU µs per batch\n")
-    pairs = PAIRS if not is_missing("dataloader_rs") else PAIRS[:1]
-    shown = ("torch", "ours", "dataloader-rs", "ours, threads", "ours, no workers")[: 2 if len(pairs) == 1 else None]
-    ratios = (f"{mine} to {name}{kind}" for name, mine in pairs for kind in ("", ", CPU"))
-    print(f"| samples | batch | {' | '.join((*shown, *ratios))} |\n| --- |{' ---: |' * (1 + len(shown) + 2 * len(pairs))}")
+    ratios = (f"{mine} to {name}{kind}" for name, mine in PAIRS for kind in ("", ", CPU"))
+    print(f"| samples | batch | {' | '.join((*NAMES, *ratios))} |\n| --- |{' ---: |' * (1 + len(NAMES) + 2 * len(PAIRS))}")
     for batch in (32, 256):
         strings = texts(batch * batches)
         cases: dict[str, tuple[list[Any], Any]] = {
@@ -243,19 +242,23 @@ def samples(rounds: int, folder: Path | None, batches: int) -> None:
 
 def _compare(name: str, values: list[Any], batch: int, collate_fn: Any, rounds: int) -> None:
     options = {"batch_size": batch, "shuffle": True, "collate_fn": collate_fn}
-    contenders, pairs = loaders(values, 2, **options), PAIRS[:1]
+    contenders = loaders(values, 2, **options)
     if not is_missing("dataloader_rs"):
-        contenders["dataloader-rs"], pairs = in_rust(values, batch, 2, collate_fn, PREFETCH), PAIRS
-        contenders["ours, threads"] = in_threads(values, 2, **options)
-        contenders["ours, no workers"] = stocache.DataLoader(values, **options)
-    costs, cells = take_turns(contenders, rounds), list[str]()
-    for each in costs.values():
-        wall_s, cpu_s = (statistics.median(column) for column in zip(*each, strict=True))
-        cells.append(f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}")
-    for theirs, ours in ((costs[name], costs[mine]) for name, mine in pairs):
-        cpu = statistics.median(their.cpu_s / our.cpu_s for their, our in zip(theirs, ours, strict=True))
-        cells += [f"{ratio(theirs, ours):.2f}", f"{cpu:.2f}"]
+        contenders["dataloader-rs"] = in_rust(values, batch, 2, collate_fn, PREFETCH)
+    contenders["ours, threads"] = in_threads(values, 2, **options)
+    contenders["ours, no workers"] = stocache.DataLoader(values, **options)
+    costs = take_turns(contenders, rounds)
+    cells = [_samples_rate(costs.get(name), batch) for name in NAMES]
+    for theirs, ours in ((costs.get(peer), costs[mine]) for peer, mine in PAIRS):
+        cells += ["", ""] if theirs is None else [f"{ratio(theirs, ours):.2f}", f"{cpu_ratio(theirs, ours):.2f}"]
     print(f"| {name} | {batch} | {' | '.join(cells)} |", flush=True)
+
+
+def _samples_rate(costs: list[Cost] | None, batch: int) -> str:
+    if costs is None:
+        return ""
+    wall_s, cpu_s = (statistics.median(values) for values in zip(*costs, strict=True))
+    return f"{batch / wall_s:,.0f}/s; {cpu_s * 1e6:,.0f}"
 
 
 # ---------------------------------------------------------------------------------------------------- where the ring gains

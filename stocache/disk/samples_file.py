@@ -69,7 +69,6 @@ class SamplesFile:
     def __init__(self, folder: Folder, offsets: memoryview, sizes: memoryview) -> None:
         self._folder = folder  # keeps the descriptors open: another file could have their numbers
         self._index, self._samples, self._seed = folder.index, folder.samples, folder.seed
-        self._seed64 = np.uint64(self._seed)
         self.offsets, self.sizes = offsets, sizes
         self._advised = 0  # pages up to here were written to the disk, and dropped
 
@@ -119,7 +118,7 @@ class SamplesFile:
         nbytes = sum([column.shape[1] for column in columns])
         whole = self.room(nbytes)
         ends = np.empty((len(columns[0]), whole - nbytes), np.uint8)  # padding and checksum
-        seeds = (indices.view(np.uint64) + self._seed64).tolist()  # modulo 2^64
+        seeds = (indices.view(np.uint64) + np.uint64(self._seed)).tolist()  # modulo 2^64
         read = self._read_pieces if nbytes > _PIECE else self._read_rows
         results = read(offsets.view(np.int64), columns, ends, rows, seeds, wait)
         checksums = ends[:, -CHECKSUM_BYTES:].view("<u8")[rows, 0].tolist()

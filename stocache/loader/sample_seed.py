@@ -39,7 +39,7 @@ _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
 _ALL = frozenset(range(len(GENERATORS)))  # generators, by number
 _NOTHING = frozenset[int]()
-_PURE = (default_collate, default_convert, list, tuple)  # collate functions that draw no random numbers
+_PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
 _LIBRARIES = {"torch", "stocache", "monai", "tensordict"}  # their functions for `default_collate_fn_map` draw none
 
 
@@ -133,7 +133,8 @@ def is_pure(collate_fn: object) -> bool:
     return the samples, or the first one.
     """
     modules = {str(getattr(function, "__module__", "")).split(".")[0] for function in default_collate_fn_map.values()}
-    return (collate_fn in _PURE and modules <= _LIBRARIES) or _code_of(collate_fn) in _PURE_CODE
+    is_of_torch = collate_fn in _PURE and modules <= _LIBRARIES
+    return is_of_torch or collate_fn in (list, tuple) or _code_of(collate_fn) in _PURE_CODE
 
 
 def _code_of(function: Any) -> tuple[object, ...] | None:

@@ -448,9 +448,8 @@ def _part_of(index: Any, rows: Sequence[int]) -> Any:
 
 def _parts_of(index: Any, rows: Sequence[int]) -> list[Any]:
     """Return the index of each of several rows of a batch."""
-    if isinstance(index, EpochIndices):
-        return [EpochIndices(index.epoch, part) for part in _parts_of(index.indices, rows)]
-    return [index[row] for row in rows]
+    part = _part_of(index, rows)
+    return [EpochIndices(part.epoch, each) for each in part.indices] if isinstance(part, EpochIndices) else part
 
 
 def _way_of(dataset: Any) -> Any:

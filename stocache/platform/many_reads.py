@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -67,19 +67,13 @@ def read_rows(preadv: Callable[..., int], fd: int, at: Indices, columns: Columns
     """
     found = list[int]()
     if threading.current_thread() is not threading.main_thread():
-        with contextlib.suppress(OSError):
-            queue = _Queue.take()
-            try:
-                for begin in range(0, len(rows), _MOST):
-                    part = slice(begin, begin + _MOST)
-                    found += queue.read(fd, at[part], columns, rows[part], 0 if wait else os.RWF_NOWAIT)
-                    if len(found) < min(begin + _MOST, len(rows)):
-                        break
-            except BaseException:
-                queue.end()
-                raise
-            _free.append(queue)
-    while found and -errno.EINTR in found:  # a signal; Python's functions begin again
+        with contextlib.suppress(OSError), _queue() as queue:
+            for begin in range(0, len(rows), _MOST):
+                part = slice(begin, begin + _MOST)
+                found += queue.read(fd, at[part], columns, rows[part], 0 if wait else os.RWF_NOWAIT)
+                if len(found) < min(begin + _MOST, len(rows)):
+                    break
+    while -errno.EINTR in found:  # a signal; Python's functions begin again
         number = found.index(-errno.EINTR)
         found[number : number + 1] = read_row_by_row(preadv, fd, at[number:][:1], columns, rows[number:][:1], wait)
     return found + read_row_by_row(preadv, fd, at[len(found) :], columns, rows[len(found) :], wait)
@@ -96,8 +90,20 @@ def read_row_by_row(preadv: Callable[..., int], fd: int, at: Indices, columns: C
     return found
 
 
+@contextlib.contextmanager
+def _queue() -> "Iterator[_Queue]":
+    """Take a queue that no other thread uses. An exception ends it. Raises OSError as `_Queue`."""
+    queue = _Queue.take()
+    try:
+        yield queue
+    except BaseException:
+        queue.end()
+        raise
+    _free.append(queue)
+
+
 class _Queue:
-    """A context of the kernel. Raises OSError where there is none."""
+    """A context of the kernel. Raises OSError if the kernel has no context to give."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -20,7 +20,6 @@ NOTE [ Blocks ]
 """
 
 import contextlib
-import itertools
 import json
 import os
 import struct
@@ -370,8 +369,8 @@ class Block:
         self._source.prefetch()
         made: dict[int, Any] = {}
         if self.value_bytes < _SMALL * self.samples:
-            with contextlib.suppress(Exception):  # found again, and told, when the sample is made by itself
-                for group in self._groups(range(self.samples)):
+            with contextlib.suppress(Exception):  # found again, and raised, when the sample is made by itself
+                for group in self._groups(range(self.samples))[1]:
                     group.compare(self._checks)
                     made.update(group.samples())
         return [made[row] if row in made else self._sample(row) for row in range(self.samples)]
@@ -391,20 +390,21 @@ class Block:
         if tree not in (None, self.structure):
             return None
         with contextlib.suppress(NotCopied):
-            groups = self._checked_groups(rows)
-            return dict(itertools.chain.from_iterable(group.buffers() if tree else group.records() for group in groups))
+            source, groups = self._groups(rows)
+            found: dict[int, Any] = {}
+            for group in groups:
+                group.check(self._checks, lambda row: self._read(Walk(source), row))
+                found.update(group.buffers() if tree else group.records())
+            return found
         return None
 
-    def _checked_groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:
-        for group in self._groups(rows):
-            group.check(self._checks, lambda row: self._read(Walk(self._source), row))
-            yield group
-
-    def _groups(self, rows: Sequence[int]) -> Iterator[RowGroup]:
+    def _groups(self, rows: Sequence[int]) -> tuple[ByteSource, Iterator[RowGroup]]:
+        """Return where rows are read, the whole file in memory if they are half of it or more, and groups of them."""
         source, whole = self._source, None
         if 2 * len(rows) >= self.samples:
             whole, _ = source.read(0, source.nbytes, writable=False)
-        return row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows))
+            source = BytesFile(whole)
+        return source, row_groups(self.structure, RowTable(self, source.read, whole), np.unique(rows))
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""

@@ -148,6 +148,7 @@ class RowGroup:
     def __init__(self, tree: Tree, table: RowTable, rows: _Integers) -> None:
         self.rows, self.sound = rows, np.ones(len(rows), bool)
         self._tree, self._table, self._leaves, self._any_values = tree, table, list[_Leaf](), True
+        self._containers: list[Any] = []  # in the order in which `_take` meets them
         self._found: list[tuple[bytes | dict[str, Any], _Integers]] = []  # kinds in unions; leaves, and their rows
         self._treedef = self._take(tree, rows, 0)  # before anything is cut: it may raise
         self._met: list[Iterable[Any]] = [itertools.repeat(b"", len(rows))]  # the bytes that the checksums cover
@@ -176,6 +177,7 @@ class RowGroup:
         keys, parts = keys_from_json(tree["keys"], False), len(tree["children"])
         container = container_of(tree["container"], tree["class"], keys, tree["extra"], parts, False)
         self._any_values &= container.any_values
+        self._containers.append(container)
         children = tuple(self._take(child, rows, depth + 1) for child in tree["children"])
         literals, coded = keys_to_literals(keys)
         return "in", tree["container"], tree["class"], literals, tuple(tree["extra"]), children, *coded
@@ -222,7 +224,7 @@ class RowGroup:
         """Note the rows whose bytes do not make a value of a leaf: make those values of which that is not known."""
         make = leaf.kind.maker(False)
         if leaf.kind.of_any_bytes:
-            for shape in set(map(tuple, leaf.shapes[leaf.nbytes == 0].tolist())):
+            for shape in set(_tuples(leaf.shapes[leaf.nbytes == 0])):
                 make(b"", 0, math.prod(shape), shape)
             return
         for row, (piece, shape) in enumerate(zip(leaf.pieces, _tuples(leaf.shapes), strict=True)):
@@ -257,19 +259,18 @@ class RowGroup:
     def samples(self) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its sample. Raises what a class raises that refuses its parts."""
         kinds = iter([int.from_bytes(found, "little") for found, _ in self._found if isinstance(found, bytes)])
-        return self._sound(self._join(self._tree, kinds, iter(self._leaves)))
+        containers, leaves = iter(self._containers), iter(self._leaves)
 
-    def _join(self, tree: Any, kinds: Iterator[int], leaves: Iterator[_Leaf]) -> Iterable[Any]:
-        """Return the values of a node, of all rows."""
-        if tree["kind"] == "union":
-            return self._join(tree["children"][next(kinds)], kinds, leaves)
-        if tree["kind"] != "in":
-            return next(leaves).make_all()
-        parts = [self._join(child, kinds, leaves) for child in tree["children"]]
-        container = container_of(
-            tree["container"], tree["class"], keys_from_json(tree["keys"], False), tree["extra"], len(parts), False
-        )
-        return map(container.unflatten_fn(), map(list, zip(*parts, strict=True)) if parts else [[] for _ in self.rows])
+        def join(tree: Any) -> Iterable[Any]:
+            """Return the values of a node, of all rows."""
+            if tree["kind"] == "union":
+                return join(tree["children"][next(kinds)])
+            if tree["kind"] != "in":
+                return next(leaves).make_all()
+            make, parts = next(containers).unflatten_fn(), [join(child) for child in tree["children"]]
+            return map(make, map(list, zip(*parts, strict=True)) if parts else [[] for _ in self.rows])
+
+        return self._sound(join(self._tree))
 
     def _sound(self, encoded: Iterable[object]) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its item of ``encoded``."""
