@@ -1,6 +1,7 @@
 """Gather a batch from a cache in one step, where default_collate would stack sample by sample."""
 
 import functools
+import itertools
 import math
 import operator
 import weakref
@@ -307,21 +308,20 @@ class LazyBatch:
         """Bytes of the collated batch."""
         return len(self._indices) * self._cache.slot_bytes
 
-    @staticmethod
-    def gather_together(batches: "list[LazyBatch]", empty: Empty) -> list[Any] | None:
-        """Return the result of `gather` for each of several batches of one cache, after one gather into the same memory.
+    def gather_parts(self, sizes: list[int], empty: Empty) -> list[Any] | None:
+        """Return the result of `gather` for batches of some sizes with the samples of this one, after one gather of all.
 
-        None unless `claim_missing` has found that all are cached.
+        None if they have to be read as lists.
         """
-        hits, ends = [batch._hits for batch in batches], np.cumsum([len(batch) for batch in batches]).tolist()
-        first = batches[0]
-        tensors = first._spec.empty(ends[-1], empty)
-        if tensors is None or any(own is None for own in hits):
-            return None
-        first._cache.gather(np.concatenate(hits), tensors)  # type: ignore[arg-type]
-        starts = [0, *ends[:-1]]
-        columns = [_split(tensor, starts, ends) for tensor in tensors]
-        return [first._join(own) for own in zip(*columns, strict=True)]
+        if self._spec.on_device:
+            return [part.gather(empty) for part in self.split(sizes)]
+        tensors: list[Tensor] = []
+        batch = self.gather(partial(_append, tensors, empty))
+        if batch is None or len(sizes) == 1:
+            return None if batch is None else [batch]
+        ends = list(itertools.accumulate(sizes))
+        columns = [_split(tensor, [0, *ends[:-1]], ends) for tensor in tensors]
+        return [self._spec.join(own) for own in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -438,7 +438,7 @@ class JoinedBatch(LazyBatch):
             return None
         for part, positions in self._parts.values():
             own: list[Tensor] = []
-            if part.gather(partial(_append_empty, own)) is None:
+            if part.gather(partial(_append, own, _new)) is None:
                 return None
             for tensor, rows in zip(tensors, own, strict=True):
                 _rows_of(tensor)[positions] = _rows_of(rows)
@@ -459,6 +459,13 @@ def _rows_of(tensor: Tensor) -> NDArray[Any]:
     return rows
 
 
-def _append_empty(tensors: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
-    return tensors[-1]
+def _new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _append(tensors: list[Tensor], empty: Empty, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Return the tensor that ``empty`` makes, and append it to ``tensors``."""
+    tensor = empty(shape, dtype)
+    if tensor is not None:
+        tensors.append(tensor)
+    return tensor

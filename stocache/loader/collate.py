@@ -120,10 +120,9 @@ class ThreadCollate:
             seed_thread(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
         return self._collate_fn(samples)
 
-    def gather(self, batches: list[LazyBatch]) -> list[Any]:
-        """Return the batches of several lazy ones that are wholly cached."""
-        together = LazyBatch.gather_together(batches, self._pool.empty) if len(batches) > 1 else None
-        return list(map(self, batches)) if together is None else together
+    def gather(self, lazy: LazyBatch, sizes: list[int]) -> list[Any] | None:
+        """Return batches of some sizes with the samples of a lazy one; None if they have to be collated one by one."""
+        return lazy.gather_parts(sizes, self._pool.empty)
 
 
 def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:

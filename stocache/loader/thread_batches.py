@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any
@@ -95,11 +96,16 @@ def _follows(batch: Batch) -> bool:
 
 
 class Group:
-    """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``."""
+    """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``.
 
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.claim = threading.Lock()
+    Attributes:
+        lazy: all their samples.
+    """
+
+    def __init__(self, batches: list[Batch], lazy: LazyBatch) -> None:
+        self.batches, self.lazy, self.claim = batches, lazy, threading.Lock()
+        for batch in batches:
+            batch.group = self
 
 
 class _Turn:
@@ -129,7 +135,6 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
-        self._joins = isinstance(through_subsets(dataset)[0], LazyConcat)  # batches of several caches, which cannot be split
         self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
@@ -203,20 +208,21 @@ class ThreadMaker:
 
     # ------------------------------------------------------------------------------------------------ runs of samples
 
-    def find_cached(self, batches: list[Batch]) -> None:
-        """Look for the samples of several batches at once. Those of which all are cached get their `LazyBatch`."""
-        lists = [] if self._joins else [batch.request.answer() for batch in batches]
-        if not lists or not all(isinstance(each, np.ndarray) for each in lists) or self._will_compare(sum(map(len, lists))):
-            return
+    def find_cached(self, batches: list[Batch]) -> Group | None:
+        """Look for the samples of several batches at once. Return them as a group; None unless all are cached."""
+        lists = [batch.request.answer() for batch in batches]
+        if not all(isinstance(each, np.ndarray) for each in lists) or self._will_compare(sum(map(len, lists))):
+            return None
         try:
             with self._unaudited():
                 together = self.crew.workers[0].dataset.__getitems__(np.concatenate(lists))
                 if not together.cached:
-                    return
+                    return None
         except Exception:  # of one of them, which is found out when they are submitted
-            return
-        for batch, index, lazy in zip(batches, lists, together.split(list(map(len, lists))), strict=True):
-            batch.index, batch.lazy, batch.samples = index, lazy, [None] * len(index)
+            return None
+        for batch, index in zip(batches, lists, strict=True):
+            batch.index, batch.samples = index, [None] * len(index)
+        return Group(batches, together)
 
     def _will_compare(self, count: int) -> bool:
         return any(audit.will_compare(count) for audit in self._audits)
@@ -231,24 +237,23 @@ class ThreadMaker:
             for audit in self._audits:
                 audit.is_paused = False
 
-    def submit(self, batch: Batch, threads: WorkerThreads) -> bool:
-        """Put the tasks that make a batch. Return False if it is wholly cached, and is to be gathered with others."""
-        if batch.lazy is not None:
-            return False
+    def submit(self, batch: Batch, threads: WorkerThreads) -> Group | None:
+        """Put the tasks that make a batch. Return a group of it alone if it is wholly cached, and is to be gathered."""
         if self.is_bound:
             threads.put(partial(self._fetch, batch))
-            return True
+            return None
         index = batch.index = batch.request.answer()
         rows = range(len(_indices_of(index)) if self._batched else 1)
         batch.samples = [_NOT_MADE] * len(rows)
         if not self._batched or self._way is not LazyBatch:
             self._put_runs(batch, rows, threads.put)
-            return True
+            return None
         if self._will_compare(len(rows)):  # with the dataset of the first worker: in its thread
             threads.put_own(partial(self._compare, batch, threads.put), 0)
-            return True
+            return None
         with self._unaudited():
-            return not self._find(batch, threads.put)
+            found_all = self._find(batch, threads.put)
+        return Group([batch], batch.lazy) if found_all and batch.lazy is not None else None
 
     def _compare(self, batch: Batch, put: Callable[[Task], None], number: int) -> None:
         """Compare cached samples, and put the tasks that make a batch."""
@@ -277,6 +282,7 @@ class ThreadMaker:
             batch.finish(error=wrap_error(error, batch.stream))
             return False
         if batch.lazy.found_all:
+            self.crew.claiming.discard(batch.lazy)
             return True
         batch.samples = [None] * len(batch.samples)
         for row in rows:
@@ -356,8 +362,11 @@ class ThreadMaker:
         try:
             if error is None:
                 batch.request.note(batch.index)
-                if batch.lazy is not None:  # samples that are still missing are loaded by this thread, from its own dataset
-                    batch.lazy.load_as(worker.dataset.__getitems__(batch.index))
+                if self._batched and self._way is LazyBatch:
+                    own = worker.dataset.__getitems__(batch.index)
+                    if batch.lazy is None:
+                        batch.lazy = own
+                    batch.lazy.load_as(own)  # samples that are still missing are loaded by this thread, from its own dataset
                 samples = batch.samples if self._batched else batch.samples[0]
                 with span(COLLATE):
                     data = worker.collate_fn(samples if batch.lazy is None else batch.lazy)
@@ -408,26 +417,24 @@ class ThreadMaker:
         """
         if not group.claim.acquire(blocking=False):
             return
-        worker, batches = self.crew.workers[number or 0], [batch for batch in group.batches if not batch.done]
+        worker, batches = self.crew.workers[number or 0], group.batches
         row = self.record.main if number is None else self._begin_step(number)
-        began = time.perf_counter_ns()
-        try:
-            gathered = worker.collate_fn.gather([batch.lazy for batch in batches])
-            made = list(map(self._pinned, gathered))
-            if batches:
-                samples = sum(len(batch.samples) for batch in batches)
-                row.add_gathered(samples, len(batches), time.perf_counter_ns() - began)
-        except Exception:  # of one of them
-            for batch in batches:
-                if threads is None:
-                    self._make_alone(batch, number or 0)
-                else:
-                    threads.put(partial(self._make_alone, batch))
-        else:
-            for batch, data in zip(batches, made, strict=True):
-                self.crew.claiming.discard(batch.lazy)
-                batch.maker = number
+        began, sizes = time.perf_counter_ns(), [len(batch.samples) for batch in batches]
+        made: list[Any] = []
+        with contextlib.suppress(Exception):  # of one of them
+            made = list(map(self._pinned, worker.collate_fn.gather(group.lazy, sizes) or ()))
+        if made:
+            row.add_gathered(sum(sizes), len(batches), time.perf_counter_ns() - began)
+        for batch, data in zip_longest(batches, made):
+            batch.maker = number
+            if made:
                 batch.finish(data)
+                continue
+            batch.lazy = None  # look again
+            if threads is None:
+                self._make_alone(batch, number or 0)
+            else:
+                threads.put(partial(self._make_alone, batch))
 
     def _make_alone(self, batch: Batch, number: int) -> None:
         row = self._begin_step(number)

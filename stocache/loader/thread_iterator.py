@@ -95,7 +95,7 @@ class ThreadIterator(QuickIterator):
         self._last: dict[int, Batch] = {}  # the newest batch of each stream
         self._streams = cycle(range(self._num_workers))
         self._active = set(range(self._num_workers))
-        self._group, self._group_size, self._loading = Group(), 1, 0
+        self._group_size, self._loading = 1, 0  # batches
         self._groups_ahead = self._num_workers + 2
         self._ask()
 
@@ -121,7 +121,6 @@ class ThreadIterator(QuickIterator):
         while self._ask_for(min(most - len(self._batches), self._group_size)):
             if self._loading:
                 most = self._ahead
-        self._put_group()
 
     def _next_stream(self) -> int | None:
         """Return the stream of the next batch. Without order, one that is not behind, as torch does; None if all are."""
@@ -145,34 +144,31 @@ class ThreadIterator(QuickIterator):
         except StopIteration:
             pass
         finally:
-            if len(batches) > 1:
-                self._maker.find_cached(batches)
-            for batch in batches:
-                self._submit(batch)
+            group = self._maker.find_cached(batches) if len(batches) > 1 else None
+            if group is not None:
+                self._gather_later(group)
+            else:
+                for batch in batches:
+                    self._submit(batch)
         return bool(batches)
 
     def _submit(self, batch: Batch) -> None:
-        if self._maker.submit(batch, self._threads[batch.stream if self._is_bound else 0]):
+        group = self._maker.submit(batch, self._threads[batch.stream if self._is_bound else 0])
+        if group is None:
             self._loading += 1
-            return
-        assert batch.lazy is not None
-        if batch.lazy.on_device:  # only its indices are passed on, of as many batches as the GPU plans together
+        else:
+            self._gather_later(group)
+
+    def _gather_later(self, group: Group) -> None:
+        """Have a thread gather a group. If a GPU does, pass on the indices now, of as many batches as it plans together."""
+        if group.lazy.on_device:
             self._group_size, self._groups_ahead = self._most_planned, 2
-            batch.group = group = Group()
-            group.batches.append(batch)
             self._maker.gather(group, None, self._threads[-1])
             return
         if self._runs_ahead:
-            self._group_size = max(1, min(_MOST_IN_GROUP, _GROUP_BYTES // max(1, batch.lazy.nbytes)))
-        batch.group = self._group
-        self._group.batches.append(batch)
-        if len(self._group.batches) >= self._group_size:
-            self._put_group()
-
-    def _put_group(self) -> None:
-        if self._group.batches:
-            self._threads[-1].put(partial(self._maker.gather, self._group), urgent=False)
-            self._group = Group()
+            nbytes = max(1, group.lazy.nbytes // len(group.batches))
+            self._group_size = max(1, min(_MOST_IN_GROUP, _GROUP_BYTES // nbytes))
+        self._threads[-1].put(partial(self._maker.gather, group), urgent=False)
 
     def _next_data(self) -> Any:
         while True:
@@ -198,7 +194,8 @@ class ThreadIterator(QuickIterator):
             RuntimeError: none came within the ``timeout`` of the loader.
             WorkerError: the iterator belongs to another process, or the threads have ended.
         """
-        self._check()
+        if os.getpid() != self._pid:
+            raise WorkerError("worker threads do not exist in a forked process. Make another iterator there.")
         number = self._done()
         if number is not None:
             return number
@@ -210,7 +207,8 @@ class ThreadIterator(QuickIterator):
                 number = self._done()
                 if number is not None:
                     return number
-                self._check()
+                if self.ended:
+                    raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
                 rest_s = _CHECK_S if until is None else until - time.monotonic()
                 if rest_s <= 0:
                     raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
@@ -235,12 +233,6 @@ class ThreadIterator(QuickIterator):
     def is_ready(self) -> bool:
         """Return whether a batch is done."""
         return any(batch.done for batch in islice(self._batches.values(), 1 if self._in_order else None))
-
-    def _check(self) -> None:
-        if os.getpid() != self._pid:
-            raise WorkerError("worker threads do not exist in a forked process. Make another iterator there.")
-        if self._batches and self.ended:
-            raise WorkerError("the worker threads of this iterator have ended. Make another iterator.")
 
     @property
     def ended(self) -> bool:
