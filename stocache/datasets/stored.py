@@ -12,7 +12,7 @@ from stocache.errors import DatasetError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
-from stocache.system.objects import get_many_of
+from stocache.system.objects import get_many_of, newer_of
 
 TSample = TypeVar("TSample", covariant=True)
 
@@ -67,17 +67,21 @@ class StorageDataset(Dataset[TSample]):
     def __getitems__(self, indices: Sequence[int]) -> list[TSample]:
         """Return the samples at local ``indices``. If they are half of one block or more, the block is read once.
 
-        Else the disk is asked for all of them before the first is read.
+        Small samples that follow each other are read together. Else the disk is asked for all of them before the first is read.
         """
         if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
             return [self[idx] for idx in indices]
         wanted = [int(self.indices[idx]) for idx in indices]  # global indices
-        size = getattr(self.storage, "block_size", None)
-        if size is None or len(wanted) < max(2, size // 2) or len({idx // size for idx in wanted}) > 1:
+        first, size = wanted[0] if wanted else 0, getattr(self.storage, "block_size", None) or 0
+        if len(wanted) > 1 and wanted == list(range(first, first + len(wanted))) and self._reads_blocks:
+            return self.storage.load_range(first, first + len(wanted))  # type: ignore[attr-defined,no-any-return]
+        load_block = newer_of(self.storage, "load_block", "load_sample")
+        few = len(wanted) < max(2, size // 2)
+        if few or not size or load_block is None or len({idx // size for idx in wanted}) > 1:
             if (prefetch := getattr(self.storage, "prefetch_samples", None)) is not None and len(wanted) > 1:
                 prefetch(wanted)
             return [self.storage.load_sample(idx) for idx in wanted]
-        block: list[TSample] = self.storage.load_block(wanted[0] // size)  # type: ignore[attr-defined]
+        block: list[TSample] = load_block(first // size)
         return [block[idx % size] for idx in wanted]
 
     def load_encoded(self, indices: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:

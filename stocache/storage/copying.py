@@ -16,6 +16,8 @@ NOTE [ Copying rows ]
     types only, the first sample of each group is made.
 """
 
+import contextlib
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -95,12 +97,28 @@ class RowTable:
         return self._unions[name]
 
     def cut(self, begins: _Integers, nbytes: _Integers) -> list[Any]:
-        """Return parts of the file."""
-        if self._whole is not None:
-            data = memoryview(self._whole) if nbytes.sum() > _FEW * len(nbytes) else self._whole
-            return list(map(data.__getitem__, map(slice, begins.tolist(), (begins + nbytes).tolist())))
-        found = [(self._read(begin, size, False), size) for begin, size in zip(begins.tolist(), nbytes.tolist(), strict=True)]
-        return [memoryview(buffer)[at : at + size] for (buffer, at), size in found]
+        """Return parts of the file. If they follow each other they are read at once."""
+        ends, data, first = begins + nbytes, self._whole, 0
+        following = (begins[1:] == ends[:-1]).all()
+        if data is None and not following:
+            places = zip(begins.tolist(), nbytes.tolist(), strict=True)
+            found = [(self._read(begin, size, False), size) for begin, size in places]
+            return [memoryview(buffer)[at : at + size] for (buffer, at), size in found]
+        if data is None:
+            data, at = self._read(int(begins[0]), int(ends[-1] - begins[0]), False)
+            first = int(begins[0]) - at
+        if nbytes.sum() > _FEW * len(nbytes):
+            data = memoryview(data)
+        elif following and type(data) is bytes:
+            return _pieces(data, int(begins[0]) - first, nbytes.tolist())
+        return list(map(data.__getitem__, map(slice, (begins - first).tolist(), (ends - first).tolist())))
+
+
+def _pieces(data: Any, begin: int, sizes: Iterable[int]) -> list[bytes]:
+    """Return bytes of some sizes that follow each other. (This takes a third of the time of slices.)"""
+    stream = io.BytesIO(data)
+    stream.seek(begin)
+    return list(map(stream.read, sizes))
 
 
 class _Leaf(NamedTuple):
@@ -124,6 +142,8 @@ class _Leaf(NamedTuple):
         """Return its values."""
         if self.values:
             return self.values
+        if (values := self.kind.make_all(self.pieces)) is not None:
+            return values
         make, writable = self.kind.maker(False), self.kind.writable
         counts = (self.nbytes // max(1, self.kind.itemsize)).tolist()
         return [
@@ -192,11 +212,10 @@ class RowGroup:
             if width and rows.max() >= nbytes // width:
                 raise ValueError("a column is too short")
             begins, sizes = rows * width, np.full(len(rows), width)
-            shapes = np.broadcast_to(np.array(shape, np.int64), (len(rows), len(shape)))
+            shapes = np.full((len(rows), len(shape)), shape, np.int64)
         else:
             begins, shapes, sizes = self._varying(tree, rows, nbytes, kind.itemsize)
-            noted, step = shapes.tobytes(), 8 * shapes.shape[1]
-            self._met.append(noted[at : at + step] for at in range(0, len(noted), step))
+            self._met.append(_pieces(shapes.tobytes(), 0, itertools.repeat(8 * shapes.shape[1], len(rows))))
         if shapes.shape[1] != kind.dims:
             raise ValueError(f"{tree['kind']!r:.50} does not have {shapes.shape[1]} dimensions")
         leaf = _Leaf(kind, shapes, sizes, self._table.cut(begin + begins, sizes), [])
@@ -224,10 +243,12 @@ class RowGroup:
         """Note the rows whose bytes do not make a value of a leaf: make those values of which that is not known."""
         make = leaf.kind.maker(False)
         if leaf.kind.of_any_bytes:
-            for shape in set(_tuples(leaf.shapes[leaf.nbytes == 0])):
+            for shape in () if leaf.nbytes.all() else set(_tuples(leaf.shapes[leaf.nbytes == 0])):
                 make(b"", 0, math.prod(shape), shape)
             return
-        for row, (piece, shape) in enumerate(zip(leaf.pieces, _tuples(leaf.shapes), strict=True)):
+        with contextlib.suppress(Exception):
+            leaf.values.extend(leaf.kind.make_all(leaf.pieces) or ())
+        for row, (piece, shape) in () if leaf.values else enumerate(zip(leaf.pieces, _tuples(leaf.shapes), strict=True)):
             value = None
             try:
                 value = make(piece, 0, len(piece), shape)
@@ -268,7 +289,8 @@ class RowGroup:
             if tree["kind"] != "in":
                 return next(leaves).make_all()
             make, parts = next(containers).unflatten_fn(), [join(child) for child in tree["children"]]
-            return map(make, map(list, zip(*parts, strict=True)) if parts else [[] for _ in self.rows])
+            rows = zip(*parts, strict=True) if parts else [() for _ in self.rows]
+            return rows if make is tuple else map(make, map(list, rows))
 
         return self._sound(join(self._tree))
 

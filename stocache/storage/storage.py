@@ -332,6 +332,23 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         sample: TSample = (self._blocks.get(number) or self._open(number)).sample(row)
         return sample
 
+    def load_range(self, begin: int, end: int) -> list[TSample]:
+        """Return the samples from ``begin`` up to, and without, ``end``; small ones of a block are read together.
+
+        The caller may change them.
+
+        Raises:
+            SampleIndexError: they are out of range.
+            DamagedError: a sample is not as it was written.
+        """
+        size, samples = self.block_size, list[TSample]()
+        check_index(begin, len(self), "load_range")
+        check_index(end - 1, len(self), "load_range")
+        for number in range(begin // size, (end - 1) // size + 1):
+            rows = range(max(0, begin - number * size), min(size, end - number * size))
+            samples += self._open(number).some(rows)
+        return samples
+
     def load_block(self, b: int) -> list[TSample]:
         """Return all samples of block ``b``. The caller may change them.
 

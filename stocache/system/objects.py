@@ -74,10 +74,15 @@ def get_many_of(dataset: Any) -> Any:
     """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
     if type(dataset) is Subset and get_many_of(dataset.dataset) is None:
         return None
-    for names in (vars_of(dataset), *map(vars, type(dataset).__mro__)):
-        if "__getitems__" in names:
-            return dataset.__getitems__
-        if "__getitem__" in names:
+    return newer_of(dataset, "__getitems__", "__getitem__")
+
+
+def newer_of(value: Any, name: str, other: str) -> Any:
+    """Return the method ``name`` of an object; None where it has none, or a subclass has its own ``other``."""
+    for names in (vars_of(value), *map(vars, type(value).__mro__)):
+        if name in names:
+            return getattr(value, name)
+        if other in names:
             return None
     return None
 

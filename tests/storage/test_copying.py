@@ -96,6 +96,12 @@ def test_a_whole_block_is_made_as_its_samples_one_by_one(kind, monkeypatch):
     agrees(block)
 
 
+@pytest.mark.parametrize("texts", [["", "ünï€", "a" * 3000], ["", "one of them is no UTF-8: \ud800", "日本語"]])
+def test_texts_and_numbers_of_a_whole_block_are_made_together(texts):
+    values = [(text, row % 2 == 0, -(2**63) + row, float("nan"), complex(row, -0.0)) for row, text in enumerate(texts * 9)]
+    assert outcome(opened(file_of(values)).all) == list(map(pack_sample, values))
+
+
 def test_the_samples_of_a_whole_block_may_be_changed():
     values = values_of("tensors")
     block = opened(file_of(values))

@@ -143,6 +143,53 @@ def test_load_block_gives_all_samples_of_a_block(disk):
 
 
 @pytest.fixture
+def texts(tmp_path):
+    """200 texts in blocks of 80."""
+    with OnDiskBlockDataStorage(tmp_path, 80) as storage:
+        yield save(storage, 200, None, lambda idx: (f"{idx} " * (idx % 50), idx))
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 200), (10, 60), (70, 130), (79, 81), (199, 200), (3, 3)])
+def test_a_range_of_small_samples_is_those_samples(texts, begin, end):
+    expected = [(f"{idx} " * (idx % 50), idx) for idx in range(begin, end)]
+    assert texts.load_range(begin, end) == expected
+    assert StorageDataset(texts).__getitems__(range(begin, end)) == expected
+    assert StorageDataset(texts, range(199, -1, -1)).__getitems__(list(range(199 - begin, 199 - end, -1))) == expected
+
+
+def test_ranges_that_are_not_there_are_errors(texts):
+    for begin, end in ((-1, 3), (0, 201), (200, 201), (5, 2**70), ("0", 3)):
+        with pytest.raises(SampleIndexError, match="load_range"):
+            texts.load_range(begin, end)
+
+
+def test_a_range_is_read_at_once_and_a_damaged_sample_in_it_is_found(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.storage.block.HEAD_BYTES", 0)
+    reads, real = [], here.pread
+    monkeypatch.setattr(here, "pread", lambda fd, nbytes, at: reads.append(nbytes) or real(fd, nbytes, at))
+    texts.load_sample(0)
+    reads.clear()
+    texts.load_range(10, 60)
+    assert len(reads) < 10
+    path = tmp_path / block_name(0)
+    path.write_bytes(path.read_bytes().replace(b"57 57 57", b"57 58 57", 1))
+    with pytest.raises(DamagedError, match=r"000000.safetensors is damaged \(sample 57 in it"):
+        texts.load_range(10, 60)
+    assert len(texts.load_range(10, 57)) == 47
+
+
+def test_a_subclass_that_makes_samples_makes_those_of_ranges_and_blocks(texts, tmp_path):
+    class Upper(OnDiskBlockDataStorage):
+        def load_sample(self, idx):
+            text, label = super().load_sample(idx)
+            return text, -label
+
+    with Upper(tmp_path) as storage:
+        for rows in ([*range(10, 60)], [*range(60, 10, -1)], [3, 90]):
+            assert [label for _, label in StorageDataset(storage).__getitems__(rows)] == [-row for row in rows]
+
+
+@pytest.fixture
 def images(tmp_path):
     """100 samples of 12 KiB in one block."""
     with OnDiskBlockDataStorage(tmp_path, 100) as storage:
