@@ -20,6 +20,7 @@ from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage, TInfo,
 from stocache.storage.urls import is_url
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
+from stocache.system.objects import has_methods
 from stocache.system.state import StateForm
 
 Split = Mapping[str, float] | Callable[[Any, int], Mapping[str, Sequence[int]]]
@@ -102,7 +103,8 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
     def prepare_data(self) -> None:
         """Prepare the samples if they are not. Lightning calls this in one process per machine; for a URL, in one process."""
         storage = self.storage
-        if isinstance(storage, OnDiskBlockDataStorage):
+        if has_methods(storage, OnDiskBlockDataStorage, "start_preparation", "save_sample", "finish_preparation"):
+            assert isinstance(storage, OnDiskBlockDataStorage)
             if not storage.is_prepared():
                 prepare(
                     self.preparer,

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
+from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.cache.shared import NextTier, SharedCache
 from stocache.errors import SampleError
@@ -64,7 +63,8 @@ class BatchSpec:
     def of(cls, cache: SharedCache) -> "BatchSpec | None":
         """Return the spec of batches from ``cache``; None if default_collate does more than stack the samples' bytes.
 
-        To find out, it collates two samples, once for each cache and each state of torch's collate functions.
+        To find out, it collates two samples, once for each cache and each state of torch's collate functions. What a function
+        of the user does may depend on the values.
         """
         known = _known.get(cache)
         if known is None or known[0] != default_collate_fn_map:
@@ -78,7 +78,8 @@ class BatchSpec:
             return None
         rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         try:
-            batch = default_collate(cache.samples_of(rows, 2))
+            functions = {kind: own if is_of_library(own) else _refuse for kind, own in default_collate_fn_map.items()}
+            batch = collate(cache.samples_of(rows, 2), collate_fn_map=functions)
             structure = Structure.of(batch, exact=True)
             tensors = structure.columns(batch)
         except (SampleError, TypeError, RuntimeError, ValueError, AttributeError):  # it cannot collate these
@@ -103,6 +104,18 @@ class BatchSpec:
                 return None
             tensors.append(tensor)
         return tensors
+
+
+def is_of_library(function: object) -> bool:
+    """Whether a function for `default_collate` is of torch, or of a library whose functions draw nothing, and only stack."""
+    return str(getattr(function, "__module__", "")).split(".")[0] in _LIBRARIES
+
+
+_LIBRARIES = {"torch", "stocache", "monai", "tensordict"}
+
+
+def _refuse(samples: object, *, collate_fn_map: object = None) -> None:
+    raise TypeError("a function of the user collates these")
 
 
 _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec | None]]" = weakref.WeakKeyDictionary()
@@ -268,6 +281,8 @@ class LazyBatch:
 
         Where a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
         """
+        if BatchSpec.of(self._cache) is None:  # default_collate was extended since
+            return None
         if self._spec.on_device:
             return self._load_missing(empty)
         tensors = self._spec.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None

@@ -23,7 +23,7 @@ from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit, OnChange
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
-from stocache.datasets.indexing import Collate, find_collate, indices_in
+from stocache.datasets.indexing import Collate, differ_in_size, find_collate, indices_in, pads
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import follow, is_part
 from stocache.datasets.proxy import DatasetProxy
@@ -202,11 +202,12 @@ class CachedDataset(DatasetProxy[_T]):
         self._rows: Any = None  # of a view: its samples
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
+        self._sizes_compared: set[type] = set()  # types of indices for which that was compared for samples of several sizes
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
         options = CacheOptions.of(**_those_of(CacheOptions, given))
         self._fingerprint = options.fingerprint
         samples = SampleOptions(**_those_of(SampleOptions, given))
-        checked = type(dataset) is StorageDataset  # by checksums
+        checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
         wrapped = wrap(dataset, self._len, options, samples)
         self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
@@ -247,6 +248,11 @@ class CachedDataset(DatasetProxy[_T]):
     def is_lazy(self) -> bool:
         """Whether ``__getitems__`` returns a `LazyBatch`; see `with_lazy_batches`."""
         return self._batch_spec is not None and not self.is_transformed
+
+    @property
+    def transforms_batches(self) -> bool:
+        """Whether a transform of the dataset gets whole batches."""
+        return self._split is not None and self._split.has_rest and self._split.takes_batches
 
     @property
     def gathers_on_device(self) -> bool:
@@ -340,7 +346,9 @@ class CachedDataset(DatasetProxy[_T]):
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
         served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
-        if self._batch_spec is not None and isinstance(self.cache, SharedCache) and not self.is_transformed:
+        if self._batch_spec is not None and isinstance(self.cache, SharedCache):
+            if self.is_transformed:  # since the loop began
+                return DirectBatch(self.cache, indices, self._replace(_batch_spec=None).__getitems__, self._batch_spec)
             if not served:
                 return DirectBatch(self.cache, indices, SampleLoader(self._source).load_many, self._batch_spec)
             load_many = self._tiers.behind(self._audit.watched_many(self._loader))
@@ -408,6 +416,11 @@ class CachedDataset(DatasetProxy[_T]):
                 f"for one sample at a time, or leave the transform out."
             )
         samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
+        if kind not in self._sizes_compared and differ_in_size(samples):
+            self._sizes_compared.add(kind)
+            if pads(collate, samples, self.dataset[key]):
+                self._collates[kind] = None
+                return self._get_many(key)
         if self.after_cache is not None:
             return collate([self.after_cache(sample) for sample in samples])
         try:
@@ -498,6 +511,7 @@ class CachedDataset(DatasetProxy[_T]):
 
     def begin_loop(self, loader: Any, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
+        self._follow_transforms()
         self._epochs.loop_begins(self.cache, loader, expected=looped and not self._audit.changed)
         if loader.num_workers and loader.persistent_workers:
             self._audit.meet_workers(started=loader.has_workers)

@@ -3,7 +3,7 @@
 Each dataset decides what ``dataset[[3, 1]]`` and ``dataset[:8]`` return: a list of samples, their columns, or their columns
 stacked or concatenated. So the dataset is asked once, and its result is compared with each known way to collate the same
 samples. If one gives an equal result, bit for bit, later results are collated from cached samples. If none does, the dataset is
-asked each time.
+asked each time. The first samples that differ in size are compared again: some datasets pad these.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,17 +38,39 @@ def indices_in(key: object, length: int) -> list[int] | None:
 
 def find_collate(result: object, samples: Sequence[object]) -> Collate | None:
     """Return the function that collates ``samples`` to ``result``; None where no known one does."""
-    wanted = _comparable(result)
-    if wanted is None:
-        return None
-    for collate in _COLLATES:
-        try:
-            collated = collate(samples)
-        except Exception:  # whatever the samples raise when they are stacked
-            continue
-        if type(collated) is type(result) and _comparable(collated) == wanted:
-            return collate
-    return None
+    return None if _comparable(result) is None else next((own for own in _COLLATES if _gives(own, samples, result)), None)
+
+
+def pads(collate: Collate, samples: Sequence[object], result: object) -> bool:
+    """Return whether the ``result`` of the dataset is not what ``collate`` makes of ``samples``, if it can collate them."""
+    try:
+        collate(samples)
+    except Exception:
+        return False
+    return not _gives(collate, samples, result)
+
+
+def differ_in_size(samples: Sequence[object]) -> bool:
+    """Return whether samples have lists, tuples, arrays or tensors of several sizes."""
+    sizes = map(_sizes, samples)
+    first = next(sizes, None)
+    return any(size != first for size in sizes)
+
+
+def _sizes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return list(map(_sizes, value.values()))
+    if isinstance(value, list | tuple):
+        return [len(value), *(_sizes(part) for part in value if isinstance(part, dict | list | tuple | Tensor | np.ndarray))]
+    return value.shape if isinstance(value, Tensor | np.ndarray) else None
+
+
+def _gives(collate: Collate, samples: Sequence[object], result: object) -> bool:
+    try:
+        collated = collate(samples)
+    except Exception:  # whatever the samples raise when they are stacked
+        return False
+    return type(collated) is type(result) and _comparable(collated) == _comparable(result)
 
 
 def _comparable(value: object) -> Any:

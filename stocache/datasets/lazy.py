@@ -13,7 +13,7 @@ from stocache.datasets.batches import BatchSpec, JoinedBatch
 from stocache.datasets.cached import is_cache
 from stocache.errors import SampleIndexError
 from stocache.samples.indices import as_array
-from stocache.system.walking import branch_of, inner_datasets, through_subsets
+from stocache.system.walking import branch_of, inner_datasets, passes_on, through_subsets
 
 
 class LazyConcat(ConcatDataset[Any]):
@@ -75,6 +75,8 @@ def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     Subset and ConcatDataset; or they are transformed, or vary in size.
     """
     if type(dataset) in (Subset, ConcatDataset):
+        if not passes_on(dataset):
+            return None
         on_device = on_device and type(dataset) is Subset
         lazy = [with_lazy_batches(inner, on_device) for inner in inner_datasets(dataset)]
         specs: list[Any] = [None if inner is None else through_subsets(inner)[0]._batch_spec for inner in lazy]

@@ -54,7 +54,7 @@ from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
 from stocache.system.background import start_daemon
-from stocache.system.objects import attribute_of, get_many_of
+from stocache.system.objects import attribute_of, get_many_of, static_attribute
 
 logger = logging.getLogger("stocache")
 
@@ -331,7 +331,10 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
 
 def admission_unit(dataset: object) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
-    bounds = attribute_of(dataset, "block_bounds")
+    own = (
+        static_attribute(type(dataset), "block_bounds") is not None
+    )  # and not that of another, which its __getattr__ passes on
+    bounds = attribute_of(dataset, "block_bounds") if own and get_many_of(dataset) is not None else None
     if bounds is None:
         return None
     sizes = np.diff(bounds)

@@ -24,7 +24,7 @@ from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.children import ChildError, PackedError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.describe import describe, difference
-from stocache.system.objects import recorded_reads, vars_of
+from stocache.system.objects import get_many_of, recorded_reads, vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
 
 logger = logging.getLogger("stocache")
@@ -113,8 +113,9 @@ def probe_samples(dataset: object, length: int, count: int, load: Callable[[int]
     indices = spread(length, count)
     if not indices:
         return Probe()
+    load_many = get_many_of(dataset) if load is None else None
     load = partial(operator.getitem, dataset) if load is None else load
-    job = partial(_load_all, dataset, load, indices)
+    job = partial(_load_all, dataset, load, load_many, indices)
     found = _ProbeResults(dataset)
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
@@ -209,7 +210,10 @@ def log_draws_without_effect(dataset: object, idx: int, drawn: str = "") -> None
 
 
 def _load_all(
-    dataset: object, load: Callable[[int], object], indices: list[int]
+    dataset: object,
+    load: Callable[[int], object],
+    load_many: Callable[[list[int]], Iterable[object]] | None,
+    indices: list[int],
 ) -> Iterator[_Started | _Loaded | _LoadedAgain]:
     began, count = time.monotonic(), 0
     drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
@@ -242,6 +246,9 @@ def _load_all(
             if not draws:
                 with recorded_reads(dataset) as reads:
                     place = load_again(load, idx, first)
+                if place is None and load_many is not None:
+                    place = load_again(lambda idx: next(iter(load_many([idx]))), idx, first)
+                    place = place and f"by __getitems__: {place}"
                 yield _LoadedAgain(idx, place, None, frozenset(reads - new))
         if draws:
             drawn.append((idx, first, AGAIN if quick else 0))

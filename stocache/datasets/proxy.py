@@ -161,6 +161,7 @@ class DatasetProxy(Dataset[_T]):
             _whole=self._source,
             _len=len(rows),
             _collates={},
+            _sizes_compared=set(),
             _epochs=EpochCounter(len(rows), self.cache),
         )
 

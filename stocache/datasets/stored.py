@@ -1,5 +1,6 @@
 """Use the samples of a storage, or some of them, as a dataset: `StorageDataset`."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -8,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from stocache.errors import DatasetError
+from stocache.errors import DamagedError, DatasetError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
-from stocache.system.objects import get_many_of, newer_of
+from stocache.system.objects import get_many_of, has_methods, newer_of
 
 TSample = TypeVar("TSample", covariant=True)
 
@@ -73,16 +74,18 @@ class StorageDataset(Dataset[TSample]):
             return [self[idx] for idx in indices]
         wanted = [int(self.indices[idx]) for idx in indices]  # global indices
         first, size = wanted[0] if wanted else 0, getattr(self.storage, "block_size", None) or 0
-        if len(wanted) > 1 and wanted == list(range(first, first + len(wanted))) and self._reads_blocks:
+        if len(wanted) > 1 and wanted == list(range(first, first + len(wanted))) and self.reads_blocks:
             return self.storage.load_range(first, first + len(wanted))  # type: ignore[attr-defined,no-any-return]
         load_block = newer_of(self.storage, "load_block", "load_sample")
-        few = len(wanted) < max(2, size // 2)
-        if few or not size or load_block is None or len({idx // size for idx in wanted}) > 1:
-            if (prefetch := getattr(self.storage, "prefetch_samples", None)) is not None and len(wanted) > 1:
-                prefetch(wanted)
-            return [self.storage.load_sample(idx) for idx in wanted]
-        block: list[TSample] = load_block(first // size)
-        return [block[idx % size] for idx in wanted]
+        are_alike = load_block is not None and newer_of(self.storage, "load_sample", "load_block") is not None
+        in_one = are_alike and size and len({idx // size for idx in wanted}) == 1
+        if in_one and len(set(wanted)) >= max(2, size // 2, len(wanted)):  # each once: the caller may change them
+            with contextlib.suppress(DamagedError):  # perhaps of another sample
+                block: list[TSample] = load_block(first // size)
+                return [block[idx % size] for idx in wanted]
+        if (prefetch := getattr(self.storage, "prefetch_samples", None)) is not None and len(wanted) > 1:
+            prefetch(wanted)
+        return [self.storage.load_sample(idx) for idx in wanted]
 
     def load_encoded(self, indices: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
         """Return the bytes of the samples at local ``indices``, all of one block, by index, without making the samples.
@@ -97,7 +100,7 @@ class StorageDataset(Dataset[TSample]):
         Raises:
             Exception: the block cannot be read.
         """
-        if not self._reads_blocks:
+        if not self.reads_blocks:
             return None
         size = self.storage.block_size  # type: ignore[attr-defined]
         block = int(self.indices[indices[0]]) // size
@@ -117,7 +120,7 @@ class StorageDataset(Dataset[TSample]):
             DamagedError: a block cannot be read.
         """
         bounds, storage = self.block_bounds, self.storage
-        if bounds is None or not self._reads_blocks or not isinstance(storage, OnDiskBlockDataStorage):
+        if bounds is None or not self.reads_blocks or not isinstance(storage, OnDiskBlockDataStorage):
             return None
         blocks = self._blocks[bounds[:-1]]
         sizes = np.array([entry.samples for entry in storage.index.blocks])[blocks]
@@ -125,9 +128,9 @@ class StorageDataset(Dataset[TSample]):
         return nbytes
 
     @property
-    def _reads_blocks(self) -> bool:
+    def reads_blocks(self) -> bool:
         """Whether samples are as in the blocks of an `OnDiskBlockDataStorage`: no method that makes them was replaced."""
-        return _has_methods(self, StorageDataset, "__getitem__", "__getitems__") and _has_methods(
+        return has_methods(self, StorageDataset, "__getitem__", "__getitems__") and has_methods(
             self.storage, OnDiskBlockDataStorage, "load_sample", "load_block", "load_encoded"
         )
 
@@ -157,8 +160,3 @@ class StorageDataset(Dataset[TSample]):
         storage: Any = self.storage
         blocks: NDArray[np.int64] = np.asarray(self.indices, dtype=np.int64) // storage.block_size
         return blocks
-
-
-def _has_methods(instance: object, cls: type, *names: str) -> bool:
-    """Return whether methods of an object are those of ``cls``, and not of a subclass or its own."""
-    return all(getattr(getattr(instance, name, None), "__func__", None) is getattr(cls, name) for name in names)

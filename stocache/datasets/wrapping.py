@@ -337,6 +337,8 @@ def _common_structure(probe: Probe, variable: bool | None) -> Structure | None:
             structure = Structure.of(next(iter(samples.values())), exact=True)
             for name, sample in samples.items():
                 structure.encode(sample, name)
+                if variable is None and Structure.of(sample).containers != structure.containers:
+                    raise SampleError(f"{name} has its entries in another order.")
         except SampleError as error:
             if variable is False:
                 raise

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
 from stocache.loader.requests import count_samples
@@ -24,14 +24,14 @@ from stocache.shm.pool import Pool, keep_freed_memory
 from stocache.system.background import Background
 
 _clock_ns = time.perf_counter_ns
-_STACK = default_collate_fn_map[Tensor]
+_STACK: Any = collate_tensor_fn
 _LARGE = 1 << 20  # bytes of a stacked tensor, from which malloc may take new memory for it, whose pages fault
 _MOST_HELD = 4  # pieces of the pool, which it keeps for the next batches
 
 
 def stacks(collate_fn: object) -> bool:
-    """Whether a collate function is default_collate, and torch's own function stacks its tensors."""
-    return collate_fn is default_collate and default_collate_fn_map[Tensor] is _STACK
+    """Whether a collate function is default_collate, and torch's own function, or ours in its place, stacks its tensors."""
+    return collate_fn is default_collate and default_collate_fn_map.get(Tensor) in (_STACK, _stack_anywhere)
 
 
 class RingCollate:
@@ -67,7 +67,9 @@ class RingCollate:
 
     def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
         """Return the batch, and a function that packs it."""
-        if default_collate_fn_map[Tensor] is _STACK:  # of this worker process; the user's collate_fn may call default_collate
+        if (
+            default_collate_fn_map.get(Tensor) is _STACK
+        ):  # of this worker process; the user's collate_fn may call default_collate
             default_collate_fn_map[Tensor] = _stack_anywhere
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()
@@ -79,7 +81,7 @@ class RingCollate:
         if buffer is None:
             reason = NO_BUFFER if lane is not None else NO_LANE if self._ring.works else NO_MEMORY
             return self._collate_fn(samples), partial(fallback, self._ring.key, reason)
-        if self._stacking:
+        if self._stacking and stacks(self._collate_fn):  # the user may extend default_collate in each worker
             into_buffer = default_collate_fn_map | {Tensor: partial(_stack, buffer.empty)}
             return collate(samples, collate_fn_map=into_buffer), buffer.publish
         return self._collate_fn(samples), buffer.publish
@@ -114,7 +116,7 @@ class ThreadCollate:
         """Return the batch of a list of samples, or of a `LazyBatch`."""
         if isinstance(samples, LazyBatch):
             return _gather(samples, self._pool)
-        if self._stacking:
+        if self._stacking and stacks(self._collate_fn):
             return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
         if self._sample_seed is not None:
             seed_thread(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
@@ -182,7 +184,7 @@ class MainCollate:
         return batch
 
     def _collate(self, samples: Any) -> object:
-        if self._pool is None or default_collate_fn_map[Tensor] is not _STACK:
+        if self._pool is None or not stacks(self._collate_fn):
             return self._collate_fn(samples)
         return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack_large, self._pool)})
 

@@ -347,16 +347,17 @@ _ITERS = BatchSampler.__iter__, RandomSampler.__iter__
 def _shuffled(sampler: BatchSampler, inner: RandomSampler, as_arrays: bool) -> Iterator[Any]:
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    size, rest = sampler.batch_size, np.empty(0, np.int64)
+    rest, drop_last, size = np.empty(0, np.int64), sampler.drop_last, sampler.batch_size
     count = len(inner.data_source)
     for first in range(0, inner.num_samples, count):
         order = torch.randperm(count, generator=generator, device="cpu").numpy()[: inner.num_samples - first]
         order = np.concatenate((rest, order)) if len(rest) else order
-        ends = range(size, len(order) + 1, size)
-        for end in ends:
-            yield order[end - size : end] if as_arrays else order[end - size : end].tolist()
-        rest = order[len(ends) * size :]
-    if len(rest) and not sampler.drop_last:
+        begin = 0
+        while 0 < (size := size if drop_last else sampler.batch_size) <= len(order) - begin:  # the user may set it at any time
+            yield order[begin : begin + size] if as_arrays else order[begin : begin + size].tolist()
+            begin += size
+        rest = order[begin:]
+    if len(rest) and not drop_last:
         yield rest if as_arrays else rest.tolist()
 
 

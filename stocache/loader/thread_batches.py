@@ -468,5 +468,5 @@ def _way_of(dataset: Any) -> Any:
     if isinstance(dataset, LazyConcat) or (is_cache(dataset) and dataset.is_lazy):
         return LazyBatch
     if is_cache(dataset):
-        return CachedDataset
+        return None if dataset.transforms_batches else CachedDataset
     return None if attribute_of(dataset, "__getitems__") else list

@@ -74,6 +74,9 @@ class ColumnTable(Protocol):
     def integers(self, name: str) -> Any:
         """Return a column of int64, whole."""
 
+    def union(self, name: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the kinds of a union's values, and which row of its kind each is. Raises ValueError as `union_rows`."""
+
 
 Read: TypeAlias = Callable[[Walk, int], Any]
 
@@ -159,9 +162,9 @@ class _Compiler:
         return lambda walk, row: join([read(walk, row) for read in reads])
 
     def _union(self, tree: Any, level: int) -> Read:
-        kinds = np.array(self._integers(tree["kinds"]), dtype=np.int64)
+        name = self._once(tree["kinds"])
         reads = [self.reader(child, level) for child in tree["children"]]
-        rows = union_rows(kinds, len(reads))
+        kinds, rows = self._table.union(name, len(reads))
 
         def read(walk: Walk, row: int) -> Any:
             kind = int(kinds[row])

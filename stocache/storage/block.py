@@ -21,6 +21,7 @@ NOTE [ Blocks ]
 
 import contextlib
 import json
+import math
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
 from stocache.platform import here
-from stocache.samples.column_decoder import Read, Walk, reader, value_columns
+from stocache.samples.column_decoder import Read, Walk, reader, union_rows, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
@@ -246,6 +247,9 @@ class Block:
         self, source: ByteSource, name: str, allow_pickle: bool = False, *, decode: bool = True, verify: bool = True
     ) -> None:
         self._source, self._name, self._reads = source, name, 0
+        self._integers: dict[str, memoryview] = {}
+        self._unions: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._ascending = set[str]()
         self.nbytes = source.nbytes
         try:
             facts = self._open(verify)
@@ -311,8 +315,17 @@ class Block:
         return self._spans[name]
 
     def integers(self, name: str) -> memoryview:
-        """Return a whole column of int64."""
-        return self._column(name).cast("q")
+        """Return a whole column of int64, which is read once."""
+        if name not in self._integers:
+            self._integers[name] = self._column(name).cast("q")
+        return self._integers[name]
+
+    def union(self, name: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `ColumnTable`."""
+        if name not in self._unions:
+            kinds = np.asarray(self.integers(name), np.int64)
+            self._unions[name] = kinds, union_rows(kinds, count)
+        return self._unions[name]
 
     @property
     def value_bytes(self) -> int:
@@ -373,7 +386,7 @@ class Block:
             DamagedError: a sample is not as it was written.
         """
         self._source.prefetch()
-        return self._made(range(self.samples), self._are_small)
+        return self._made(range(self.samples))
 
     def some(self, rows: range) -> list[Any]:
         """Return samples that follow each other; the caller may change them. Small ones are read together.
@@ -381,20 +394,22 @@ class Block:
         Raises:
             DamagedError: a sample is not as it was written.
         """
-        if self._are_small and len(rows) >= _TOGETHER:
+        if len(rows) >= self._together:
             self._note_reads(len(rows))
-            return self._made(rows, True)
+            return self._made(rows)
         for row in rows:
             self.prefetch(row)
         return list(map(self.sample, rows))
 
     @cached_property
-    def _are_small(self) -> bool:
-        return self.value_bytes < _SMALL * self.samples
+    def _together(self) -> float:
+        """From how many samples on they are made together; those of different kinds in a union are not."""
+        unions = json.dumps(self.structure).count('"kind": "union"')
+        return _TOGETHER << unions if self.value_bytes < _SMALL * self.samples else math.inf
 
-    def _made(self, rows: range, together: bool) -> list[Any]:
+    def _made(self, rows: range) -> list[Any]:
         made: dict[int, Any] = {}
-        if together:
+        if len(rows) >= self._together:
             with contextlib.suppress(Exception):  # found again, and raised, when the sample is made by itself
                 for group in self._groups(np.arange(rows.start, rows.stop))[1]:
                     group.compare(self._checks)
@@ -432,7 +447,7 @@ class Block:
         if 2 * len(rows) >= self.samples:
             whole, _ = source.read(0, source.nbytes, writable=False)
             source = BytesFile(whole)
-        return source, row_groups(self.structure, RowTable(self, source.read, whole), rows)
+        return source, row_groups(self.structure, RowTable(self, source.read, whole, self._ascending), rows)
 
     def check(self, row: int) -> int:
         """Compute the checksum of a sample from its bytes."""

@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stocache.samples.column_decoder import ColumnTable, union_rows, value_columns
+from stocache.samples.column_decoder import ColumnTable, value_columns
 from stocache.samples.column_encoder import Tree
 from stocache.samples.containers import container_of, keys_from_json, keys_to_literals
 from stocache.samples.kinds import ALIGNMENTS, Kind, description_in, kind_in
@@ -56,25 +56,22 @@ class _Mixed(Exception):
 
 
 class RowTable:
-    """The columns of a block in numpy's arrays, each read once.
+    """The columns of a block in numpy's arrays.
 
     Args:
         table: the columns.
         read: reads the file, as `block.ByteSource.read`.
         whole: the file, if it has been read.
+        ascending: the columns of offsets that are known to ascend.
     """
 
-    def __init__(self, table: ColumnTable, read: Callable[[int, int, bool], tuple[Any, int]], whole: Any = None) -> None:
-        self._table, self._read, self._whole, self.span = table, read, whole, table.span
-        self._integers: dict[str, _Integers] = {}
-        self._ascending = set[str]()
-        self._unions: dict[str, tuple[_Integers, _Integers]] = {}
+    def __init__(self, table: ColumnTable, read: Callable[..., tuple[Any, int]], whole: Any, ascending: set[str]) -> None:
+        self._table, self._read, self._whole, self._ascending = table, read, whole, ascending
+        self.span, self.union = table.span, table.union
 
     def integers(self, name: str) -> _Integers:
         """Return a column of int64."""
-        if name not in self._integers:
-            self._integers[name] = np.asarray(self._table.integers(name), np.int64)
-        return self._integers[name]
+        return np.asarray(self._table.integers(name), np.int64)
 
     def offsets(self, name: str) -> _Integers:
         """Return a column of offsets. They ascend: so no bytes belong to two values, and all values are as large as the file.
@@ -88,13 +85,6 @@ class RowTable:
                 raise ValueError("a value ends before it begins")
             self._ascending.add(name)
         return offsets
-
-    def union(self, name: str, count: int) -> tuple[_Integers, _Integers]:
-        """Return the kinds of a union's values, and which row of its kind each is."""
-        if name not in self._unions:
-            kinds = self.integers(name)
-            self._unions[name] = kinds, union_rows(kinds, count)
-        return self._unions[name]
 
     def cut(self, begins: _Integers, nbytes: _Integers) -> list[Any]:
         """Return parts of the file. If they follow each other they are read at once."""
@@ -280,19 +270,18 @@ class RowGroup:
     def samples(self) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its sample. Raises what a class raises that refuses its parts."""
         kinds = iter([int.from_bytes(found, "little") for found, _ in self._found if isinstance(found, bytes)])
-        containers, leaves = iter(self._containers), iter(self._leaves)
+        return self._sound(self._join(self._tree, kinds, iter(self._containers), iter(self._leaves)))
 
-        def join(tree: Any) -> Iterable[Any]:
-            """Return the values of a node, of all rows."""
-            if tree["kind"] == "union":
-                return join(tree["children"][next(kinds)])
-            if tree["kind"] != "in":
-                return next(leaves).make_all()
-            make, parts = next(containers).unflatten_fn(), [join(child) for child in tree["children"]]
-            rows = zip(*parts, strict=True) if parts else [() for _ in self.rows]
-            return rows if make is tuple else map(make, map(list, rows))
-
-        return self._sound(join(self._tree))
+    def _join(self, tree: Any, kinds: Iterator[int], containers: Iterator[Any], leaves: Iterator[_Leaf]) -> Iterable[Any]:
+        """Return the values of a node, of all rows."""
+        if tree["kind"] == "union":
+            return self._join(tree["children"][next(kinds)], kinds, containers, leaves)
+        if tree["kind"] != "in":
+            return next(leaves).make_all()
+        make = next(containers).unflatten_fn()
+        parts = [self._join(child, kinds, containers, leaves) for child in tree["children"]]
+        rows = zip(*parts, strict=True) if parts else [() for _ in self.rows]
+        return rows if make is tuple else map(make, map(list, rows))
 
     def _sound(self, encoded: Iterable[object]) -> Iterator[tuple[int, Any]]:
         """Yield the numbers of sound rows, each with its item of ``encoded``."""

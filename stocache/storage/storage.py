@@ -1,6 +1,7 @@
 """Keep prepared samples: the interface, one file for data that fits in memory, a folder of blocks for larger data."""
 
 import contextlib
+import operator
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -8,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from stocache.errors import DamagedError, StorageError
+from stocache.errors import DamagedError, SampleIndexError, StorageError
 from stocache.platform import here
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
@@ -221,7 +222,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._index: Index | None = None
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._closed_blocks: OrderedDict[int, Block] = OrderedDict()
-        self._lock = threading.Lock()
+        self._locks: dict[int, Any] = {}  # by process: in a forked child that of its parent may be held for ever
         self._last_block = -1
 
     # ------------------------------------------------------------------------------------------------ writing
@@ -341,11 +342,15 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             SampleIndexError: they are out of range.
             DamagedError: a sample is not as it was written.
         """
+        try:
+            first, last = operator.index(begin), operator.index(end)
+        except TypeError:
+            first, last = -1, -1
+        if not 0 <= first <= last <= len(self):
+            raise SampleIndexError(f"load_range({begin!r:.50}, {end!r:.50}): not within the {len(self)} samples.")
         size, samples = self.block_size, list[TSample]()
-        check_index(begin, len(self), "load_range")
-        check_index(end - 1, len(self), "load_range")
-        for number in range(begin // size, (end - 1) // size + 1):
-            rows = range(max(0, begin - number * size), min(size, end - number * size))
+        for number in range(first // size, -(-last // size)):
+            rows = range(max(0, first - number * size), min(size, last - number * size))
             samples += self._open(number).some(rows)
         return samples
 
@@ -445,7 +450,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         return {
             name: value
             for name, value in vars(self).items()
-            if name not in ("_index", "_blocks", "_closed_blocks", "_lock", "_last_block", "_writing")
+            if name not in ("_index", "_blocks", "_closed_blocks", "_locks", "_last_block", "_writing")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -455,6 +460,10 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} in {self.base_folder}>"
+
+    @property
+    def _lock(self) -> Any:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _open(self, number: int) -> Block:
         """Return an open block. When too many are open, the first ones are closed after their last reader."""

@@ -72,7 +72,7 @@ def slots_of(value: object) -> Iterator[tuple[Any, Any]]:
 
 def get_many_of(dataset: Any) -> Any:
     """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
-    if type(dataset) is Subset and get_many_of(dataset.dataset) is None:
+    if type(dataset) is Subset and "__getitems__" not in vars_of(dataset) and get_many_of(dataset.dataset) is None:
         return None
     return newer_of(dataset, "__getitems__", "__getitem__")
 
@@ -85,6 +85,11 @@ def newer_of(value: Any, name: str, other: str) -> Any:
         if other in names:
             return None
     return None
+
+
+def has_methods(value: object, cls: type, *names: str) -> bool:
+    """Return whether methods of an object are those of ``cls``, and not of a subclass or its own."""
+    return all(getattr(getattr(value, name, None), "__func__", None) is getattr(cls, name) for name in names)
 
 
 def static_attribute(cls: type, name: str) -> Any:

@@ -15,9 +15,14 @@ from stocache.system.objects import vars_of
 
 def _is(dataset: Any, cls: Any) -> bool:
     """Return whether a dataset takes its samples from others as torch's class does."""
-    return issubclass(type(dataset), cls) and all(
-        getattr(type(dataset), name, None) is getattr(cls, name, None) for name in ("__getitem__", "__getitems__")
-    )
+    if not issubclass(type(dataset), cls) or "__getitems__" in vars_of(dataset):
+        return False
+    return all(getattr(type(dataset), name, None) is method for name, method in _METHODS[cls].items())
+
+
+_METHODS = {  # of torch, which a program may have replaced in the class meanwhile
+    cls: {name: getattr(cls, name, None) for name in ("__getitem__", "__getitems__")} for cls in (Subset, ConcatDataset)
+}
 
 
 def passes_on(dataset: object) -> bool:

@@ -207,6 +207,11 @@ class ReadTransform:
         """The names of the steps that run after the cache."""
         return ["decode"] * bool(self._encoded) + [step_name(self._function)] * (self._function is not None)
 
+    @property
+    def takes_batches(self) -> bool:
+        """Whether the dataset has a transform, which gets whole batches; images are decoded one by one."""
+        return self._function is not None
+
     def has_changed(self) -> bool:
         """Whether the transform has been set since this was made."""
         form = self._dataset.format

@@ -303,6 +303,12 @@ class Split:
             return None
         return first, [tree.locate(idx)[1] for idx in indices]
 
+    @property
+    def takes_batches(self) -> bool:
+        """Whether a transform gets whole batches."""
+        tree, first = self._bind(), self._bound[0]
+        return isinstance(first, ReadTransform) and first.takes_batches and tree.batches
+
     def before_text(self) -> str:
         """Return the steps that run before the cache as text, the same in every process."""
         tree = self._bind()

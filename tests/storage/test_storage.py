@@ -1,6 +1,7 @@
 """The contract of all storages, and what becomes of files that are damaged."""
 
 import errno
+import gc
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from stocache import InMemoryDataStorage, OnDiskBlockDataStorage, StorageDataset
 from stocache.errors import DamagedError, LimitError, SampleError, SampleIndexError, StorageError
 from stocache.platform import here
 from stocache.storage import local
+from stocache.storage.copying import RowGroup
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
 from tests.support.containers import Box
@@ -158,9 +160,12 @@ def test_a_range_of_small_samples_is_those_samples(texts, begin, end):
 
 
 def test_ranges_that_are_not_there_are_errors(texts):
-    for begin, end in ((-1, 3), (0, 201), (200, 201), (5, 2**70), ("0", 3)):
-        with pytest.raises(SampleIndexError, match="load_range"):
+    for begin, end in ((-1, 3), (0, 201), (200, 201), (5, 4), (5, 2**70), ("0", 3)):
+        with pytest.raises(SampleIndexError, match=r"load_range\(.*not within the 200 samples"):
             texts.load_range(begin, end)
+    assert texts.load_range(0, 0) == texts.load_range(200, 200) == []
+    for number in (np.uint8, np.int8, lambda value: torch.tensor(value, dtype=torch.uint8)):
+        assert [label for _, label in texts.load_range(number(9), number(120))] == [*range(9, 120)]
 
 
 def test_a_range_is_read_at_once_and_a_damaged_sample_in_it_is_found(texts, tmp_path, monkeypatch):
@@ -176,6 +181,38 @@ def test_a_range_is_read_at_once_and_a_damaged_sample_in_it_is_found(texts, tmp_
     with pytest.raises(DamagedError, match=r"000000.safetensors is damaged \(sample 57 in it"):
         texts.load_range(10, 60)
     assert len(texts.load_range(10, 57)) == 47
+    assert len(StorageDataset(texts).__getitems__([*range(56, 0, -1)])) == 56
+
+
+def test_a_range_read_together_is_freed_without_the_garbage_collector(texts):
+    gc.collect()
+    gc.disable()
+    try:
+        texts.load_range(0, 200)
+        assert not any(isinstance(found, RowGroup) for found in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_optional_parts_are_made_one_by_one_where_groups_would_be_small(tmp_path):
+    def make(idx):
+        return [idx if idx >> bit & 1 else None for bit in range(5)]
+
+    with save(OnDiskBlockDataStorage(tmp_path, 4000), 3000, None, make) as storage:
+        for begin, end in ((5, 40), (0, 3000)):
+            assert storage.load_range(begin, end) == [*map(make, range(begin, end))]
+
+
+def test_samples_that_are_asked_for_twice_are_two_objects(tmp_path):
+    with save(OnDiskBlockDataStorage(tmp_path, 8), 8, None, lambda idx: torch.tensor([idx])) as storage:
+        for rows in ([5, 5, 2, 5], [5, 5, 2], [*range(8), 0]):
+            samples = StorageDataset(storage).__getitems__(rows)
+            assert [int(sample.add_(100)) for sample in samples] == [100 + row for row in rows]
+
+
+def test_a_child_forked_while_a_block_is_opened_reads(texts):
+    with texts._lock:
+        assert in_child(lambda: len(texts.load_range(0, 200)) == 200 or os._exit(1)) == 0
 
 
 def test_a_subclass_that_makes_samples_makes_those_of_ranges_and_blocks(texts, tmp_path):

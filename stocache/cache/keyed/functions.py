@@ -185,6 +185,7 @@ class CachedFunction:
         self._name = ""
         self._is_method = False
         self._reads: tuple[str, ...] | None = None  # attributes that the method reads, once it was called
+        self._calls: tuple[str, ...] = ()  # functions of its class that it reads: an object may get others
         self._begin()
 
     def _begin(self) -> None:
@@ -216,7 +217,7 @@ class CachedFunction:
         return self if obj is None else MethodType(self, obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads"
+        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads", "_calls"
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -267,8 +268,9 @@ class CachedFunction:
         if self._is_method:
             if self._reads is None:
                 return None
-            kind = f"{type(args[0]).__module__}.{type(args[0]).__qualname__}"
-            attributes, args = (kind, *((name, self._attribute(args[0], name)) for name in self._reads)), args[1:]
+            kind, own = f"{type(args[0]).__module__}.{type(args[0]).__qualname__}", vars_of(args[0]) or {}
+            names = (*self._reads, *(name for name in self._calls if name in own))
+            attributes, args = (kind, *((name, self._attribute(args[0], name)) for name in names)), args[1:]
         return tuple(map(_typed, args)), attributes, tuple(map(_stamp, args)) if self._files else ()
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,7 +286,8 @@ class CachedFunction:
                 value = self._computed(args, kwargs)
             changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
             own = vars_of(obj) or {}
-            names = tuple(sorted(name for name in reads if own.get(name) is not self and _is_data(obj, name)))
+            read = sorted(name for name in reads if own.get(name) is not self)
+            names = tuple(name for name in read if _is_data(obj, name))
             if changed:
                 self._refuse(f"it sets {changed[0]!r} of its object")
             try:
@@ -292,7 +295,7 @@ class CachedFunction:
                     self._attribute(obj, name)
             except CacheKeyError as error:
                 self._refuse(str(error))
-            self._reads = names
+            self._reads, self._calls = names, tuple(name for name in read if name not in names)
         finally:
             _recording.release()
         if not self._reason:
