@@ -144,6 +144,24 @@ def test_any_storage_will_do(tmp_path, has_length):
     data.close()
 
 
+class Coded(OnDiskBlockDataStorage):
+    def save_sample(self, sample):
+        super().save_sample((sample[0], sample[1] + 1000))
+
+    def load_sample(self, idx):
+        image, label = super().load_sample(idx)
+        return image, label - 1000
+
+
+def test_samples_are_saved_by_the_storage(tmp_path):
+    data = module(tmp_path, Coded(tmp_path / "data", block_size=50))
+    data.prepare_data()
+    data.setup("fit")
+    labels = torch.cat([labels for _, labels in data.train_dataloader()]).tolist()
+    assert sorted(labels) == list(data.datasets["train"].indices)
+    data.close()
+
+
 def test_parts_are_as_asked_for_and_the_same_each_time(tmp_path):
     split = {"train": 0.5, "val": 0.25}
     parts = parts_of(tmp_path, split=split)

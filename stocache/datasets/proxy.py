@@ -129,6 +129,7 @@ class DatasetProxy(Dataset[_T]):
                 raise
             self._audit.change(str(error))
         else:
+            split.bind()
             self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
 
     @property  # type: ignore[misc]

@@ -148,6 +148,8 @@ class _Wrapper:
             _warn_of_other_samples(disk, probe.samples)
         if disk is not None and self._unit is None:
             disk.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
+        if split is not None:
+            split.bind()
         return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
 
     def _wanted(self) -> str | None:

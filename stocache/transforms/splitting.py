@@ -250,7 +250,8 @@ class Split:
     def __reduce__(self) -> Any:
         return Split, (self._dataset, self._plans)
 
-    def _bind(self) -> DatasetTree:
+    def bind(self) -> DatasetTree:
+        """Find the transforms of the dataset now; else that is done when the first sample is made."""
         tree = self._tree
         if tree is None or not self._bound:
             tree = self._tree = tree or DatasetTree(self._dataset)
@@ -260,12 +261,12 @@ class Split:
     @property
     def before(self) -> dict[int, Mapping[Site, tuple[Any, ...]]]:
         """The steps of each transform that run before the cache, by the numbers of the leaves."""
-        self._bind()
+        self.bind()
         return {number: bound.before for number, bound in enumerate(self._bound)}
 
     def has_changed(self, indices: Iterable[int] | None = None) -> bool:
         """Whether a transform has been set or changed: of the leaves that make the samples ``indices``, or of any leaf."""
-        tree, bound = self._bind(), self._bound
+        tree, bound = self.bind(), self._bound
         if len(bound) > 1 and indices is not None:
             bound = [bound[number] for number in {tree.locate(idx)[0] for idx in indices}]
         return any(its.has_changed() for its in bound)
@@ -278,12 +279,12 @@ class Split:
 
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""
-        number, leaf_idx = self._bind().locate(idx)
+        number, leaf_idx = self.bind().locate(idx)
         return self._bound[number].load(leaf_idx)
 
     def finish(self, idx: int, sample: object) -> Any:
         """Return sample ``idx`` after the rest of its transforms."""
-        number, leaf_idx = self._bind().locate(idx)
+        number, leaf_idx = self.bind().locate(idx)
         return self._bound[number].finish(leaf_idx, sample)
 
     def load_many(self, indices: list[int]) -> Iterable[Any]:
@@ -298,7 +299,7 @@ class Split:
 
     def _batch(self, indices: Sequence[int]) -> tuple[ReadTransform, list[int]] | None:
         """Return the leaf that makes a batch of samples, and their indices there; None where samples are made one by one."""
-        tree, first = self._bind(), self._bound[0]
+        tree, first = self.bind(), self._bound[0]
         if not isinstance(first, ReadTransform) or not tree.batches:
             return None
         return first, [tree.locate(idx)[1] for idx in indices]
@@ -306,12 +307,12 @@ class Split:
     @property
     def takes_batches(self) -> bool:
         """Whether a transform gets whole batches."""
-        tree, first = self._bind(), self._bound[0]
+        tree, first = self.bind(), self._bound[0]
         return isinstance(first, ReadTransform) and first.takes_batches and tree.batches
 
     def before_text(self) -> str:
         """Return the steps that run before the cache as text, the same in every process."""
-        tree = self._bind()
+        tree = self.bind()
         if not self.has_rest:
             return ALL_BEFORE
         return steps_text({kind: self._bound[kind].before for kind in sorted(set(tree.kinds))})

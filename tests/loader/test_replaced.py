@@ -1,0 +1,264 @@
+"""What a user has replaced is used: collate functions, methods of storages, transforms, attributes of one object."""
+
+import contextlib
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+import stocache
+from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
+from tests.support.equality import same
+from tests.support.images import Images, N
+from tests.support.processes import run_python
+
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+WORKERS = [{}, {"prefetch_factor": 2}, FORKED, {"num_workers": 2, "worker_method": "thread"}]
+every_way = pytest.mark.parametrize("workers", WORKERS, ids=str)
+
+
+def clean(batch, *, collate_fn_map=None):
+    return torch.from_numpy(np.nan_to_num(np.stack(batch)))
+
+
+def halved(batch, *, collate_fn_map=None):
+    return torch.stack(batch).half()
+
+
+def extend(worker):
+    default_collate_fn_map[torch.Tensor] = halved
+
+
+@every_way
+def test_a_collate_function_that_depends_on_values_is_called(workers, monkeypatch):
+    monkeypatch.setitem(default_collate_fn_map, np.ndarray, clean)
+    data = [(np.array([idx, np.nan], np.float32), idx) for idx in range(8)]
+    with CachedDataset(data, "1MB") as cached:
+        for _ in range(2):
+            assert same(list(stocache.DataLoader(cached, 4, **workers)), list(DataLoader(data, 4)))
+
+
+def test_a_collate_function_that_each_worker_registers_is_called():
+    data = Images()
+    with CachedDataset(data, 1) as cached:
+        for dataset in (data, cached, cached):
+            batches = list(stocache.DataLoader(dataset, 5, worker_init_fn=extend, **FORKED))
+            assert [images.dtype for images, _ in batches] == [torch.float16] * 10
+
+
+@every_way
+def test_a_collate_function_that_is_registered_while_batches_come_is_called_soon(workers, monkeypatch):
+    workers = {name: value for name, value in workers.items() if name != "prefetch_factor"}
+    if "multiprocessing_context" in workers:
+        pytest.skip("worker processes have started before")
+    with CachedDataset(Images(), 1) as cached:
+        cached.warm(progress=False)
+        dtypes = []
+        for images, _ in stocache.DataLoader(cached, 1, **workers):
+            dtypes.append(images.dtype)
+            monkeypatch.setitem(default_collate_fn_map, torch.Tensor, halved)
+    assert (dtypes[0], dtypes[-1]) == (torch.uint8, torch.float16)
+
+
+def test_a_collate_function_that_was_registered_before_the_import_is_called():
+    shown = run_python("-c", BEFORE_THE_IMPORT).stdout
+    assert shown.split() == ["torch.float16"] * 2
+
+
+BEFORE_THE_IMPORT = """
+import torch
+from torch.utils.data import TensorDataset
+from torch.utils.data._utils.collate import default_collate_fn_map
+default_collate_fn_map[torch.Tensor] = lambda batch, *, collate_fn_map: torch.stack(batch).half()
+import stocache
+for workers in (0, 1):
+    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    print(next(iter(stocache.DataLoader(TensorDataset(torch.zeros(2, 1 << 19)), 2, **options)))[0].dtype)
+"""
+
+
+class Scaled(OnDiskBlockDataStorage):
+    factor = 1
+
+    def load_sample(self, idx):
+        return super().load_sample(idx) * self.factor
+
+
+def test_the_samples_of_a_storage_that_makes_them_itself_are_compared(tmp_path):
+    prepare([torch.tensor(idx) for idx in range(1, 9)], tmp_path / "data", block_size=4, progress=False)
+    with Scaled(tmp_path / "data") as storage, CachedDataset(StorageDataset(storage), "1MB") as cached:
+        for storage.factor in (1, 2, 3):
+            assert torch.cat(list(DataLoader(cached, 4))).tolist() == [idx * storage.factor for idx in range(1, 9)]
+
+
+class BlocksOnly(OnDiskBlockDataStorage):
+    def load_block(self, b):
+        return [sample + 100 for sample in super().load_block(b)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_samples_do_not_depend_on_the_size_of_batches(batch_size, tmp_path):
+    prepare([torch.tensor(idx) for idx in range(8)], tmp_path / "data", block_size=8, progress=False)
+    with BlocksOnly(tmp_path / "data") as storage:
+        assert torch.cat(list(DataLoader(StorageDataset(storage, range(7, -1, -1)), batch_size))).tolist() == [
+            *range(7, -1, -1)
+        ]
+
+
+class Shifted(Dataset):
+    """Passes on the attributes of the dataset within."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, idx):
+        return self.inner[idx] + 100
+
+    def __getattr__(self, name):
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def test_a_wrapper_that_passes_on_the_attributes_of_a_storage_makes_its_samples(tmp_path):
+    prepared = prepare([torch.tensor(idx) for idx in range(8)], tmp_path / "data", block_size=4, progress=False)
+    with prepared, CachedDataset(Shifted(StorageDataset(prepared)), "1MB") as cached:
+        for _ in range(2):
+            assert [batch.tolist() for batch in DataLoader(cached, 4)] == [[100, 101, 102, 103], [104, 105, 106, 107]]
+
+
+class Folder(Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, idx):
+        sample = torch.tensor([float(idx)])
+        return sample if self.transform is None else self.transform(sample)
+
+
+def plus(sample):
+    return sample + 1
+
+
+@every_way
+@pytest.mark.parametrize("collate_fn", [None, torch.stack], ids=["default", "own"])
+@pytest.mark.parametrize(("first", "second"), [(None, plus), (plus, None), (plus, torch.neg)])
+def test_a_transform_may_be_set_on_the_dataset_within_between_epochs(first, second, collate_fn, workers):
+    dataset = Folder(first)
+    with CachedDataset(dataset, "1MB") as cached:
+        loader = stocache.DataLoader(cached, 4, collate_fn=collate_fn, **workers)
+        for dataset.transform in (first, second, first):
+            assert torch.equal(torch.cat(list(loader)), torch.stack([*map(dataset.__getitem__, range(16))]))
+
+
+def test_a_transform_that_is_set_while_batches_come_runs_from_then_on():
+    dataset = Folder(None)
+    with CachedDataset(dataset, "1MB") as cached:
+        batches = iter(stocache.DataLoader(cached, 4))
+        assert next(batches).flatten().tolist() == [0, 1, 2, 3]
+        dataset.transform = plus
+        assert torch.cat(list(batches)).flatten().tolist() == [*range(5, 17)]
+
+
+def padded(batch):
+    most = max(map(len, batch["ids"]))
+    return {"ids": [ids + [0] * (most - len(ids)) for ids in batch["ids"]]}
+
+
+def ids_of(samples):
+    return [sample["ids"] for sample in samples]
+
+
+@every_way
+def test_a_transform_of_whole_batches_gets_whole_batches(workers):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = datasets.Dataset.from_dict({"ids": [[1] * (idx % 4 + 1) for idx in range(64)]}).with_transform(padded)
+    with CachedDataset(rows, "1MB") as cached:
+        for _ in range(2):
+            batches = list(stocache.DataLoader(cached, 32, collate_fn=ids_of, **workers))
+            assert batches == list(DataLoader(rows, 32, collate_fn=ids_of))
+
+
+class Tokens(Dataset):
+    """Pads the samples that it returns together."""
+
+    rows = ([1, 2], [3, 4], [5, 6, 7], [8], [9, 9, 9, 9], [1, 1])
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, key):
+        return padded({"ids": [self.rows[idx] for idx in key]}) if isinstance(key, list) else {"ids": list(self.rows[key])}
+
+
+def test_samples_that_a_dataset_pads_are_not_taken_for_others():
+    tokens = Tokens()
+    with CachedDataset(tokens, "1MB") as cached:
+        for key in ([0, 1], [1, 2], [3, 4], [0, 5]):
+            assert cached[key] == tokens[key]
+
+
+class Twofold(Images):
+    def __getitems__(self, indices):
+        return [(image, label + 200) for image, label in map(self.__getitem__, indices)]
+
+
+@every_way
+def test_a_dataset_whose_batches_are_not_of_its_samples_is_found_at_once(workers, caplog):
+    with CachedDataset(Twofold(), 1) as cached:
+        for _ in range(2):
+            assert same(list(stocache.DataLoader(cached, 8, **workers)), list(DataLoader(Twofold(), 8)))
+    assert "by __getitems__" in caplog.text
+
+
+@pytest.mark.parametrize("make", [DataLoader, stocache.DataLoader])
+def test_a_batch_size_that_is_set_within_an_epoch_is_that_of_the_next_batch(make):
+    loader, sizes = make(TensorDataset(torch.arange(12)), 2, shuffle=True), []
+    for (batch,) in loader:
+        sizes.append(len(batch))
+        loader.batch_sampler.batch_size = 5
+    assert sizes == [2, 5, 5]
+
+
+@every_way
+def test_methods_of_torchs_classes_that_are_replaced_are_called(workers, monkeypatch):
+    original, labels = ConcatDataset.__getitem__, lambda loader: torch.cat([label for _, label in loader]).tolist()
+    with CachedDataset(Images(), 1) as cached:
+        part = Subset(cached, [5, 4, 3])
+        part.__getitems__ = lambda indices: [cached[idx + 10] for idx in indices]
+        assert labels(stocache.DataLoader(part, 3, **workers)) == labels(DataLoader(part, 3))
+        monkeypatch.setattr(ConcatDataset, "__getitem__", lambda self, idx: original(self, N - idx - 1))
+        both = ConcatDataset([cached, cached])
+        assert labels(stocache.DataLoader(both, 3, **workers)) == labels(DataLoader(both, 3))
+
+
+def test_a_method_that_one_object_has_instead_is_part_of_the_key():
+    class Clips:
+        def decode(self, idx):
+            return idx
+
+        @stocache.cached("1MB")
+        def frame(self, idx):
+            return torch.tensor(self.decode(idx))
+
+    with contextlib.closing(Clips.frame):
+        first, second = Clips(), Clips()
+        assert [int(first.frame(3)) for _ in range(2)] == [3, 3]
+        first.decode = lambda idx: idx + 7
+        second.decode = functools.partial(int.__add__, 9)
+        assert (int(first.frame(3)), int(second.frame(3)), int(Clips().frame(3))) == (10, 12, 3)
+
+
+def test_entries_of_probed_samples_keep_their_order():
+    data = [{"a": 1, "b": 2} if idx % 2 else {"b": 2, "a": 1} for idx in range(8)]
+    with CachedDataset(data, "1MB") as cached:
+        assert [list(cached[idx]) for idx in (*range(8), *range(8))] == [list(data[idx % 8]) for idx in range(16)]
