@@ -266,6 +266,8 @@ class DataLoader(ResumableLoader[_T]):
             self.end_workers()
         if self._unused is not None:
             self._unused.detach()
+        if isinstance(self._iterator, ThreadIterator):
+            self._iterator.drop_gathers()  # before the figures of this epoch begin
         epoch = self._begin_epoch()
         if self._iterator is None or self._worker_group is None:  # torch sets _iterator only for persistent workers
             made = progress.workers_made

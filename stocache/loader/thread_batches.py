@@ -18,6 +18,7 @@ from torch.utils.data._utils import pin_memory as torch_pinning
 from stocache.datasets.batches import LazyBatch
 from stocache.datasets.cached import CachedDataset, is_cache
 from stocache.datasets.lazy import LazyConcat
+from stocache.errors import StocacheError
 from stocache.loader.collate import as_is
 from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset
@@ -36,6 +37,7 @@ _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
 
 _NOT_MADE = object()
+_OF_SAMPLES = StocacheError, IndexError, TypeError, MemoryError, RuntimeError  # others, in the loop, are of signals' handlers
 
 _pin_memory: Any = torch_pinning.pin_memory
 
@@ -218,7 +220,7 @@ class ThreadMaker:
                 together = self.crew.workers[0].dataset.__getitems__(np.concatenate(lists))
                 if not together.cached:
                     return None
-        except Exception:  # of one of them, which is found out when they are submitted
+        except _OF_SAMPLES:  # which one raises it is found out when they are submitted
             return None
         for batch, index in zip(batches, lists, strict=True):
             batch.index, batch.samples = index, [None] * len(index)
@@ -417,12 +419,18 @@ class ThreadMaker:
         """
         if not group.claim.acquire(blocking=False):
             return
-        worker, batches = self.crew.workers[number or 0], group.batches
+        worker, batches, group.batches = self.crew.workers[number or 0], group.batches, []
         row = self.record.main if number is None else self._begin_step(number)
         began, sizes = time.perf_counter_ns(), [len(batch.samples) for batch in batches]
         made: list[Any] = []
-        with contextlib.suppress(Exception):  # of one of them
-            made = list(map(self._pinned, worker.collate_fn.gather(group.lazy, sizes) or ()))
+        try:
+            if all(own.error is None for own in self.crew.workers):
+                made = list(map(self._pinned, worker.collate_fn.gather(group.lazy, sizes) or ()))
+        except BaseException as error:
+            if number is None and not isinstance(error, _OF_SAMPLES):  # the iterator is not used any more
+                for batch in batches:
+                    batch.finish()
+                raise
         if made:
             row.add_gathered(sum(sizes), len(batches), time.perf_counter_ns() - began)
         for batch, data in zip_longest(batches, made):
@@ -437,9 +445,14 @@ class ThreadMaker:
                 threads.put(partial(self._make_alone, batch))
 
     def _make_alone(self, batch: Batch, number: int) -> None:
-        row = self._begin_step(number)
+        row, worker = self._begin_step(number), self.crew.workers[number]
+        try:
+            self._check(worker, batch)
+        except Exception as error:
+            batch.finish(error=wrap_error(error, number))
+            return
         with self.crew.loading():  # of what is not cached any more
-            self._collate(batch, self.crew.workers[number], row)
+            self._collate(batch, worker, row)
 
 
 def _indices_of(index: Any) -> Any:

@@ -40,6 +40,7 @@ from stocache.platform import here
 
 _PATIENCE_S = 5.0  # for running tasks, when the workers are shut down
 _CHECK_S = 1.0  # between checks of the loop whether the threads are alive
+_POLL_S = 0.0002  # between looks whether the last groups are gathered
 
 _GROUP_BYTES = 12 << 20  # of batches that are gathered together
 _MOST_IN_GROUP = 32
@@ -104,12 +105,26 @@ class ThreadIterator(QuickIterator):
 
         Those that are only gathered from a cache are dropped.
         """
-        self._batches = {number: batch for number, batch in self._batches.items() if batch.group is None}
+        self.drop_gathers()
         while self._batches:
             del self._batches[self._await()]
         for threads in self._threads:
             threads.drop()
         self._maker.crew.release_all()
+
+    def drop_gathers(self) -> None:
+        """Drop the batches that are only to be gathered from a cache, when nobody will ask for them; wait for those begun."""
+        dropped = [batch for batch in self._batches.values() if batch.group is not None]
+        self._batches = {number: batch for number, batch in self._batches.items() if batch.group is None}
+        for batch in dropped:
+            if batch.group is not None and batch.group.claim.acquire(blocking=False):
+                for its in batch.group.batches:
+                    its.finish()  # those after it in its stream may wait for it
+                batch.group.batches = []
+        self._maker.crew.tell_progress()
+        until = time.monotonic() + _CHECK_S
+        while not all(batch.done for batch in dropped) and not self.ended and time.monotonic() < until:
+            time.sleep(_POLL_S)
 
     def _ask(self) -> None:
         """Request as many batches as may be made ahead now."""
@@ -242,6 +257,7 @@ class ThreadIterator(QuickIterator):
     def _shutdown_workers(self) -> None:
         """End the threads, and release the claims of batches that nobody will request."""
         if os.getpid() == self._pid:
+            self.drop_gathers()
             stop_all(self._threads, _PATIENCE_S)
             self._maker.crew.release_all()
         self._batches = {}

@@ -1,5 +1,6 @@
 """Worker threads: the same batches, order and errors as worker processes, and no thread stays behind."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -16,6 +17,7 @@ from torch.utils.data.graph import traverse_dps
 
 import stocache
 from stocache import CachedDataset, WorkerError
+from stocache.datasets.batches import LazyBatch
 from stocache.errors import SampleIndexError
 from stocache.shm import pool
 from stocache.shm.claims import Claims
@@ -467,3 +469,80 @@ def test_a_later_epoch_uses_the_memory_of_batches_again(persistent, monkeypatch)
             counts.append(len(made))
     assert counts[0] > 0
     assert min(counts[2:]) == 0
+
+
+def drawn(idx):
+    return torch.rand(1000, generator=torch.random.thread_safe_generator())
+
+
+def test_epochs_that_are_left_early_do_not_wait_for_batches_that_were_dropped():
+    with CachedDataset(Made(drawn, 64), "128KB", on_change="keep") as dataset:  # not all of them fit
+        loader = thread_loader(dataset, batch_size=1, num_workers=1, prefetch_factor=4, persistent_workers=True)
+        for _ in range(10):
+            assert next(iter(loader)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_error_of_worker_init_fn_is_raised_if_all_is_cached(persistent):
+    def init(number):
+        raise LookupError("cannot open the log of this worker")
+
+    with CachedDataset(Made(float, 500), "1MB", audit=0) as dataset:
+        dataset.warm(progress=False)
+        loader = thread_loader(dataset, batch_size=5, persistent_workers=persistent, worker_init_fn=init)
+        for _ in range(2):
+            with pytest.raises(LookupError, match="cannot open the log"):
+                list(loader)
+
+
+class Late(Exception):
+    """Of a user's handler of a signal."""
+
+
+@pytest.mark.parametrize("place", ["gather_parts", "__getitems__"])
+def test_what_a_handler_raises_while_the_loop_works_is_raised(place, monkeypatch):
+    raised, owner = [], LazyBatch if place == "gather_parts" else CachedDataset
+    original = getattr(owner, place)
+
+    def interrupted(self, *args):
+        if threading.current_thread() is threading.main_thread() and not raised:
+            raised.append(place)
+            raise Late
+        return original(self, *args)
+
+    with CachedDataset(Made(float, 1000), "1MB", audit=0) as dataset:
+        dataset.warm(progress=False)
+        loader = thread_loader(dataset, batch_size=10, num_workers=1, persistent_workers=True)
+        list(loader)
+        monkeypatch.setattr(owner, place, interrupted)
+        with contextlib.suppress(Late):
+            for _ in range(200):
+                assert len(list(loader)) == 100
+            assert not raised
+        assert len(list(loader)) == 100
+
+
+def test_figures_of_an_epoch_leave_out_batches_that_the_last_one_had_ahead():
+    with CachedDataset(Made(lambda idx: torch.full((5000,), idx), 400), "100MB", audit=0) as dataset:
+        dataset.warm(progress=False)
+        loader = thread_loader(dataset, batch_size=8, persistent_workers=True)
+        for _ in range(3):
+            next(iter(loader))
+            assert sum(map(len, loader)) == 400
+            assert loader.stats().epochs[-1].samples == 400
+
+
+def test_batches_that_nobody_takes_are_freed_without_the_garbage_collector():
+    with CachedDataset(Made(lambda idx: torch.full((50_000,), idx), 200), "100MB", audit=0) as dataset:
+        dataset.warm(progress=False)
+        loader = thread_loader(dataset, batch_size=8)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                batches = iter(loader)
+                next(batches)
+                del batches
+            assert loader._pool.leased <= 2
+        finally:
+            gc.enable()

@@ -141,5 +141,6 @@ def test_interrupted_rows_are_read_again(fd: int, monkeypatch: pytest.MonkeyPatc
 
 def test_without_contexts_rows_are_read_one_by_one(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_reads, "_CALLS", None)
+    monkeypatch.setattr(many_reads, "_free", type(many_reads._free)())
     assert in_thread(lambda: read(fd)) == ([ROOM] * COUNT, content(fd))
     assert not many_reads._free
