@@ -331,9 +331,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
 
 def admission_unit(dataset: object) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
-    own = (
-        static_attribute(type(dataset), "block_bounds") is not None
-    )  # and not that of another, which its __getattr__ passes on
+    own = static_attribute(type(dataset), "block_bounds") is not None  # not one of another, which __getattr__ passes on
     bounds = attribute_of(dataset, "block_bounds") if own and get_many_of(dataset) is not None else None
     if bounds is None:
         return None

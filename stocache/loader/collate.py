@@ -67,9 +67,7 @@ class RingCollate:
 
     def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
         """Return the batch, and a function that packs it."""
-        if (
-            default_collate_fn_map.get(Tensor) is _STACK
-        ):  # of this worker process; the user's collate_fn may call default_collate
+        if default_collate_fn_map.get(Tensor) is _STACK:  # the user's collate_fn may call default_collate
             default_collate_fn_map[Tensor] = _stack_anywhere
         lane = self._ring.lane(self._iteration)
         buffer = None if lane is None else lane.take()

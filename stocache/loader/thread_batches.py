@@ -37,7 +37,8 @@ _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
 
 _NOT_MADE = object()
-_OF_SAMPLES = StocacheError, IndexError, TypeError, MemoryError, RuntimeError  # others, in the loop, are of signals' handlers
+# Of a dataset, a cache or torch. Others that are raised in the loop are of a signal's handler
+_OF_SAMPLES = StocacheError, IndexError, TypeError, ValueError, MemoryError, RuntimeError
 
 _pin_memory: Any = torch_pinning.pin_memory
 
