@@ -2,21 +2,29 @@
 
 NOTE [ The database ]
     LMDB (H. Chu, OpenLDAP) is shared by processes, survives any kill, and reads without a lock. Its keys are short, so a value
-    is found by the hash of its key, and begins with the bytes of the key, which are compared. A process opens the database
-    once. A forked child closes it, which leaves that of the parent alone, and opens it again: LMDB does not work there.
+    is found by the hash of its key. It begins with the bytes of the key, which are compared, and a checksum.
+
+    A process opens the database once, and closes it before it forks, when no thread uses it. Both open it again when they use
+    it. A child that inherits it could neither use nor close it: closing takes the parent's readers out of the table that all
+    processes share, and waits for a write of the parent's.
 """
 
 import contextlib
 import importlib.util
 import logging
 import os
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
+
+import xxhash
 
 from stocache.cache.keyed.keys import Key
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import MISSING
-from stocache.errors import DiskError, SegmentError
+from stocache.errors import DiskError, MismatchError, SegmentError
+from stocache.platform import here
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import Records
 from stocache.samples.type_lookup import NotImported
@@ -25,29 +33,72 @@ from stocache.system.limits import parse_size
 
 logger = logging.getLogger("stocache")
 
-_IDENTITY = b"stocache"
+_IDENTITY, _VERSION = b"stocache", 2
+_FILES = "data.mdb", "lock.mdb"
+_CHECK_BYTES = 8
+_PATIENCE_S = 30.0  # to wait for a transaction before a fork
 _READERS = 1024  # processes and threads that read at a time
 
 
+_in_use = threading.RLock()  # in a transaction, and while this process forks
+_databases: "weakref.WeakValueDictionary[str, _Database]" = weakref.WeakValueDictionary()  # by folder
+
+
 class _Database:
-    """An open database of this process; it is closed with the last reference to it."""
+    """A database of this process. It is opened when it is used, and closed before a fork and with the last reference to it."""
 
     def __init__(self, folder: str, nbytes: int) -> None:
+        self._folder, self._nbytes = folder, nbytes
+        self._environment: Any = None
+
+    @contextlib.contextmanager
+    def transaction(self, write: bool = False) -> Iterator[Any]:
+        """Begin a transaction, and end it. Raises DiskError."""
+        with _in_use, self.open().begin(write=write, buffers=True) as transaction:
+            yield transaction
+
+    def open(self) -> Any:
+        """Return the open environment. Raises DiskError."""
         import lmdb
 
-        self.pid = os.getpid()
-        try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            self.environment = lmdb.open(folder, map_size=nbytes, metasync=False, readahead=False, max_readers=_READERS)
-        except (OSError, lmdb.Error) as error:
-            raise DiskError(f"{folder} cannot be the folder of values: {error}") from None
+        if self._environment is None:
+            try:
+                os.makedirs(self._folder, mode=0o700, exist_ok=True)
+                opened = lmdb.open(self._folder, map_size=self._nbytes, metasync=False, readahead=False, max_readers=_READERS)
+            except (OSError, lmdb.Error) as error:
+                raise DiskError(f"{self._folder} cannot be the folder of values: {error}") from None
+            needed = (opened.info()["last_pgno"] + 1) * opened.stat()["psize"]
+            if os.path.getsize(os.path.join(self._folder, _FILES[0])) < needed:  # reading would end the process
+                opened.close()
+                raise DiskError(f"{self._folder} is damaged: {_FILES[0]} is truncated. Remove it.")
+            self._environment = opened
+        return self._environment
+
+    def close(self) -> None:
+        """Close the database until it is used again."""
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
 
     def __del__(self) -> None:
-        if "environment" in vars(self):
-            self.environment.close()
+        self.close()
 
 
-_databases: "weakref.WeakValueDictionary[tuple[int, str], _Database]" = weakref.WeakValueDictionary()
+_held_to_fork: list[bool] = []
+
+
+def _before_fork() -> None:
+    _held_to_fork.append(_in_use.acquire(timeout=_PATIENCE_S))
+    for database in list(_databases.values()) if _held_to_fork[-1] else ():
+        database.close()
+
+
+def _after_fork() -> None:
+    if _held_to_fork.pop():
+        _in_use.release()
+
+
+here.at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class DiskValues:
@@ -60,44 +111,48 @@ class DiskValues:
     def __init__(self, options: CacheOptions) -> None:
         if importlib.util.find_spec("lmdb") is None:
             raise DiskError("disk= of a KeyedCache needs lmdb: pip install 'stocache[disk]'.")
-        self._folder = os.path.realpath(os.fspath(options.disk or ""))
+        if not options.disk:
+            raise DiskError(f"disk={options.disk!r} is not the path of a folder.")
+        self._folder = os.path.realpath(os.fspath(options.disk))
         self._nbytes, self._options = parse_size(options.disk_limit or 0, "disk_limit"), options
         self._records = Records(options.allow_pickle, None if options.codec is None else Codec(options.codec))
-        self._database: _Database | None = None
         self._full = False
-        self._prepare()
+        shared = _databases.get(self._folder)
+        self._database: _Database | None = shared or _databases.setdefault(self._folder, _Database(self._folder, self._nbytes))
+        self._prepare(in_use=shared is not None)
 
     def __reduce__(self) -> Any:
         return DiskValues, (self._options,)
 
-    def _prepare(self) -> None:
+    def _prepare(self, in_use: bool) -> None:
         """Empty the folder if its database is for other data."""
+        assert self._database is not None
         options = self._options
-        identity = checksum(repr((options.fingerprint, options.codec, options.allow_pickle, 1)).encode()).encode()
-        with self._begin() as transaction:
+        identity = checksum(repr((options.fingerprint, options.codec, options.allow_pickle, _VERSION)).encode()).encode()
+        with self._database.transaction() as transaction:
             found = transaction.get(_IDENTITY)
             known = None if found is None else bytes(found)
+            if known is None and transaction.stat()["entries"]:
+                raise DiskError(f"{self._folder} has a database of other programs. Give a folder of its own.")
         if known == identity:
             return
         if known is not None:  # to drop the values would need room, which a full database does not have
+            if in_use:
+                raise MismatchError(f"{self._folder} is in use in this process for other data. Close that cache first.")
             logger.warning("the values in %s were left behind for other data. The folder is emptied.", self._folder)
-            self._database = None
-            for name in ("data.mdb", "lock.mdb"):
+            self._database.close()
+            for name in _FILES:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self._folder, name))
-        with self._begin(write=True) as transaction:
+        with self._database.transaction(write=True) as transaction:
             transaction.put(_IDENTITY, identity)
 
-    def _begin(self, write: bool = False) -> Any:
-        return self._opened().begin(write=write, buffers=True)
-
-    def _opened(self) -> Any:
-        if self._database is None or self._database.pid != os.getpid():
-            place = os.getpid(), self._folder
-            if self._database is not None:
-                self._database.environment.close()
-            self._database = _databases.get(place) or _databases.setdefault(place, _Database(self._folder, self._nbytes))
-        return self._database.environment
+    def _transaction(self, write: bool = False) -> Any:
+        if self._database is None:
+            self._database = _databases.get(self._folder) or _databases.setdefault(
+                self._folder, _Database(self._folder, self._nbytes)
+            )
+        return self._database.transaction(write)
 
     @property
     def takes(self) -> bool:
@@ -107,11 +162,15 @@ class DiskValues:
     def read(self, key: Key) -> Any:
         """Return the value of a key, which the caller may keep; MISSING if it is not there, damaged, or of an unknown class."""
         prefix, number = key
-        with self._begin() as transaction:
+        with self._transaction() as transaction:
             data = transaction.get(_digest(number))
             if data is None or data[: len(prefix)] != prefix:
                 return MISSING
             record = bytearray(data[len(prefix) :])
+        if record[:_CHECK_BYTES] != xxhash.xxh3_64_digest(memoryview(record)[_CHECK_BYTES:]):
+            logger.warning("a value in %s is damaged. It is made again.", self._folder)
+            return MISSING
+        del record[:_CHECK_BYTES]
         try:
             return self._records.decode(record, len(record))
         except (SegmentError, NotImported) as error:
@@ -123,9 +182,10 @@ class DiskValues:
         import lmdb
 
         prefix, number = key
-        data = b"".join([prefix, *self._records.encode(value, "value")])
+        record = b"".join(self._records.encode(value, "value"))
+        data = b"".join([prefix, xxhash.xxh3_64_digest(record), record])
         try:
-            with self._begin(write=True) as transaction:
+            with self._transaction(write=True) as transaction:
                 transaction.put(_digest(number), data)
         except lmdb.Error as error:  # MapFullError, or the disk is full
             if not self._full:

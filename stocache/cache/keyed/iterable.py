@@ -117,9 +117,9 @@ class CachedIterable(IterableDataset[_T]):
         here = ranks_here()
         rank, ranks = self._ranks if here.world_size == 1 else here[:2]
         recorded = self._marks.find(key_of((rank, ranks)))
-        if recorded is not MISSING:
+        if recorded not in (MISSING, workers):
             lengths = [self._marks.find(key_of((rank, ranks, recorded, part))) for part in range(recorded)]
-            if MISSING not in lengths:
+            if MISSING not in lengths and self._holds((rank, ranks, recorded), lengths):
                 return self._parts((rank, ranks, recorded), range(number, recorded, workers), lengths)
         part = rank, ranks, workers, number
         length = self._marks.find(key_of(part))
@@ -127,6 +127,10 @@ class CachedIterable(IterableDataset[_T]):
 
     def _found(self, *key: Any) -> Any:
         return self.cache.find(key_of(key))
+
+    def _holds(self, stream: tuple[int, ...], lengths: list[int]) -> bool:
+        """Whether all samples of a stream are cached: this worker could read others of another worker's part by itself only."""
+        return all((*stream, part, at) in self.cache for part, length in enumerate(lengths) for at in range(length))
 
     def _parts(self, stream: tuple[int, ...], parts: Iterable[int], lengths: list[int]) -> Iterator[_T]:
         for part in parts:
