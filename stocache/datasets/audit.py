@@ -49,6 +49,7 @@ logger = logging.getLogger("stocache")
 OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
 
 _VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes share
+_STRIDE = 5  # samples of a batch, by which the one that is compared moves on
 _MANY = 8  # samples that are audited where an attribute was set
 _EXTRA = 20  # samples in an epoch, besides the first
 _SMALL = (int, float, str, bool, bytes, type(None))
@@ -215,7 +216,8 @@ class Audit:
             version = self._shared.words[_VERSION]
             wanted = self._wanted(version, len(indices))
             began = time.monotonic()
-            for idx in _choose(indices, cached, wanted, self._any_sample):
+            at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
+            for idx in _choose([*indices[at:], *indices[:at]], cached, wanted, self._any_sample):
                 finding = self._compare(idx, served, fresh or partial(operator.getitem, self._dataset))
                 if finding is not None:
                     self.change(finding)
@@ -232,7 +234,7 @@ class Audit:
         """Return how many samples to compare now."""
         doubted, self._doubted = self._doubted, False
         if self._begins(version):
-            several = self._seen >= 0 and bool(self._set_attributes())
+            several = bool(self._set_attributes())
             self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
             self._began, self._took_s = time.monotonic(), 0.0
             return _MANY if several else 1
@@ -273,7 +275,7 @@ class Audit:
             place = difference(mine, describe(fresh, strides=False))
             if place is None and drawn and not self._checked_draws:
                 self._checked_draws = True
-                return self._depends_on_draws(idx, fresh, partial(operator.getitem, self._dataset))
+                return self._depends_on_draws(idx, fresh, load)
         return None if place is None else self._finding(idx, place, drawn)
 
     def _kept(self) -> Kept:

@@ -295,7 +295,7 @@ class DataLoader(ResumableLoader[_T]):
             cached.begin_loop(self, looped=self._progress.delivered > (self._progress.resumed or 0))
         persistent = bool(self.num_workers and self.persistent_workers)
         first = next(iter(self._cached_datasets), None)
-        return self._log.begin(self.record, first, self.num_workers, persistent, self._ring)
+        return self._log.begin(self.record, first, min(self.num_workers, self.record.workers), persistent, self._ring)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
         # see NOTE [ How torch's DataLoader is used ]
@@ -443,7 +443,8 @@ class DataLoader(ResumableLoader[_T]):
     @property
     def record(self) -> TimingRecord:
         """Where the loader and its workers record how long the steps of loading take, made at first use."""
-        if self._record is None or not self._record.mine:
+        grown = self._record is not None and self._worker_group is None and self._record.workers < self.num_workers
+        if self._record is None or not self._record.mine or grown:
             name = next((cached.cache.shared_name for cached in self._cached_datasets if not cached.cache.closed), None)
             has_processes = self.num_workers > 0 and self.worker_method != "thread"
             self._record = TimingRecord(self.num_workers, has_processes, name, ranks_here().rank)

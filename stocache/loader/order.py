@@ -172,7 +172,7 @@ class Order:
         if progress.resumed is None:
             progress.asked = self.rng_state()
         elif not self.endless:
-            with rng.preserve_rng_state():
+            with rng.preserve_rng_state() if self.context is None else contextlib.nullcontext():
                 self.restore(progress.asked)
                 number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
                 if not number or indices is not begun:

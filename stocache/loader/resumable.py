@@ -147,7 +147,7 @@ class ResumableLoader(TorchLoader[_T]):
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
         (states, turn), self._restored = self._restored, ([], 0)
-        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order else 1
+        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order and self.num_workers and self._keeps_states else 1
         self._worker_states = WorkerStates(max(1, self.num_workers), every, list(states), turn)
         return states, turn
 
@@ -224,7 +224,7 @@ class ResumableLoader(TorchLoader[_T]):
             "begun": now if finished else progress.begun,
             "asked": now if finished else progress.asked or now,
             "samplers": order.sampler_states() if finished else progress.samplers,
-            "now": None if finished else progress.now,
+            "now": None if finished or since != progress.delivered else progress.now,
             "dataset": copy.deepcopy(state_of(self.dataset)),
             "workers": workers,
         }

@@ -125,7 +125,7 @@ class WorkerGroup:
         return message
 
     def _explanation(self, error: Exception, sure: bool) -> str | None:
-        message = str(error)
+        message = _text_of(error)
         if isinstance(error, RuntimeError) and (found := _DEATH.match(message)):
             death = self.death([int(pid) for pid in found[1].split(",")])
             if death is None and found[2]:  # it died during the start, before its process was known here
@@ -154,7 +154,13 @@ _TIMEOUT = re.compile(r"DataLoader timed out after ")
 
 def is_timeout(error: Exception) -> bool:
     """Whether torch raised ``error`` because no batch came within the loader's ``timeout``."""
-    return isinstance(error, RuntimeError) and _TIMEOUT.match(str(error)) is not None
+    return isinstance(error, RuntimeError) and _TIMEOUT.match(_text_of(error)) is not None
+
+
+def _text_of(error: Exception) -> str:
+    with contextlib.suppress(Exception):  # of a class of the user
+        return str(error)
+    return ""
 
 
 _ENDINGS = ": os._exit, sys.exit, or a KeyboardInterrupt."

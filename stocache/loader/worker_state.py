@@ -248,7 +248,9 @@ class StatefulCollate:
         number = current_request()
         dropped = samples is _FILLER or (type(samples) is list and bool(samples) and samples[-1] is _FILLER)
         batch = None if dropped else self.collate(samples)
-        if not dropped and -(number + 1) % self.every >= worker.num_workers:  # another batch comes before the snapshot
+        ended = self.iterable is not None and self.iterable.state is not None and self.iterable.state.ended
+        another_comes = -(number + 1) % self.every >= worker.num_workers  # before the snapshot
+        if another_comes and not dropped and not ended:
             return StateBatch(batch, worker.id, number, None)
         if self.iterable is not None:
             return StateBatch(batch, worker.id, number, pickle.dumps(self.iterable.state), dropped)

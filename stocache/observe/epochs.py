@@ -66,7 +66,7 @@ class RunningEpoch:
 
     def note_batch(self, now_ns: int, duration_ns: int, worker: int | None) -> None:
         """Note that a batch came, when, how long the loop waited for it, and which worker made it, if known."""
-        self._rows[worker].add_later(WAIT_NS, duration_ns)
+        self._rows.get(worker, self.record.main).add_later(WAIT_NS, duration_ns)  # there were more workers when they began
         if not self.batches:
             self.first_wait_s = duration_ns / 1e9
         self.waited_ns += duration_ns

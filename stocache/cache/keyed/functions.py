@@ -184,8 +184,9 @@ class CachedFunction:
         self._object: Any = None  # of a method of one object
         self._name = ""
         self._is_method = False
-        self._reads: tuple[str, ...] | None = None  # attributes that the method reads, once it was called
-        self._calls: tuple[str, ...] = ()  # functions of its class that it reads: an object may get others
+        # By class, once it was called: attributes that the method reads, and functions of the class, of which an object may
+        # have others
+        self._reads: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -217,7 +218,7 @@ class CachedFunction:
         return self if obj is None else MethodType(self, obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads", "_calls"
+        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads"
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,10 +267,10 @@ class CachedFunction:
             args = tuple(_flat(value, self._signature.parameters[name].kind) for name, value in bound.arguments.items())
         attributes: tuple[Any, ...] = ()
         if self._is_method:
-            if self._reads is None:
+            kind, own = _kind_of(args[0]), vars_of(args[0]) or {}
+            if kind not in self._reads:
                 return None
-            kind, own = f"{type(args[0]).__module__}.{type(args[0]).__qualname__}", vars_of(args[0]) or {}
-            names = (*self._reads, *(name for name in self._calls if name in own))
+            names = (*self._reads[kind][0], *(name for name in self._reads[kind][1] if name in own))
             attributes, args = (kind, *((name, self._attribute(args[0], name)) for name in names)), args[1:]
         return tuple(map(_typed, args)), attributes, tuple(map(_stamp, args)) if self._files else ()
 
@@ -279,7 +280,7 @@ class CachedFunction:
         if not _recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
             return self._function(*args, **kwargs)
         try:
-            if self._reads is not None or self._reason:
+            if _kind_of(obj) in self._reads or self._reason:
                 return self(*(args if self._object is None else args[1:]), **kwargs)
             before = _marks(obj)
             with recorded_reads(obj) as reads:
@@ -295,7 +296,7 @@ class CachedFunction:
                     self._attribute(obj, name)
             except CacheKeyError as error:
                 self._refuse(str(error))
-            self._reads, self._calls = names, tuple(name for name in read if name not in names)
+            self._reads[_kind_of(obj)] = names, tuple(name for name in read if name not in names)
         finally:
             _recording.release()
         if not self._reason:
@@ -388,6 +389,10 @@ class CachedFunction:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _kind_of(obj: object) -> str:
+    return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
 def _is_data(obj: object, name: str) -> bool:

@@ -69,8 +69,8 @@ def _encode(key: object, depth: int = 0) -> bytes:
         return b"e" + _text(f"{cls}:{key.name}")
     if isinstance(key, PurePath):
         return b"p" + _text(str(key))
-    if isinstance(key, np.generic) and key.dtype.kind in "biufSU":
-        return _encode(key.item(), depth)
+    if isinstance(key, np.generic) and key.dtype.kind in "biufSU" and not isinstance(item := key.item(), np.longdouble):
+        return _encode(item, depth)
     for base, plain in _PLAIN.items():  # of a subclass, whatever it overrides
         if isinstance(key, base):
             return _ENCODERS[base](plain(key))

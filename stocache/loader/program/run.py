@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> None:
     """Run the command ``stocache run`` with these arguments."""
     command = parser()
     given = command.parse_args(arguments)
+    if arguments[-1 - len(given.arguments)] == "--":  # the program's; argparse takes it for its own
+        given.arguments = ["--", *given.arguments]
     names = "cache", "num_workers", "worker_method", "disk", "disk_limit", "stateful", "share"
     options = {name: getattr(given, name) for name in names}
     if given.check is not None and CHECK not in os.environ:
@@ -90,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
 # ---------------------------------------------------------------------------------------------------- the program
 
 
+_NAMES: dict[str, Any] = {"__builtins__": sys.modules["builtins"]}  # of each main module
+if sys.version_info < (3, 14):
+    _NAMES["__annotations__"] = {}
+
+
 def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     """Return the code of a script, or of the ``__main__`` in a folder or zip file, and the main module for it."""
     path = os.path.abspath(path)
@@ -108,7 +115,7 @@ def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
         _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
     _set_path(os.path.dirname(os.path.realpath(path)))
     program = types.ModuleType("__main__")
-    vars(program).update(__file__=path, __cached__=None, __builtins__=sys.modules["builtins"])
+    vars(program).update(_NAMES, __file__=path, __cached__=None)
     program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     return (_compiled(source, path) if code is None else code), program
 
@@ -162,7 +169,7 @@ def _load(spec: importlib.machinery.ModuleSpec) -> tuple[types.CodeType, types.M
         __spec__=spec,
         __loader__=spec.loader,
         __package__=spec.parent,
-        __builtins__=sys.modules["builtins"],
+        **_NAMES,
     )
     return code, program
 

@@ -21,6 +21,7 @@ import builtins
 import contextlib
 import copy
 import copyreg
+import enum
 import functools
 import io
 import itertools
@@ -223,7 +224,7 @@ def _is_plain(value: object) -> bool:
     container = _container_of(kind)
     if isinstance(value, type) or kind.__module__ == "builtins":
         return False
-    if container is not tuple and kind.__new__ is not (container or object).__new__:
+    if container is not tuple and not _is_made_plainly(kind, container):
         return False
     if container is None and not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__):
         return False
@@ -231,6 +232,12 @@ def _is_plain(value: object) -> bool:
         return True
     shared = kind.__module__.split(".")[0] in _SHARED_MODULES and not isinstance(value, torch.nn.Module)
     return not shared and not (_names(kind) & _SPECIAL and _is_global(value))
+
+
+def _is_made_plainly(kind: Any, container: Any) -> bool:
+    """Whether the objects of a class can be made by that of its container, or of object, without its own ``__new__``."""
+    own = type(kind.__new__) is types.FunctionType and base_of(kind) is object and not issubclass(kind, enum.Enum)
+    return own or kind.__new__ is (container or object).__new__
 
 
 def _is_global(value: object) -> bool:

@@ -234,6 +234,9 @@ class TimingRecord:
         shared: whether workers may be processes.
         cache_name: the name of the cache, under which other processes find the record; None for a cache without a name.
         rank: of this process, for those that find it.
+
+    Attributes:
+        workers: number of workers.
     """
 
     def __init__(self, workers: int, shared: bool, cache_name: str | None = None, rank: int = 0) -> None:
@@ -242,7 +245,7 @@ class TimingRecord:
         if segment is None and shared:
             segment = Segment.create(rows * TIMING_ROW_WORDS * 8, 0)
         self._segment, self._pid = segment, os.getpid()
-        self._workers = workers
+        self.workers = workers
         self._assemble(memoryview(bytearray(rows * TIMING_ROW_WORDS * 8)) if segment is None else segment.control)
         self.main = self.row(0)
         self.main.begin(-1)
@@ -254,7 +257,7 @@ class TimingRecord:
         self._taking, self._takers = threading.Lock(), dict[int, int]()  # threads, by the number of their row
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("_segment", "_pid", "_workers")}
+        return {name: getattr(self, name) for name in ("_segment", "_pid", "workers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -284,7 +287,7 @@ class TimingRecord:
         segment = self._segment
         if segment is None or segment.backing == "none" or self.mine:
             return None
-        for number in (1 + worker, 1 + self._workers + worker):  # the second, if another iterator's worker has the first
+        for number in (1 + worker, 1 + self.workers + worker):  # the second, if another iterator's worker has the first
             with segment.guard:
                 claimed = segment.try_lock(number)
             if claimed:
@@ -297,7 +300,7 @@ class TimingRecord:
         """Return a row for this thread, of worker ``worker``, that no other living thread has taken."""
         thread = threading.get_native_id()
         with self._taking:
-            candidates = (1 + worker, *range(1, 1 + 2 * self._workers))
+            candidates = (1 + worker, *range(1, 1 + 2 * self.workers))
             number = next((each for each in candidates if not self._is_taken(each)), 1 + worker)
             self._takers[number] = thread
         row = self.row(number)
