@@ -1,5 +1,6 @@
 """Functions and methods whose results are cached give what they gave before, and compute each result once."""
 
+import contextlib
 import copy
 import cProfile
 import inspect
@@ -565,3 +566,23 @@ def test_a_method_that_the_object_itself_has_is_refused():
         cache_method(dataset, "load_image")
     with pytest.raises(DatasetError, match="takes no attribute"):
         cache_method(Slotted(1), "helper")
+
+
+def test_a_subclass_may_read_other_attributes_in_a_cached_method():
+    class Plain:
+        @stocache.cached("1MB")
+        def load(self, value):
+            return self.scale(value)
+
+        def scale(self, value):
+            return value
+
+    class Scaled(Plain):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def scale(self, value):
+            return value * self.factor
+
+    with contextlib.closing(Plain.load):
+        assert [obj.load(1) for obj in (Plain(), Plain(), Scaled(2), Scaled(3), Scaled(2))] == [1, 1, 2, 3, 2]

@@ -233,3 +233,21 @@ def test_a_cache_that_is_cleared_in_a_pass_and_an_iterator_in_place_of_a_dataset
     with CachedIterable([5, 6, 7], "1MB") as dataset:
         assert (len(dataset), list(dataset)) == (3, [5, 6, 7])
         assert dataset.stats().hits == 0
+
+
+class Parts(IterableDataset):
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(first, 53, step):
+            yield torch.full((64,), number)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 0), (0, 2), (2, 3), (2, 2)])
+def test_with_other_workers_samples_that_did_not_fit_are_read_of_the_source(first, then):
+    with CachedIterable(Parts(), "20KB") as source:
+        for workers in (first, then, then):
+            loader = TorchDataLoader(
+                source, batch_size=None, num_workers=workers, multiprocessing_context="fork" if workers else None
+            )
+            assert sorted(int(sample[0]) for sample in loader) == [*range(53)]

@@ -19,7 +19,7 @@ import torch
 from stocache import ClosedError, KeyedCache, SampleError, SlotError
 from stocache.cache.keyed import disk, keys, layout
 from stocache.cli import listing
-from stocache.errors import CacheKeyError, DiskError, LimitError
+from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
 from tests.support.equality import same
 from tests.support.processes import in_child, kill_in, run_all, stopped
 
@@ -505,3 +505,64 @@ def test_a_full_folder_of_other_data_is_emptied(tmp_path, caplog):
                 assert same(cache.get_or_load(key, picture), picture(key))
             assert cache.get(0) is not None
     assert "The folder is emptied" in caplog.text
+
+
+def test_a_child_that_is_forked_while_a_thread_writes_uses_and_closes_the_disk(tmp_path):
+    def use():
+        assert torch.equal(cache.get(0), torch.zeros(500))
+        cache.close()
+
+    with on_disk(tmp_path, memory="20KB") as cache, ThreadPoolExecutor(1) as pool:
+        for key in range(50):
+            cache.put(key, torch.zeros(500))
+        writing = pool.submit(lambda: [cache.put(key, torch.full((500,), key)) for key in range(50, 400)])
+        assert [in_child(use, timeout_s=20) for _ in range(8)] == [0] * 8
+        writing.result()
+        assert int(cache.get(399)[0]) == 399
+
+
+def test_a_folder_that_another_cache_of_the_process_uses_for_other_data_is_refused(tmp_path):
+    with on_disk(tmp_path) as cache:
+        cache.put("x", 1)
+        with pytest.raises(MismatchError, match="in use in this process for other data"):
+            on_disk(tmp_path, "b")
+        assert cache.get("x") == 1
+    with on_disk(tmp_path, "b") as cache:
+        assert cache.get("x") is None
+        cache.put("y", 5)
+    with on_disk(tmp_path, "b") as cache:
+        assert cache.get("y") == 5
+
+
+def test_a_database_of_another_program_is_left_alone(tmp_path):
+    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
+    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"0", b"image")
+    for _ in range(2):
+        with pytest.raises(DiskError, match="has a database of other programs"):
+            on_disk(tmp_path)
+    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment, environment.begin() as transaction:
+        assert (transaction.get(b"0"), transaction.stat()["entries"]) == (b"image", 1)
+    with pytest.raises(DiskError, match="disk='' is not the path"):
+        on_disk("")
+
+
+def test_damaged_values_on_a_disk_are_made_again_and_a_cut_database_is_an_error(tmp_path, caplog):
+    pytest.importorskip("lmdb", reason="lmdb is not installed")
+    with on_disk(tmp_path, memory="20KB") as cache:
+        for key in range(9):
+            cache.put(key, bytes([key]) * 3000)
+    data = tmp_path / "data.mdb"
+    data.write_bytes(data.read_bytes().replace(bytes([8]) * 3000, bytes([8]) * 2999 + b"x"))
+    with on_disk(tmp_path, memory="20KB") as cache:
+        assert cache.get_or_load(8, lambda key: "again") == "again"
+        assert cache.get(7) == bytes([7]) * 3000
+    assert "is damaged" in caplog.text
+    os.truncate(data, 5000)
+    with pytest.raises(DiskError, match=r"data.mdb is truncated"):
+        on_disk(tmp_path, memory="20KB")
+
+
+def test_a_number_that_stays_one_of_numpy_is_no_key(cache):
+    with pytest.raises(CacheKeyError, match="longdouble"):
+        cache.get(np.longdouble(1))

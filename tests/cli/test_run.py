@@ -102,7 +102,8 @@ def test_a_script_behaves_as_under_python(name, folder):
 
 
 def test_a_link_a_folder_an_archive_and_a_module_run_as_under_python(folder):
-    source = "import sys, __main__; print(__name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0])\n"
+    facts = "sorted(globals()), __name__, __file__, __package__, __spec__ and __spec__.name, sys.argv, sys.path[0]"
+    source = f"import sys, __main__; print({facts})\n"
     package = folder / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -114,10 +115,11 @@ def test_a_link_a_folder_an_archive_and_a_module_run_as_under_python(folder):
     with zipfile.ZipFile(folder / "archive.zip", "w") as archive:
         archive.writestr("__main__.py", source)
     (folder / "link.py").symlink_to(package / "other.py")
-    for program in (["link.py"], ["plain"], ["archive.zip"], ["-m", "package"], ["-m", "package.other"], ["-m", "beside"]):
-        expected = python(*program, "-x", cwd=folder)
+    programs = ["link.py"], ["plain"], ["archive.zip"], ["-m", "package"], ["-m", "package.other"], ["-m", "beside"]
+    for program, arguments in zip(programs, (["-x"], ["--"], ["--", "-x"], ["a", "--", "b"], ["--", "--"], []), strict=True):
+        expected = python(*program, *arguments, cwd=folder)
         assert expected.returncode == 0
-        assert outcome(python("-m", "stocache", "run", *program, "-x", cwd=folder)) == outcome(expected), program
+        assert outcome(python("-m", "stocache", "run", *program, *arguments, cwd=folder)) == outcome(expected), program
 
 
 @pytest.mark.parametrize(

@@ -328,3 +328,32 @@ def test_what_threads_share_is_not_put_back():
             cached.set_epoch(0)
             assert [cached[idx][0].item() for idx in range(4)] == [0, 1, 2, 3]
         assert dataset.reads  # by the audit alone: the child of the probe has loaded all
+
+
+class Level(Dataset):
+    """Some samples depend on an attribute."""
+
+    level = 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, idx):
+        time.sleep(0.004)  # so that there is time to compare few
+        return torch.tensor(float(idx) + (100 * self.level if idx // 2 % 4 == 3 else 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["attribute", "global"])
+def test_a_change_of_some_samples_is_found_soon_in_any_order(kind, workers, monkeypatch):
+    source, found = Level(), []
+    with CachedDataset(source, "1MB") as cached:
+        loader = stocache.DataLoader(cached, 8, num_workers=workers, multiprocessing_context="fork" if workers else None)
+        for epoch in range(9):
+            if kind == "attribute":
+                source.level = int(epoch >= 2)
+            else:
+                monkeypatch.setattr(Level, "level", int(epoch >= 2))
+            found.append(sum(int((batch >= 100).sum()) for batch in loader))
+    assert found[:2] == [0, 0]
+    assert found[-1] == 16

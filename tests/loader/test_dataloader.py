@@ -629,3 +629,32 @@ def test_samples_get_memory_that_was_used_before(method):
 @pytest.mark.linux
 def test_a_process_that_may_have_little_memory_loads():
     assert int(run_python("-W", "ignore", "-c", FAULTS, "", "limited").stdout) >= 0
+
+
+class Unspoken(Exception):
+    def __str__(self):
+        raise ValueError("has no text")
+
+
+class Fails(Images):
+    def __getitem__(self, idx):
+        if idx == 2:
+            raise Unspoken
+        return super().__getitem__(idx)
+
+
+def test_an_error_that_has_no_text_is_raised_and_the_next_batches_come():
+    batches = iter(stocache.DataLoader(Fails(), 2, num_workers=1, multiprocessing_context="fork"))
+    next(batches)
+    with pytest.raises(Unspoken):
+        next(batches)
+    assert len(list(batches)) == N // 2 - 2
+
+
+@pytest.mark.parametrize(("first", "then", "persistent"), [(0, 2, False), (2, 1, True), (1, 3, False), (2, 3, True)])
+def test_the_number_of_workers_may_be_set_between_epochs(first, then, persistent):
+    options = {"num_workers": first, "persistent_workers": persistent, "multiprocessing_context": "fork" if first else None}
+    loader = stocache.DataLoader(Images(), 5, **options)
+    for loader.num_workers in (first, then, then):
+        loader.prefetch_factor = 2 if loader.num_workers else None
+        assert [int(label) for _, labels in loader for label in labels] == [*range(N)]

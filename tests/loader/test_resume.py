@@ -316,3 +316,93 @@ def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered
     assert same(list(resumed), list(first))
     first.end_workers()
     resumed.end_workers()
+
+
+class Positioned:
+    """A sampler that goes on where it stands, and can say where that is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        order = random.Random(0).sample(range(N), N)
+        while self.at < N:
+            self.at += 1
+            yield order[self.at - 1]
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Lazy(Positioned):
+    """Draws from a global generator as it goes."""
+
+    state_dict = load_state_dict = None
+
+    def __iter__(self):
+        for _ in range(N):
+            yield int(torch.randint(1000, ()))
+
+
+class Counting(Dataset):
+    """A dataset with a state."""
+
+    count = 0
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        self.count += 1
+        return idx, self.count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [Recorded, Counting])
+@pytest.mark.parametrize("every", [2, 3, 50])
+def test_states_between_snapshots_resume_with_the_next_batch(make, every, workers):
+    loader = lambda: stocache.DataLoader(
+        make(), sampler=Positioned(), batch_size=4, num_workers=workers, snapshot_every_n_steps=every
+    )
+    for delivered in (1, 2, 5):
+        batches = iter(first := loader())
+        for _ in range(delivered):
+            next(batches)
+        state, resumed = through_json(first.state_dict()), loader()
+        rest = list(batches)
+        resumed.load_state_dict(state)
+        assert same(list(resumed), rest)
+
+
+def test_without_states_in_workers_nothing_is_loaded_again():
+    for workers in (0, 2):
+        loader = stocache.DataLoader(range(200), batch_size=2, num_workers=workers, snapshot_every_n_steps=50)
+        batches = iter(loader)
+        for _ in range(60):
+            next(batches)
+        position = loader.state_dict()["position"]
+        assert (position["batches"], position["replay"]) == (60, 0)
+
+
+def test_a_sampler_that_draws_as_it_goes_goes_on_in_workers_if_the_generator_does():
+    loader = lambda: stocache.DataLoader(range(1000), sampler=Lazy(), batch_size=3, num_workers=2)
+    batches = iter(first := loader())
+    next(batches), next(batches)
+    state, numbers, rest = first.state_dict(), torch.get_rng_state(), list(batches)
+    resumed = loader()
+    resumed.load_state_dict(state)
+    torch.set_rng_state(numbers)
+    assert same(list(resumed), rest)

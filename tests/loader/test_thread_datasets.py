@@ -519,3 +519,43 @@ def test_a_task_of_one_thread_runs_in_it_after_the_one_that_it_runs():
     wait_until(lambda: len(ran) == 5)
     assert sorted(ran) == sorted((number, idents[number]) for number in (2, 0, 1, 1, 2))
     threads.stop(10)
+
+
+class MadeOnce:
+    """An object whose class makes its objects itself, as MONAI's transforms of dicts do. It keeps what it has drawn."""
+
+    def __new__(cls, *args):
+        made = super().__new__(cls)
+        made.extra = args
+        return made
+
+    def __init__(self, probability):
+        self.probability = probability
+
+    def __call__(self, *images):
+        self.flips = torch.rand((), generator=torch.random.thread_safe_generator()) < self.probability
+        return [self.flipped(image) for image in images]
+
+    def flipped(self, image):
+        torch.stack([image] * 50).sum()  # another thread may go on here
+        return image.flip(0) if self.flips else image
+
+
+class Pairs(Dataset):
+    def __init__(self):
+        self.transform = MadeOnce(0.5)
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, idx):
+        return self.transform(torch.arange(4000.0), torch.arange(4000.0))
+
+
+def test_each_thread_has_its_own_objects_of_a_class_with_a_new_of_its_own():
+    for image, label in stocache.DataLoader(Pairs(), batch_size=None, num_workers=3, worker_method="thread"):
+        assert torch.equal(image, label)
+    dataset = Pairs()
+    copies = [copy_dataset(dataset) for _ in range(2)]
+    assert len({id(each.transform) for each in (dataset, *copies)}) == 3
+    assert (copies[0].transform.probability, copies[0].transform.extra) == (0.5, (0.5,))
