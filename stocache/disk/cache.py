@@ -310,7 +310,7 @@ class DiskCache(ListCache[_T]):
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
-        return dataclasses.replace(super().stats(), reserved_bytes=self._disk.used - DATA_OFFSET)
+        return dataclasses.replace(super().stats(), reserved_bytes=max(0, self._disk.used - DATA_OFFSET))
 
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""

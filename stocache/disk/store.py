@@ -286,6 +286,6 @@ class DiskStore:
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
         return {
             "slots": slots,
-            "slot_bytes": (self.used - DATA_OFFSET) // max(1, filled),
+            "slot_bytes": max(0, self.used - DATA_OFFSET) // max(1, filled),
             "capacity_bytes": max(0, self._capacity - DATA_OFFSET),
         }

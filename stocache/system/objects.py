@@ -3,10 +3,13 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Subset, dataloader
+
+from stocache.platform import here
 
 _T = TypeVar("_T")
 
@@ -146,10 +149,28 @@ def recorded_reads(dataset: object) -> Iterator[set[str]]:
     except TypeError:  # of a built-in class, whose objects have no attributes
         yield reads
         return
+    undo: Callable[[], None] = partial(_put_back, cls, original if has_own else None)
+    _patches.append(undo)
     try:
         yield reads
     finally:
-        if has_own:
-            cls.__getattribute__ = original
-        else:
-            del cls.__getattribute__
+        _patches.remove(undo)
+        undo()
+
+
+_patches: list[Callable[[], None]] = []  # to undo in a forked child, where the thread that patched a class is not
+
+
+def _put_back(cls: Any, original: Any) -> None:
+    if original is not None:
+        cls.__getattribute__ = original
+    elif "__getattribute__" in vars(cls):
+        del cls.__getattribute__
+
+
+def _enter_child() -> None:
+    while _patches:
+        _patches.pop()()
+
+
+here.at_fork(after_in_child=_enter_child)

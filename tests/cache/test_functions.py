@@ -25,7 +25,7 @@ from stocache import CachedDataset, DataLoader, DatasetError, LimitError, cache_
 from stocache.cache.keyed import functions
 from tests.support import decorated
 from tests.support.decorated import Mosaics, Windows, frame
-from tests.support.processes import in_child
+from tests.support.processes import in_child, wait_until
 
 
 @pytest.fixture
@@ -586,3 +586,27 @@ def test_a_subclass_may_read_other_attributes_in_a_cached_method():
 
     with contextlib.closing(Plain.load):
         assert [obj.load(1) for obj in (Plain(), Plain(), Scaled(2), Scaled(3), Scaled(2))] == [1, 1, 2, 3, 2]
+
+
+def test_a_child_that_is_forked_while_a_method_is_first_called_caches_it(calls):
+    class Slow:
+        factor, waits = 2, True
+
+        @stocache.cached("1MB", audit=0)
+        def load(self, value):
+            while Slow.waits:
+                time.sleep(0.001)
+            calls.append(value)
+            return value * self.factor
+
+    def use():
+        Slow.waits = False
+        assert [Slow().load(5) for _ in range(3)] == [10] * 3
+        assert (calls, "__getattribute__" in vars(Slow)) == ([5], False)
+
+    with contextlib.closing(Slow.load), ThreadPoolExecutor(1) as pool:
+        first = pool.submit(Slow().load, 1)
+        wait_until(lambda: "__getattribute__" in vars(Slow))
+        status = in_child(use)
+        Slow.waits = False
+        assert (status, first.result()) == (0, 2)

@@ -46,7 +46,7 @@ logger = logging.getLogger("stocache")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_recording = threading.RLock()  # `recorded_reads` is for one thread at a time
+_recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_reads` is for one thread at a time
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
@@ -277,7 +277,8 @@ class CachedFunction:
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method, and notice which attributes it reads."""
         obj = args[0]
-        if not _recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
+        recording = _recordings.setdefault(os.getpid(), threading.RLock())
+        if not recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
             return self._function(*args, **kwargs)
         try:
             if _kind_of(obj) in self._reads or self._reason:
@@ -298,7 +299,7 @@ class CachedFunction:
                 self._refuse(str(error))
             self._reads[_kind_of(obj)] = names, tuple(name for name in read if name not in names)
         finally:
-            _recording.release()
+            recording.release()
         if not self._reason:
             with contextlib.suppress(CacheKeyError):  # of an argument: the next call says so
                 self.cache.get_or_load(self._key_of(args, kwargs), lambda _: value, strict=False)
