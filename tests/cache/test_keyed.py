@@ -549,6 +549,7 @@ def test_a_database_of_another_program_is_left_alone(tmp_path):
 
 def test_damaged_values_on_a_disk_are_made_again_and_a_cut_database_is_an_error(tmp_path, caplog):
     pytest.importorskip("lmdb", reason="lmdb is not installed")
+    caplog.set_level("DEBUG", "stocache")
     with on_disk(tmp_path, memory="20KB") as cache:
         for key in range(9):
             cache.put(key, bytes([key]) * 3000)

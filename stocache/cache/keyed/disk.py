@@ -168,7 +168,7 @@ class DiskValues:
                 return MISSING
             record = bytearray(data[len(prefix) :])
         if record[:_CHECK_BYTES] != xxhash.xxh3_64_digest(memoryview(record)[_CHECK_BYTES:]):
-            logger.warning("a value in %s is damaged. It is made again.", self._folder)
+            logger.debug("a value in %s is damaged", self._folder)
             return MISSING
         del record[:_CHECK_BYTES]
         try:
