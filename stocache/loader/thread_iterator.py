@@ -122,7 +122,7 @@ class ThreadIterator(QuickIterator):
                     its.finish()  # those after it in its stream may wait for it
                 batch.group.batches = []
         self._maker.crew.tell_progress()
-        until = time.monotonic() + _CHECK_S
+        until = time.monotonic() + _PATIENCE_S
         while not all(batch.done for batch in dropped) and not self.ended and time.monotonic() < until:
             time.sleep(_POLL_S)
 
