@@ -78,7 +78,7 @@ class BatchSpec:
             return None
         rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         try:
-            functions = {kind: own if is_of_library(own) else _refuse for kind, own in default_collate_fn_map.items()}
+            functions = {kind: own if only_collates(own) else _refuse for kind, own in default_collate_fn_map.items()}
             batch = collate(cache.samples_of(rows, 2), collate_fn_map=functions)
             structure = Structure.of(batch, exact=True)
             tensors = structure.columns(batch)
@@ -106,7 +106,7 @@ class BatchSpec:
         return tensors
 
 
-def is_of_library(function: object) -> bool:
+def only_collates(function: object) -> bool:
     """Whether a function for `default_collate` is of torch, or of a library whose functions draw nothing, and only stack."""
     return str(getattr(function, "__module__", "")).split(".")[0] in _LIBRARIES
 

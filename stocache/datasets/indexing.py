@@ -38,16 +38,13 @@ def indices_in(key: object, length: int) -> list[int] | None:
 
 def find_collate(result: object, samples: Sequence[object]) -> Collate | None:
     """Return the function that collates ``samples`` to ``result``; None where no known one does."""
-    return None if _comparable(result) is None else next((own for own in _COLLATES if _gives(own, samples, result)), None)
+    wanted = type(result), _comparable(result)
+    return next((own for own in _COLLATES if _collated(own, samples) == wanted), None) if wanted[1] is not None else None
 
 
 def pads(collate: Collate, samples: Sequence[object], result: object) -> bool:
     """Return whether the ``result`` of the dataset is not what ``collate`` makes of ``samples``, if it can collate them."""
-    try:
-        collate(samples)
-    except Exception:
-        return False
-    return not _gives(collate, samples, result)
+    return _collated(collate, samples) not in (None, (type(result), _comparable(result)))
 
 
 def differ_in_size(samples: Sequence[object]) -> bool:
@@ -65,12 +62,13 @@ def _sizes(value: Any) -> Any:
     return value.shape if isinstance(value, Tensor | np.ndarray) else None
 
 
-def _gives(collate: Collate, samples: Sequence[object], result: object) -> bool:
+def _collated(collate: Collate, samples: Sequence[object]) -> tuple[type, Any] | None:
+    """Return the type of the collated samples, and what is comparable of them; None where they cannot be collated."""
     try:
         collated = collate(samples)
     except Exception:  # whatever the samples raise when they are stacked
-        return False
-    return type(collated) is type(result) and _comparable(collated) == _comparable(result)
+        return None
+    return type(collated), _comparable(collated)
 
 
 def _comparable(value: object) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.datasets.batches import Load, is_of_library
+from stocache.datasets.batches import Load, only_collates
 from stocache.datasets.cached import is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.requests import EpochIndices, current_answer, note_answer, set_epoch
@@ -131,7 +131,7 @@ def is_pure(collate_fn: object) -> bool:
     That is known of those of torch, if the user has not extended them, of ``list`` and ``tuple``, and of functions that only
     return the samples, or the first one.
     """
-    is_of_torch = collate_fn in _PURE and all(map(is_of_library, default_collate_fn_map.values()))
+    is_of_torch = collate_fn in _PURE and all(map(only_collates, default_collate_fn_map.values()))
     return is_of_torch or collate_fn in (list, tuple) or _code_of(collate_fn) in _PURE_CODE
 
 

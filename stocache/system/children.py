@@ -47,6 +47,7 @@ logger = logging.getLogger("stocache")
 
 _POLL_S = 0.5  # between checks of children that send nothing
 _SLOW_S = 30.0  # for one item; then warn
+_HELD_S = 30.0  # to wait for a thread that has a lock, before a fork
 _PR_SET_PDEATHSIG = 1
 
 
@@ -147,6 +148,25 @@ _fork_locks: dict[int, Any] = {}  # by process: in a forked child the lock of it
 def fork_lock() -> Any:
     """Return the lock under which this process forks: filelock, which torch imports, raises when two threads fork at once."""
     return _fork_locks.setdefault(os.getpid(), threading.RLock())
+
+
+def hold_to_fork(lock: Any, prepare: Callable[[], None] = lambda: None) -> None:
+    """Have this process take a lock before it forks, so that no other thread has it, call ``prepare``, and release it after.
+
+    It forks without it if a thread does not release it for ``_HELD_S``.
+    """
+    held: list[bool] = []
+
+    def before() -> None:
+        held.append(lock.acquire(timeout=_HELD_S))
+        if held[-1]:
+            prepare()
+
+    def after() -> None:
+        if held.pop():
+            lock.release()
+
+    here.at_fork(before=before, after_in_parent=after, after_in_child=after)
 
 
 class _Child:

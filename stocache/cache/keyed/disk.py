@@ -24,10 +24,10 @@ from stocache.cache.keyed.keys import Key
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import MISSING
 from stocache.errors import DiskError, MismatchError, SegmentError
-from stocache.platform import here
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import Records
 from stocache.samples.type_lookup import NotImported
+from stocache.system.children import hold_to_fork
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
 
@@ -36,7 +36,6 @@ logger = logging.getLogger("stocache")
 _IDENTITY, _VERSION = b"stocache", 2
 _FILES = "data.mdb", "lock.mdb"
 _CHECK_BYTES = 8
-_PATIENCE_S = 30.0  # to wait for a transaction before a fork
 _READERS = 1024  # processes and threads that read at a time
 
 
@@ -84,21 +83,12 @@ class _Database:
         self.close()
 
 
-_held_to_fork: list[bool] = []
-
-
-def _before_fork() -> None:
-    _held_to_fork.append(_in_use.acquire(timeout=_PATIENCE_S))
-    for database in list(_databases.values()) if _held_to_fork[-1] else ():
+def _close_all() -> None:
+    for database in list(_databases.values()):
         database.close()
 
 
-def _after_fork() -> None:
-    if _held_to_fork.pop():
-        _in_use.release()
-
-
-here.at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+hold_to_fork(_in_use, _close_all)
 
 
 class DiskValues:
@@ -117,19 +107,18 @@ class DiskValues:
         self._nbytes, self._options = parse_size(options.disk_limit or 0, "disk_limit"), options
         self._records = Records(options.allow_pickle, None if options.codec is None else Codec(options.codec))
         self._full = False
-        shared = _databases.get(self._folder)
-        self._database: _Database | None = shared or _databases.setdefault(self._folder, _Database(self._folder, self._nbytes))
-        self._prepare(in_use=shared is not None)
+        self._database: _Database | None = None
+        in_use = self._folder in _databases
+        self._prepare(self._opened(), in_use)
 
     def __reduce__(self) -> Any:
         return DiskValues, (self._options,)
 
-    def _prepare(self, in_use: bool) -> None:
-        """Empty the folder if its database is for other data."""
-        assert self._database is not None
+    def _prepare(self, database: _Database, in_use: bool) -> None:
+        """Empty the folder if its database is for other data. ``in_use``: whether another cache of this process uses it."""
         options = self._options
         identity = checksum(repr((options.fingerprint, options.codec, options.allow_pickle, _VERSION)).encode()).encode()
-        with self._database.transaction() as transaction:
+        with database.transaction() as transaction:
             found = transaction.get(_IDENTITY)
             known = None if found is None else bytes(found)
             if known is None and transaction.stat()["entries"]:
@@ -140,19 +129,17 @@ class DiskValues:
             if in_use:
                 raise MismatchError(f"{self._folder} is in use in this process for other data. Close that cache first.")
             logger.warning("the values in %s were left behind for other data. The folder is emptied.", self._folder)
-            self._database.close()
+            database.close()
             for name in _FILES:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self._folder, name))
-        with self._database.transaction(write=True) as transaction:
+        with database.transaction(write=True) as transaction:
             transaction.put(_IDENTITY, identity)
 
-    def _transaction(self, write: bool = False) -> Any:
+    def _opened(self) -> _Database:
         if self._database is None:
-            self._database = _databases.get(self._folder) or _databases.setdefault(
-                self._folder, _Database(self._folder, self._nbytes)
-            )
-        return self._database.transaction(write)
+            self._database = _databases.setdefault(self._folder, _Database(self._folder, self._nbytes))
+        return self._database
 
     @property
     def takes(self) -> bool:
@@ -162,7 +149,7 @@ class DiskValues:
     def read(self, key: Key) -> Any:
         """Return the value of a key, which the caller may keep; MISSING if it is not there, damaged, or of an unknown class."""
         prefix, number = key
-        with self._transaction() as transaction:
+        with self._opened().transaction() as transaction:
             data = transaction.get(_digest(number))
             if data is None or data[: len(prefix)] != prefix:
                 return MISSING
@@ -185,7 +172,7 @@ class DiskValues:
         record = b"".join(self._records.encode(value, "value"))
         data = b"".join([prefix, xxhash.xxh3_64_digest(record), record])
         try:
-            with self._transaction(write=True) as transaction:
+            with self._opened().transaction(write=True) as transaction:
                 transaction.put(_digest(number), data)
         except lmdb.Error as error:  # MapFullError, or the disk is full
             if not self._full:

@@ -38,8 +38,8 @@ from stocache.loader.threads.copies import (
     holds_generator,
 )
 from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
-from stocache.platform import here
 from stocache.system import rng
+from stocache.system.children import hold_to_fork
 
 logger = logging.getLogger("stocache")
 
@@ -50,19 +50,7 @@ _OPENING_S = 2.0  # for another thread, to open a file that a process opens only
 
 
 graph_lock = threading.RLock()  # torch walks through a graph of DataPipes with a global hook
-_held_to_fork: list[bool] = []
-
-
-def _before_fork() -> None:
-    _held_to_fork.append(graph_lock.acquire(timeout=_LONG_S))  # a child that inherits the hook could not walk through any graph
-
-
-def _after_fork() -> None:
-    if _held_to_fork.pop():
-        graph_lock.release()
-
-
-here.at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+hold_to_fork(graph_lock)  # a child that inherits the hook could not walk through any graph
 
 
 class Stopped(BaseException):
