@@ -34,10 +34,10 @@ import stocache
 from benchmark.filling import Photos
 from benchmark.support.measuring import machine, settle, undisturbed
 from stocache import CachedDataset, DataLoader
-from stocache.cli.bench import find_jpegs, photo_folder
-from stocache.observe.advice.advise import Advice
-from stocache.observe.model import Setting
+from stocache.loader.choice.model import Setting
 from stocache.system.limits import GIB, MIB
+from stocache.tools.advise import Advice
+from stocache.tools.bench import find_jpegs, photo_folder
 
 CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), what it chooses within 5 % of the best."
 NEEDS = (("PIL", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'))

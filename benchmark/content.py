@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmark.support.measuring import alternate, pss
 from stocache import CachedDataset, RaggedCache
-from stocache.cli.bench import photo_like
 from stocache.system.limits import MIB
+from stocache.tools.bench import photo_like
 
 CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes; codecs save memory."
 NEEDS = (

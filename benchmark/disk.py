@@ -37,8 +37,8 @@ from benchmark.storage import apart
 from benchmark.support.measuring import machine, settle
 from benchmark.support.stores import Images, LitData, Mosaic
 from stocache import CachedDataset, DataLoader, DiskCache
-from stocache.cli.bench import drop_pages
 from stocache.samples.spec import Structure
+from stocache.tools.bench import drop_pages
 
 CLAIM = "Samples that do not fit in memory are read from the source once, and then from a local disk at its own rate."
 NEEDS = (

@@ -37,10 +37,10 @@ from benchmark.sigkill import Filling, holdings, samples, trial
 from benchmark.support.measuring import machine, settle
 from benchmark.support.peers import stocaching
 from stocache import CachedDataset, RaggedCache, SharedCache, StorageDataset, prepare
-from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.datasets.loaders import BlockLoader
-from stocache.preparation.sources import load_jpeg
+from stocache.storage.preparation.sources import load_jpeg
 from stocache.system.limits import MIB
+from stocache.tools.bench import find_jpegs, photo_folder
 
 CLAIM = "Filling the cache costs the first epoch at most 1.5 times a bare copy of the bytes, and survives kills at any moment."
 NEEDS = (

@@ -27,10 +27,10 @@ from torch.utils.data import Dataset
 from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
 from stocache.cache.shared import SharedCache
-from stocache.cli import bench
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
+from stocache.tools.cli import bench
 
 CLAIM = "Filling the cache costs the first epoch at most 3 %; warm time falls in a straight line with the cached share."
 NEEDS = (

@@ -29,7 +29,7 @@ from benchmark.__main__ import is_missing
 from benchmark.support.measuring import settle
 from benchmark.support.peers import in_rust, stocaching
 from stocache import CachedDataset
-from stocache.cli.bench import find_jpegs
+from stocache.tools.bench import find_jpegs
 
 CLAIM = "Warm batches come 4 times as fast as through torch's DataLoader; without a cache they are never slower."
 NEEDS = (

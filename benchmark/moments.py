@@ -33,9 +33,9 @@ from tqdm import tqdm
 
 from benchmark.support.processes import fork, wait
 from stocache import MismatchError, RaggedCache, SegmentError, SharedCache
-from stocache.cli import listing
 from stocache.shm import named, registry, segment
 from stocache.system import limits
+from stocache.tools.cli import listing
 
 CLAIM = "Signals at any moment leave no wrong sample, no hang and no file of a named cache."
 

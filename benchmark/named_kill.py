@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from benchmark.support.processes import fork, wait
 from stocache import MismatchError, SegmentError, SharedCacheDDP
-from stocache.cli import listing
 from stocache.shm import named, registry
 from stocache.shm.segment import Segment
+from stocache.tools.cli import listing
 
 CLAIM = "SIGKILL among makers, users and removers of one named cache leaves no wrong sample, deadlock or leak."
 

@@ -34,9 +34,9 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from stocache import CachedDataset, DataLoader, LocalityDistributedSampler, Placement, SharedCache, prepare
 from stocache.cache.placement import ordering_of, residency
-from stocache.preparation.sources import open_source
-from stocache.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
+from stocache.loader.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
 from stocache.samples.spec import Structure
+from stocache.storage.preparation.sources import open_source
 
 CLAIM = "Several machines read only the surplus of random batches, with the batches and losses of DistributedSampler."
 NEEDS = (

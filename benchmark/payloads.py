@@ -36,9 +36,9 @@ from benchmark.__main__ import is_missing
 from benchmark.support.measuring import machine, settle
 from benchmark.support.peers import in_rust
 from benchmark.support.plain import PlainPayloads
-from stocache.cli.bench import find_jpegs
-from stocache.ring import ring
+from stocache.shm.ring import ring
 from stocache.system.limits import KIB, MIB
+from stocache.tools.bench import find_jpegs
 
 try:
     import spdl.pipeline

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from benchmark.support.measuring import pss, settle
 from stocache import SharedCache, SharedCacheDDP, share
-from stocache.cli import listing
 from stocache.shm import named
+from stocache.tools.cli import listing
 
 CLAIM = "All ranks and jobs of a machine hold one copy, read each sample once, and restart warm."
 NEEDS = (("stocaching", "--no-deps stocaching==0.2.1", "ranks", "warm"),)

@@ -60,8 +60,8 @@ from benchmark.support.stores import (
     one_by_one,
 )
 from stocache import BlockSampler, CachedDataset, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.cli.bench import drop_pages
 from stocache.system.limits import MIB
+from stocache.tools.bench import drop_pages
 
 CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
 NEEDS = (

@@ -30,7 +30,7 @@ import torch
 
 from benchmark.support.measuring import pss, settle
 from stocache import ReadOptions, StreamLoader
-from stocache.cli.bench import drop_pages
+from stocache.tools.bench import drop_pages
 
 CLAIM = "Text becomes batches 4 times as fast as in the article's loader, 20 times when cached, in flat memory."
 NEEDS = (

@@ -2,7 +2,7 @@
 
 python -m benchmark systems
 
-Where they share none is played by `tests/platform/portable`, which hides from stocache what only Linux gives.
+Where they share none is played by `tests/system/platform/portable`, which hides from stocache what only Linux gives.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader
-from stocache.platform import here
+from stocache.system.platform import here
 
 CLAIM = "A warm epoch by worker threads is as fast on a system without shared memory as on Linux (0.95)."
 

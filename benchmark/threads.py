@@ -63,8 +63,8 @@ from benchmark.loader import Images, epoch, filled
 from benchmark.support.measuring import machine, pss, settle
 from benchmark.support.peers import in_rust
 from stocache import CachedDataset
-from stocache.cli.bench import find_jpegs, photo_folder
 from stocache.system.limits import MIB, format_size
+from stocache.tools.bench import find_jpegs, photo_folder
 
 CLAIM = "Worker threads load as fast as processes where the GIL is free, start in 50 ms, and need half of their memory."
 NEEDS = (("PIL", '-e ".[bench]"'),)

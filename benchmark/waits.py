@@ -216,7 +216,7 @@ def overhead(rounds: int, scrape: bool) -> None:
 
 _SCRAPES = """
 import time
-from stocache.cli import metrics
+from stocache.tools.cli import metrics
 while True:
     assert 'stocache_' in metrics.text_of()
     time.sleep(1)

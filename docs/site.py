@@ -18,11 +18,11 @@ _LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 FIRST = "CachedDataset", "DataLoader"  # of their groups
 GROUPS = {  # by the folder in which a name is defined
-    "Caching": ("cache", "datasets", "disk", "transforms", "shm"),
-    "Loading": ("loader", "samplers", "text", "reading"),
-    "Preparing": ("preparation", "storage", "datasets.stored"),
-    "Measuring": ("observe", "integrations"),
-    "Machine": ("system", "compat", "datamodule"),
+    "Caching": ("cache", "datasets", "shm"),
+    "Loading": ("loader", "text", "reading"),
+    "Preparing": ("storage",),
+    "Measuring": ("observe", "tools", "integrations"),
+    "Machine": ("system",),
     "Errors": ("errors",),
 }
 

@@ -4,6 +4,8 @@ import logging
 
 import lazy_loader
 
+from stocache import moved
+
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)  # __init__.pyi lists the names
@@ -16,10 +18,11 @@ __all__ = [name for name in __all__ if not (name in _UNLISTED or name.endswith("
 def _say_where(record: logging.LogRecord) -> bool:
     """Add to a warning where it is explained."""
     if record.levelno == logging.WARNING:
-        from stocache.cli.symptoms import say_where  # here: most programs warn of nothing
+        from stocache.tools.cli.symptoms import say_where  # here: most programs warn of nothing
 
         say_where(record)
     return True
 
 
 logging.getLogger("stocache").addFilter(_say_where)
+moved.install()

@@ -1,6 +1,6 @@
 """``python -m stocache`` is the command ``stocache``."""
 
-from stocache.cli import main
+from stocache.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`;
 
 if "--portable" in sys.argv:
     os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/platform/portable", os.environ.get("PYTHONPATH", "")])
-    import tests.platform.portable.sitecustomize  # noqa: F401  # processes that are started import it by themselves
+    import tests.system.platform.portable.sitecustomize  # noqa: F401  # processes that are started import it by themselves
 
 import numpy as np
 import pytest
@@ -35,8 +35,8 @@ from stocache import CachedDataset
 from stocache.cache.base import SampleCache
 from stocache.cache.states import SlotState
 from stocache.errors import CacheNameError
-from stocache.platform import here
 from stocache.reading.graph.caching import SharedCacher
+from stocache.system.platform import here
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
 from tests.support.processes import run_all  # noqa: E402

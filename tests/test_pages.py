@@ -13,8 +13,8 @@ import pytest
 import typer
 
 import stocache
-from stocache.cli.app import app
-from stocache.loader.program import run
+from stocache.tools.cli.app import app
+from stocache.tools.run import run
 
 ROOT = Path(__file__).parents[1]
 CODE = [ROOT / name for name in ("stocache", "tests", "benchmark")]

@@ -26,22 +26,28 @@ def _has_names(iterator, *names):
 
 
 NAMES = {  # what uses it, and whether it is still what that takes it for
-    "_worker_info of torch.utils.data._utils.worker": ("observe/trials.py", lambda: vars(worker)["_worker_info"] is None),
+    "_worker_info of torch.utils.data._utils.worker": ("loader/choice/trials.py", lambda: vars(worker)["_worker_info"] is None),
     "the module of default_collate": (
         "loader/threads/info.py",
         lambda: collate.default_collate_fn_map[torch.Tensor].__globals__["__name__"] == "torch.utils.data._utils.collate",
     ),
     "get_worker_info in that module": ("loader/threads/info.py", lambda: worker.get_worker_info() is None),
-    "Module._forward_hooks": ("transforms/pipelines.py", lambda: len(_hooks("register_forward_hook")._forward_hooks) == 1),
+    "Module._forward_hooks": (
+        "datasets/transforms/pipelines.py",
+        lambda: len(_hooks("register_forward_hook")._forward_hooks) == 1,
+    ),
     "Module._forward_pre_hooks": (
-        "transforms/pipelines.py",
+        "datasets/transforms/pipelines.py",
         lambda: len(_hooks("register_forward_pre_hook")._forward_pre_hooks) == 1,
     ),
     "the bit of type.__flags__ for a class made at run time": (
-        "system/objects.py and transforms/pipelines.py",
+        "system/objects.py and datasets/transforms/pipelines.py",
         lambda: (InPython.__flags__ & 1 << 9, int.__flags__ & 1 << 9) == (1 << 9, 0),
     ),
-    "prctl of libc": ("system/children.py", lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) in (0, 1)),  # PR_GET_DUMPABLE
+    "prctl of libc": (
+        "system/loading/children.py",
+        lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) in (0, 1),
+    ),  # PR_GET_DUMPABLE
     "sys._getframe": (
         "loader/threads/info.py and cache/allocate.py",
         lambda: sys._getframe().f_globals["__name__"] == __name__ and isinstance(sys._getframe(), types.FrameType),
@@ -61,7 +67,7 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
     ),
     "BaseProcess._target": ("shm/job.py", lambda: multiprocessing.Process(target=print)._target is print),
     "get_preparation_data of multiprocessing.spawn": (
-        "loader/program/run.py",
+        "tools/run/run.py",
         lambda: "init_main_from_path" in spawn.get_preparation_data.__code__.co_consts,
     ),
     "ForkServer._preload_modules": ("loader/worker_group.py", lambda: type(forkserver._forkserver._preload_modules) is list),

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from stocache.cli import listing
-from stocache.cli.app import app
 from stocache.shm import named
+from stocache.tools.cli import listing
+from stocache.tools.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "stocache"

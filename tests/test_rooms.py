@@ -1,64 +1,45 @@
-"""The architecture: a table on the page of the package says from which other folders each folder imports."""
+"""The architecture: rooms that import rooms above them, by the table on the page of the package."""
 
 import ast
-import functools
 import graphlib
 import re
-from pathlib import Path
+from collections import defaultdict
 
 import pytest
 from torch.utils._device import _device_constructors
 
 import stocache
 from stocache import errors
+from tests.support.house import PACKAGE, imported, modules, room_of, rooms
 
-PACKAGE = Path(stocache.__file__).parent
-ROWS = re.findall(r"^\| \[?`([a-z/]+)`.*\| ([^|]*) ?\|$", (PACKAGE / "README.md").read_text(), re.MULTILINE)
-IMPORTS = {folder: row.replace(",", "").split() for folder, row in ROWS}
-"""The table on the page of the package, without errors: from the ground up, so that each folder's row names only rows above."""
+IMPORTS = {name: room.imports for room in rooms() for name in room.names if (PACKAGE / name).is_dir()}
 
 MOST_FILES = 13
 
 
-def folder_of(module: str) -> str:
-    """The folder of a dotted name below stocache; "" for the modules that lie in the package itself."""
-    parts = module.split(".")
-    while parts and "/".join(parts) not in IMPORTS:
-        parts.pop()
-    return "/".join(parts)
-
-
-@functools.cache
-def imported(path: Path) -> set[str]:
-    """The dotted names below stocache that a file imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stocache":
-            module = (node.module or "").removeprefix("stocache").lstrip(".")
-            found |= {f"{module}.{alias.name}".lstrip(".") for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("stocache.") for alias in node.names if alias.name.startswith("stocache.")}
-    return {name for name in found if name.split(".")[0] != "errors"}
-
-
-def test_the_table_names_every_folder_and_each_imports_what_its_row_says_from_rows_above():
-    assert {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")} == {*IMPORTS, "."}
-    for number, (folder, row) in enumerate(IMPORTS.items()):
+def test_the_table_names_every_room_and_each_imports_what_its_row_says_from_rows_above():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {*IMPORTS}
+    assert {name for room in rooms() for name in room.names} - {*IMPORTS} == {"errors", "moved", "tests", "benchmark"}
+    for number, (room, row) in enumerate(IMPORTS.items()):
         assert {*row} <= {*list(IMPORTS)[:number]}
-        folders = {folder_of(name) for path in (PACKAGE / folder).glob("*.py") for name in imported(path)}
-        assert folders - {folder} == {*row}, folder  # nothing from the package itself
+        used = {room_of(name) for path in (PACKAGE / room).rglob("*.py") for name in imported(path)}
+        assert sorted(used - {room}) == row, room
 
 
-@pytest.mark.parametrize("folder", [*IMPORTS, "."])
-def test_a_folder_has_few_files_which_do_not_import_in_a_circle(folder):
-    files = {path.stem: path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"}
-    assert len(files) <= MOST_FILES
-    prefix = folder.replace("/", ".") + "."
-    graph = {}
-    for stem, path in files.items():
-        within = (name.removeprefix(prefix).split(".")[0] for name in imported(path) if name.startswith(prefix))
-        graph[stem] = {name for name in within if name in files}
+def test_modules_do_not_import_in_a_circle():
+    graphlib.TopologicalSorter({name: imported(path) - {name} for name, path in modules().items()}).prepare()
+
+
+@pytest.mark.parametrize("room", IMPORTS)
+def test_the_folders_of_a_room_import_one_way_and_have_few_files(room):
+    graph = defaultdict(set)
+    for name, path in modules().items():
+        if room_of(name) == room and path.stem != "__init__":
+            folder = name.rpartition(".")[0]
+            graph[folder] |= {each.rpartition(".")[0] for each in imported(path) if room_of(each) == room} - {folder}
     graphlib.TopologicalSorter(graph).prepare()  # raises for a circle
+    for folder in graph:
+        assert len([*(PACKAGE / folder.replace(".", "/")).glob("[!_]*.py")]) <= MOST_FILES, folder
 
 
 FACTORIES = {constructor.__name__ for constructor in _device_constructors()} - {"nested_tensor"}
@@ -75,10 +56,15 @@ def test_every_tensor_says_on_which_device_and_of_which_dtype_it_is():
                 assert given & {"dtype", "generator"} or name in ("rand", "tensor"), f"{path}:{node.lineno}"
 
 
+GRAPHS = re.compile(r"torch\.utils\.data\.(datapipes|graph)\b|stocache\.reading")
+
+
 def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
-    for path in PACKAGE.rglob("*.py"):
-        if "reading" not in path.relative_to(PACKAGE).parts:
-            assert not re.search(r"torch.utils.data.(datapipes|graph)|stocache.reading", path.read_text()), path
+    for path in (path for path in PACKAGE.rglob("*.py") if "reading" not in path.relative_to(PACKAGE).parts):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".") for alias in node.names]
+                assert not any(map(GRAPHS.match, names)), path
 
 
 def test_the_package_exports_a_sorted_all_that_exists_and_shares_no_name_with_a_module():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stocache.errors import LimitError
-from stocache.samplers.permutation import Indices
+from stocache.loader.samplers.permutation import Indices
 from stocache.samples.indices import check_indices
 
 

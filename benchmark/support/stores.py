@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import stocache
 from benchmark.support.peers import clean_mosaic, mosaic
 from stocache import BlockSampler, OnDiskBlockDataStorage, StorageDataset, prepare
-from stocache.cli.bench import find_jpegs
+from stocache.tools.bench import find_jpegs
 
 BATCH, WINDOW = 64, 16
 fork = multiprocessing.get_context("fork")

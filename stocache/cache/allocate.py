@@ -28,7 +28,6 @@ from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
 from stocache.errors import BusyError, CacheNameError, LimitError, SegmentError
-from stocache.platform import here
 from stocache.samples.spec import Structure
 from stocache.shm import agreement, claims, named, registry, siblings
 from stocache.shm.job import Job, job_here
@@ -39,6 +38,7 @@ from stocache.shm.segment import Segment
 from stocache.shm.siblings import MOST_RANKS, Sibling
 from stocache.system import limits
 from stocache.system.limits import format_size, parse_size, recommended_limit
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 

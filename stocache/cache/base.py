@@ -31,13 +31,13 @@ from stocache.cache.publishing import PublishingCache
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.errors import BusyError, SlotError
 from stocache.observe.recording.record import note_loads
-from stocache.observe.recording.spans import LOAD, in_spans, span
 from stocache.samples.indices import check_indices
 from stocache.shm.agreement import has_agreement
 from stocache.shm.claims import BLOCKS
 from stocache.shm.segment import Segment
 from stocache.shm.siblings import count_ranks
 from stocache.system.limits import parse_size, recommended_limit
+from stocache.system.spans import LOAD, in_spans, span
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")

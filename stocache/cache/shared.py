@@ -20,11 +20,11 @@ from stocache.cache.slots import SlotArrays, as_bytes
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
 from stocache.observe.recording.record import note_loads
-from stocache.observe.recording.spans import GATHER, span
 from stocache.samples.indices import check_indices, check_len
 from stocache.samples.spec import Structure
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
+from stocache.system.spans import GATHER, span
 
 logger = logging.getLogger("stocache")
 
@@ -381,3 +381,14 @@ class SharedCache(MemoryCache[_T]):
         slot %= self._slots
         self._reserve_raw(slot, slot + 1)
         return slot
+
+
+class SharedCacheDDP(SharedCache):
+    """A `SharedCache` for DDP: one copy for all ranks of this job on this machine; with a ``name``, for other jobs, too.
+
+        cache = SharedCacheDDP(32, len(dataset), (3, 224, 224))
+
+    Every rank makes it with the same arguments, at the same place of the program. The ranks may be started by torchrun,
+    `torch.multiprocessing.spawn` or by hand, and need no process group. A `SharedCache` does the same; this name says so.
+    Source: announced as a plan by the article on stocaching (C. Jones).
+    """

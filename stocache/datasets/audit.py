@@ -38,11 +38,11 @@ from stocache.cache.options import check_share
 from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.errors import DatasetError, LimitError
-from stocache.platform import here
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
 from stocache.system.objects import vars_of
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 

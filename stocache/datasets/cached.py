@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 from typing_extensions import TypeVar
 
+from stocache.cache.disk.tiers import Tiers
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
@@ -27,16 +28,15 @@ from stocache.datasets.indexing import Collate, differ_in_size, find_collate, in
 from stocache.datasets.loaders import BlockLoader, SampleLoader
 from stocache.datasets.parts import follow, is_part
 from stocache.datasets.proxy import DatasetProxy
-from stocache.datasets.stored import StorageDataset
-from stocache.disk.tiers import Tiers
+from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
-from stocache.loader.threads.loading import in_children_or_here, run_here
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, check_indices, length_of
+from stocache.storage.dataset import StorageDataset
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
+from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import get_many_of, takes_epoch
 from stocache.system.ranks import is_first_rank
-from stocache.transforms.part_transform import PartTransform, as_transform
 
 logger = logging.getLogger("stocache")
 

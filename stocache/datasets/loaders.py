@@ -50,9 +50,9 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
-from stocache.datasets.stored import StorageDataset
 from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
+from stocache.storage.dataset import StorageDataset
 from stocache.system.background import start_daemon
 from stocache.system.objects import attribute_of, get_many_of, static_attribute
 

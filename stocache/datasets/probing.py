@@ -19,11 +19,19 @@ from typing import Any, NamedTuple
 
 from stocache.datasets.steady import CallRecorder
 from stocache.errors import SampleError, WorkerError
-from stocache.loader.threads.loading import loads_only_here, run_here, warn_of_this_process
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
-from stocache.system.children import ChildError, PackedError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.describe import describe, difference
+from stocache.system.loading.children import (
+    ChildError,
+    PackedError,
+    SlowError,
+    in_children,
+    pack_error,
+    unpack_error,
+    with_prefix,
+)
+from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
 from stocache.system.objects import get_many_of, recorded_reads, vars_of
 from stocache.system.rng import LineOfDraw, RngMonitor
 

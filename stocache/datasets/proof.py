@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from stocache.cache.allocate import Proof
 from stocache.datasets.probing import Probe
+from stocache.datasets.transforms.splitting import Split
 from stocache.samples.indices import length_of, spread
 from stocache.system.describe import describe
 from stocache.system.generators import parts_of
-from stocache.transforms.splitting import Split
 
 _ENTRIES = 256  # of a table
 _DISTINCT = 4  # probed samples that differ from each other are enough

@@ -13,11 +13,11 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit
 from stocache.datasets.loaders import SampleLoader
 from stocache.datasets.parts import FollowedMethod, follow
+from stocache.datasets.transforms import huggingface
+from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.system.objects import attribute_of
-from stocache.transforms import huggingface
-from stocache.transforms.part_transform import as_transform
 
 _T = TypeVar("_T", default=Any)
 _Self = TypeVar("_Self", bound="DatasetProxy[Any]")

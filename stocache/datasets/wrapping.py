@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from torch.utils.data import Dataset, IterableDataset
 
+from stocache.cache.disk.cache import DiskCache, known_example
+from stocache.cache.disk.folder import manifest_of
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
@@ -19,8 +21,9 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.datasets.proof import proof_of
-from stocache.disk.cache import DiskCache, known_example
-from stocache.disk.folder import manifest_of
+from stocache.datasets.transforms import huggingface
+from stocache.datasets.transforms.planning import plan_split, warn_of_random_steps
+from stocache.datasets.transforms.splitting import Split
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
@@ -29,9 +32,6 @@ from stocache.samples.spec import NarrowLeaf, Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit
-from stocache.transforms import huggingface
-from stocache.transforms.planning import plan_split, warn_of_random_steps
-from stocache.transforms.splitting import Split
 
 logger = logging.getLogger("stocache")
 

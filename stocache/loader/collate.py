@@ -18,10 +18,10 @@ from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
 from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
-from stocache.observe.recording.spans import COLLATE, span
-from stocache.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.shm.pool import Pool, keep_freed_memory
+from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
 from stocache.system.background import Background
+from stocache.system.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
 _STACK: Any = collate_tensor_fn

@@ -31,35 +31,35 @@ from stocache.datasets.cached import CachedDataset
 from stocache.datasets.lazy import ListedBatches, with_lazy_batches
 from stocache.errors import LimitError, WorkerError
 from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
+from stocache.loader.epochs import EpochLog, RunningEpoch
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
+from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
-from stocache.observe.epochs import EpochLog, RunningEpoch
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
-from stocache.observe.recording.spans import WAIT, span
 from stocache.observe.verdict import LoaderEpochStats, Verdict
-from stocache.platform import here
-from stocache.ring.ring import Ring
-from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.shm.pool import Pool
-from stocache.system.children import fork_lock
+from stocache.shm.ring.ring import Ring
 from stocache.system.figures import flat_numbers
 from stocache.system.limits import parse_size
+from stocache.system.loading.children import fork_lock
 from stocache.system.objects import TorchLoader
+from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
+from stocache.system.spans import WAIT, span
 from stocache.system.walking import through_subsets, walk
 
 if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
+    from stocache.loader.choice.choice import GilTrial
     from stocache.loader.device.batches import DeviceStage
     from stocache.loader.device.gathering import DeviceStats
-    from stocache.observe.choice import GilTrial
 
 logger = logging.getLogger("stocache")
 
@@ -202,7 +202,9 @@ class DataLoader(ResumableLoader[_T]):
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
         if arguments.get("num_workers") == "auto":
-            from stocache.observe.choice import with_chosen_workers  # here, as imports are half of the time of `stocache run`
+            from stocache.loader.choice.choice import (
+                with_chosen_workers,  # here, as imports are half of the time of `stocache run`
+            )
 
             arguments = with_chosen_workers(dataset, arguments, DataLoader)
             args, kwargs = (), arguments
@@ -308,7 +310,7 @@ class DataLoader(ResumableLoader[_T]):
             self._pool = Pool(self._pins)
         method = self.worker_method
         if method == "auto" and not alone:
-            from stocache.observe.choice import GilTrial, choose_method
+            from stocache.loader.choice.choice import GilTrial, choose_method
 
             self._trial = self._trial or GilTrial(self._start_method == "fork")
             method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)

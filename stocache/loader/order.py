@@ -33,8 +33,8 @@ from torch.utils.data import (
 
 from stocache.errors import StateError
 from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
-from stocache.samplers.block import BlockSampler, ResumableSampler
-from stocache.samplers.locality import LocalityDistributedSampler
+from stocache.loader.samplers.block import BlockSampler, ResumableSampler
+from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.system import rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states

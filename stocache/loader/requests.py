@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from stocache.observe.recording.record import record_here, row_here
-from stocache.ring.ring import Ring, ring_of
 from stocache.samples.indices import as_array
+from stocache.shm.ring.ring import Ring, ring_of
 from stocache.system.objects import takes_epoch
 from stocache.system.walking import walk
 

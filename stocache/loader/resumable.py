@@ -12,6 +12,7 @@ from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, epoch_of, samplers_in
 from stocache.loader.requests import set_epoch
 from stocache.loader.sample_seed import SampleSeed
+from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
 from stocache.loader.worker_state import (
@@ -25,7 +26,6 @@ from stocache.loader.worker_state import (
     restore,
     state_of,
 )
-from stocache.samplers.locality import LocalityDistributedSampler
 from stocache.samples.indices import length_of
 from stocache.system import rng
 from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_epoch, vars_of

@@ -29,8 +29,8 @@ from stocache.loader.threads.workers import Task, WorkerThreads
 from stocache.loader.torch_iterators import DatasetKind
 from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
 from stocache.observe.recording.record import TimingRow, record_here, row_here
-from stocache.observe.recording.spans import COLLATE, span
 from stocache.system.objects import attribute_of
+from stocache.system.spans import COLLATE, span
 from stocache.system.walking import through_subsets, walk
 
 _RUN_S = 0.002  # a run of samples takes about as long

@@ -36,7 +36,7 @@ from stocache.loader.threads.crew import ThreadWorkers, graph_lock
 from stocache.loader.threads.workers import WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import QuickIterator
 from stocache.observe.recording.gil import GilWatch
-from stocache.platform import here
+from stocache.system.platform import here
 
 _PATIENCE_S = 5.0  # for running tasks, when the workers are shut down
 _CHECK_S = 1.0  # between checks of the loop whether the threads are alive

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
-from stocache.platform import here
+from stocache.system.platform import here
 
 BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
 DatasetKind: Any = torch_dataloader._DatasetKind

@@ -26,8 +26,8 @@ from torch.utils.data._utils import signal_handling
 
 from stocache.errors import WorkerError
 from stocache.loader.order import Order
-from stocache.ring.ring import Ring
-from stocache.system.children import signal_name
+from stocache.shm.ring.ring import Ring
+from stocache.system.loading.children import signal_name
 from stocache.system.waiting import wait_until
 
 
@@ -212,7 +212,7 @@ def preload() -> None:
 
 
 _SERVER: Any = forkserver._forkserver
-_PRELOADED = ("stocache.loader.dataloader", "stocache.ring.in_server")
+_PRELOADED = ("stocache.loader.dataloader", "stocache.shm.ring.in_server")
 
 
 def try_to_start(context: Any) -> None:

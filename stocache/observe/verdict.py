@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from stocache.observe.model import steady_wait_s
 from stocache.observe.recording.gil import LOOK_S
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import (
@@ -29,9 +28,9 @@ from stocache.observe.recording.record import (
     SEEN_BUSY_NS,
     Counted,
 )
-from stocache.platform import here
 from stocache.system.figures import format_seconds, plural, round_digits
 from stocache.system.limits import GIB, format_size
+from stocache.system.platform import here
 
 Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
 
@@ -324,3 +323,11 @@ class _Parts:
         if not here.SHARES_MEMORY:
             return "GIL", f"{what}; code that releases it, as Pillow, NumPy and torch do, would let them work at once"
         return "GIL", f"{what}; worker_method='multiprocessing' would let {self.facts.workers} work at once"
+
+
+def steady_wait_s(batch_s: float, workers: int, step_s: float) -> float:
+    """Return the wait in seconds for each of many equal batches, which cost a worker ``batch_s`` seconds each.
+
+    W workers deliver such a batch every ``batch_s / W`` seconds. The main process waits for what that exceeds its step by.
+    """
+    return max(0.0, batch_s / workers - step_s) if workers else batch_s

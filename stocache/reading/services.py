@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 
+from stocache.cache.disk.cache import DiskCache
 from stocache.cache.ragged import RaggedCache
-from stocache.disk.cache import DiskCache
 from stocache.errors import ClosedError, StateError
 from stocache.reading.graph.caching import put_cache
 from stocache.reading.graph.feed import Feed

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from stocache.platform import here
 from stocache.shm.layout import (
     EXTENTS_AT,
     LIMIT,
@@ -22,6 +21,7 @@ from stocache.shm.layout import (
 from stocache.shm.locks import EXTENTS_LOCK, FileLocks
 from stocache.system import limits
 from stocache.system.limits import MIB, format_size
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 

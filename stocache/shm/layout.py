@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stocache.errors import SegmentError
-from stocache.platform import here
 from stocache.system.limits import MIB, format_size
+from stocache.system.platform import here
 
 _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent bytes; bytes of the descriptor; CRC-32
 _MAGIC, _VERSION = b"stocache", 4

@@ -26,7 +26,7 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from typing import TypeVar
 
-from stocache.platform import here
+from stocache.system.platform import here
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from stocache.errors import MismatchError, SegmentError
-from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.layout import COUNTER_ROWS, COUNTERS_AT, EXTENTS_AT, REFUSED_EXTENT, UNRESERVED_EXTENT, WARNED_AT, Layout
 from stocache.shm.locks import ROW_LOCKS
 from stocache.shm.segment import Segment, abandon, attached
 from stocache.system import limits
+from stocache.system.platform import here
 from stocache.system.waiting import FileKey, identify
 
 logger = logging.getLogger("stocache")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.platform import here
+from stocache.system.platform import here
 
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.uint8: np.uint8,

@@ -27,8 +27,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.platform import here
 from stocache.shm.pool import LeaseTracker
+from stocache.system.platform import here
 
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value

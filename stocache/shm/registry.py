@@ -42,10 +42,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from stocache.errors import BusyError, CacheNameError, SegmentError
-from stocache.platform import here
 from stocache.shm.layout import persists
 from stocache.system import limits
 from stocache.system.limits import filesystem_of
+from stocache.system.platform import here
 from stocache.system.waiting import (
     FileKey,
     describe_first,

@@ -20,7 +20,6 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stocache.errors import SegmentError
-from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.extents import Extents
 from stocache.shm.layout import (
@@ -36,6 +35,7 @@ from stocache.shm.layout import (
 )
 from stocache.shm.locks import OWNER_LOCKS, ROW_LOCKS, FileLocks
 from stocache.system import limits
+from stocache.system.platform import here
 from stocache.system.waiting import FileKey, identify
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from stocache.errors import SegmentError
-from stocache.platform import here
 from stocache.shm import registry
 from stocache.shm.job import is_started_by
 from stocache.shm.layout import LIMIT, LIMIT_AT, RANKS_AT, Layout
 from stocache.shm.named import Descriptor, holders
 from stocache.shm.segment import Segment, abandon, all_attached, attached
+from stocache.system.platform import here
 from stocache.system.waiting import FileKey, identify
 
 MOST_RANKS = 64

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from stocache.errors import StorageError
-from stocache.platform import here
 from stocache.storage.block import File
 from stocache.storage.remote import RemoteStore
 from stocache.storage.urls import is_url
 from stocache.system.hashing import BytesLike
+from stocache.system.platform import here
 from stocache.system.waiting import describe_first, flock_owners, is_at_work, wait_until
 
 logger = logging.getLogger("stocache")

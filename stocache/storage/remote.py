@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
-from stocache.platform import here
 from stocache.storage.block import HEAD_BYTES, ByteSource
 from stocache.storage.urls import file_system
 from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
+from stocache.system.platform import here
 from stocache.system.waiting import describe_first, flock_owners, wait_until
 
 logger = logging.getLogger("stocache")

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, SampleIndexError, StorageError
-from stocache.platform import here
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
 from stocache.storage.block import HEAD_BYTES, Block, BytesFile, File, encode
@@ -19,6 +18,7 @@ from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, ope
 from stocache.storage.remote import Mirror, RemoteStore
 from stocache.storage.skipped import SkippedSample, damaged, read_skipped
 from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, copy_sample
+from stocache.system.platform import here
 
 TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from stocache.errors import LimitError
-from stocache.platform import here
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 
@@ -340,3 +340,12 @@ def filesystem_of(device: int) -> str:
     """Return the type of the file system with a device number (``st_dev``): "ext4", "tmpfs", "nfs4"; "" if it is not known."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
     return next((mount.kind for mount in mounts() if mount.device == wanted), "")
+
+
+def get_shm_size() -> int:
+    """Return the size of /dev/shm in whole GiB, rounded down.
+
+    Change it for now with ``mount -o remount,size=128G /dev/shm``; in Docker with ``--shm-size=128g``.
+    Source: the API of stocaching 0.2 (C. Jones, MIT).
+    """
+    return shm_total() // GIB

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Subset, dataloader
 
-from stocache.platform import here
+from stocache.system.platform import here
 
 _T = TypeVar("_T")
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stocache.cache.disk.cache import DiskCache
+from stocache.cache.disk.tiers import Tiers
 from stocache.cache.options import CacheOptions
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING
-from stocache.disk.cache import DiskCache
-from stocache.disk.tiers import Tiers
 from stocache.errors import DamagedError, StateError, StreamError
 from stocache.system.describe import describe, difference
 from stocache.text.lines import LineLocation, LinePosition, Lines, TextChunk

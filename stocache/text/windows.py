@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from stocache.errors import StreamError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
-from stocache.platform import here
 from stocache.samples.pytree import leaves, tree_map
 from stocache.system.background import Background
+from stocache.system.platform import here
 from stocache.text.buffers import Buffers, Fault, RowBuffer
 from stocache.text.lines import TextChunk
 from stocache.text.parsers import join_trees

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stocache import ClosedError, SampleError, SampleIndexError, SlotError
+from stocache.cache.disk.cache import DiskCache
 from stocache.cache.states import SlotState
-from stocache.disk.cache import DiskCache
 from tests.support.equality import same
 from tests.support.faults import claimed
 from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, ragged, sample, scattered

@@ -18,8 +18,8 @@ import torch
 
 from stocache import ClosedError, KeyedCache, SampleError, SlotError
 from stocache.cache.keyed import disk, keys, layout
-from stocache.cli import listing
 from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
+from stocache.tools.cli import listing
 from tests.support.equality import same
 from tests.support.processes import in_child, kill_in, run_all, stopped
 

@@ -17,11 +17,11 @@ from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
 from stocache.cache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
 from stocache.cache.states import SlotState
-from stocache.cli import listing
-from stocache.cli.app import app
 from stocache.errors import CodecError, LimitError, MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
+from stocache.tools.cli import listing
+from stocache.tools.cli.app import app
 from tests.support.equality import same
 from tests.support.faults import claimed, misplace, no_shared_memory
 from tests.support.makers import codec

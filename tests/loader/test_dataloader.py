@@ -34,7 +34,7 @@ from stocache import CachedDataset, WorkerError
 from stocache.datasets.batches import LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.observe.recording import record
-from stocache.ring.ring import NO_MEMORY
+from stocache.shm.ring.ring import NO_MEMORY
 from tests.support.containers import Point
 from tests.support.endings import said_at_the_end
 from tests.support.equality import same
@@ -397,7 +397,7 @@ def test_where_torch_gets_no_shared_memory_either_batches_go_through_the_pipe(co
         raise RuntimeError("unable to allocate shared memory(shm)")
 
     no_shared_memory(monkeypatch)
-    monkeypatch.setattr(stocache.ring.ring, "_said_no_memory", False)
+    monkeypatch.setattr(stocache.shm.ring.ring, "_said_no_memory", False)
     for name in ("_new_using_fd_cpu", "_share_fd_cpu_"):
         monkeypatch.setattr(torch.UntypedStorage, name, refuse)
     ours = stocache.DataLoader(Images(), 8, num_workers=2, collate_fn=collate_fn)

@@ -14,7 +14,7 @@ from stocache import CachedDataset, DataLoader
 from stocache.errors import ClosedError
 from stocache.loader.device import gathering, kernels
 from stocache.loader.device.mapping import _mapped
-from stocache.ring.pinned import Pinned
+from stocache.shm.ring.pinned import Pinned
 from tests.support.equality import identical
 from tests.support.processes import wait_until
 

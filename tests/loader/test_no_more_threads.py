@@ -7,7 +7,7 @@ import torch
 
 import stocache
 from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, WorkerError, prepare
-from stocache.ring.pinned import Pinned
+from stocache.shm.ring.pinned import Pinned
 from tests.support.equality import same
 from tests.support.images import Images
 from tests.support.processes import wait_until

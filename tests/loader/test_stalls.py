@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, prepare
-from stocache.loader.threads.loading import in_children_or_here
 from stocache.system import waiting
-from stocache.system.children import StalledError, in_children
+from stocache.system.loading.children import StalledError, in_children
+from stocache.system.loading.fallback import in_children_or_here
 from stocache.system.waiting import StallWatch
 from tests.support.processes import wait_until
 

@@ -33,8 +33,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import stocache
 from stocache import DatasetError
 from stocache.loader.threads import crew
-from stocache.loader.threads.copies import copy_dataset, find_open_handle
 from stocache.loader.threads.workers import WorkerThreads
+from stocache.system.loading.copies import copy_dataset, find_open_handle
 from tests.support.loading import THREADS
 from tests.support.processes import wait_until
 

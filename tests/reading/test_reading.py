@@ -21,7 +21,7 @@ from stocache import WorkerError, reading
 from stocache.errors import DatasetError, GraphError
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, Shuffle
 from stocache.reading.graph.sharding import worker_share
-from stocache.ring.ring import Ring
+from stocache.shm.ring.ring import Ring
 from tests.support import graphs
 from tests.support.graphs import COUNT, EXACT, GRAPHS, WARNINGS, HomemadeError, elements, loader, numbers, source, square
 from tests.support.processes import wait_until

@@ -20,12 +20,12 @@ import torch
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
 from stocache.cache import admission, arena, base, records, slots, states
 from stocache.cache.slots import SlotArrays
-from stocache.platform import here
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
 from stocache.shm.locks import fence
 from stocache.storage import local, remote
 from stocache.system import limits, waiting
+from stocache.system.platform import here
 from tests.support.faults import claimed
 from tests.support.processes import in_child, stop, stopped
 from tests.support.traces import CLONE_NEWNS, MS_REC, MS_SLAVE

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from stocache import CacheNameError, LimitError, MismatchError, SegmentError, SharedCache, SharedCacheDDP
-from stocache.cli import listing
 from stocache.shm import layout, registry
 from stocache.shm.locks import ROW_LOCKS
 from stocache.system import limits
+from stocache.tools.cli import listing
 from tests.support.processes import in_child, run_python, stop, stopped
 
 N, DIMS = 40, (3, 8, 8)

@@ -17,13 +17,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from stocache import SharedCacheDDP
-from stocache.cli import listing, top
-from stocache.cli.app import app
 from stocache.shm import named, registry
 from stocache.shm.layout import HUGE_PAGE, Layout
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
+from stocache.tools.cli import listing, top
+from stocache.tools.cli.app import app
 from tests.support.faults import nothing_attached
 from tests.support.processes import in_child, stopped
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, DistributedSampler, Subset
 from stocache import CachedDataset, LocalityDistributedSampler, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import allocate
 from stocache.errors import BusyError
-from stocache.ring.ring import Ring
 from stocache.shm import job, layout, registry, siblings
+from stocache.shm.ring.ring import Ring
 from stocache.system import limits
 from tests.support import lookalikes as vision
 from tests.support.equality import same

@@ -19,11 +19,11 @@ import torch
 from benchmark import damage
 from stocache import InMemoryDataStorage, OnDiskBlockDataStorage, StorageDataset
 from stocache.errors import DamagedError, LimitError, SampleError, SampleIndexError, StorageError
-from stocache.platform import here
 from stocache.storage import local
 from stocache.storage.copying import RowGroup
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
+from stocache.system.platform import here
 from tests.support.containers import Box
 from tests.support.equality import same
 from tests.support.processes import in_child

@@ -41,7 +41,7 @@ class PlayedRuntime:
     def play(self, monkeypatch):
         """Take the place of CUDA's runtime."""
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr("stocache.ring.pinned._clear_error", lambda: self.calls.append("clear"))
+        monkeypatch.setattr("stocache.shm.ring.pinned._clear_error", lambda: self.calls.append("clear"))
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * (device == 1))

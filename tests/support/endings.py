@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import stocache
-from stocache.ring.ring import Ring
+from stocache.shm.ring.ring import Ring
 from tests.support.images import Images
 from tests.support.processes import in_child
 

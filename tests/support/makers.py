@@ -11,8 +11,8 @@ import torch
 
 from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import arena
-from stocache.disk.cache import DiskCache
-from stocache.disk.samples_file import DATA_OFFSET, index_bytes
+from stocache.cache.disk.cache import DiskCache
+from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes
 from stocache.samples.spec import Structure
 from stocache.system import limits
 from tests.support.processes import in_child

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from stocache import CsvFormat, ReadOptions, StreamLoader
-from stocache.cli import listing
 from stocache.text import lines, open_file
+from stocache.tools.cli import listing
 from tests.support.processes import run_all
 
 N = 437  # rows of the text

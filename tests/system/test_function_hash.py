@@ -2,9 +2,9 @@
 
 import functools
 
+from stocache.datasets.transforms.pipelines import step_text
 from stocache.system.hashing import callable_text
 from stocache.text.formats import CustomFormat
-from stocache.transforms.pipelines import step_text
 
 
 def made(scale, words=frozenset({"a", "b", "c"})):

@@ -24,7 +24,6 @@ from stocache.cache.records import RecordStore
 from stocache.cache.states import Attached
 from stocache.cache.stats import FILLS, HITS, LOAD_NS, MISSES, MISSING, RACES, REFUSED, CacheStats
 from stocache.errors import BusyError, SampleError, SlotError
-from stocache.observe.recording.spans import LOAD, span
 from stocache.samples.record_encoder import HEAD, EncodedRecord
 from stocache.shm.claims import BLOCKS, Claims
 from stocache.shm.extents import FULL_WARNING
@@ -32,6 +31,7 @@ from stocache.shm.job import Job
 from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.system.describe import describe
 from stocache.system.limits import format_size
+from stocache.system.spans import LOAD, span
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")

@@ -27,9 +27,9 @@ from stocache.errors import DiskError, MismatchError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import Records
 from stocache.samples.type_lookup import NotImported
-from stocache.system.children import hold_to_fork
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
+from stocache.system.loading.children import hold_to_fork
 
 logger = logging.getLogger("stocache")
 

@@ -35,7 +35,7 @@ from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import GroupPart, PartialBatch
 from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
-from stocache.platform import here
+from stocache.system.platform import here
 
 _AHEAD = 2
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stocache.platform import here
-from stocache.ring.pinned import Pinned
 from stocache.shm.extents import runs_of
 from stocache.shm.layout import RESERVED_EXTENT
+from stocache.shm.ring.pinned import Pinned
 from stocache.shm.segment import Segment
 from stocache.system.background import Background
 from stocache.system.limits import MIB, format_size
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 

@@ -29,7 +29,10 @@ from torch.utils.data._utils.worker import _generate_state  # torch's seed for n
 
 from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.loader.threads.collating import WorkerGlobals
-from stocache.loader.threads.copies import (
+from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
+from stocache.system import rng
+from stocache.system.loading.children import hold_to_fork
+from stocache.system.loading.copies import (
     copy_dataset,
     find_open_handle,
     find_running,
@@ -37,9 +40,6 @@ from stocache.loader.threads.copies import (
     holds_environment,
     holds_generator,
 )
-from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
-from stocache.system import rng
-from stocache.system.children import hold_to_fork
 
 logger = logging.getLogger("stocache")
 

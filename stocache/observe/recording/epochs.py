@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stocache.errors import ClosedError
-from stocache.platform import here
+from stocache.system.platform import here
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stocache.platform import here
+from stocache.system.platform import here
 
 LOOK_S, _LATE_S = 0.0007, 0.00025
 """Seconds that a look sleeps; and the delay of its end from which the GIL counts as held."""

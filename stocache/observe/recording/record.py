@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from stocache.errors import StocacheError
 from stocache.observe.recording.gil import queued_seconds
 from stocache.observe.recording.histogram import BUCKETS, Counts, Distribution, bucket_of, count_all
-from stocache.platform import here
 from stocache.shm import named, registry
 from stocache.shm.layout import Layout
 from stocache.shm.segment import Segment
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 
@@ -263,6 +263,10 @@ class TimingRecord:
         vars(self).update(state)
         assert self._segment is not None  # only a record with worker processes is sent
         self._assemble(self._segment.control)
+
+    def add_hand_over(self, duration_ns: int) -> None:
+        """Add how long a batch took from its worker to the main process, in nanoseconds."""
+        self.main.add_later(HAND_OVER_NS, duration_ns)
 
     @property
     def mine(self) -> bool:

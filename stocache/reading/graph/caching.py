@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import IterDataPipe
 from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
 
+from stocache.cache.disk.cache import DiskCache
+from stocache.cache.disk.tiers import Tiers
 from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
 from stocache.datasets.audit import Audit, OnChange
-from stocache.disk.cache import DiskCache
-from stocache.disk.tiers import Tiers
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, is_random, pipes_of, relink, removed, replaced, sources
 from stocache.reading.graph.pipes import Prefetcher, register

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterDataPipe
 
-from stocache.ring.pickling import pack, unpack
-from stocache.ring.ring import Ring
+from stocache.shm.ring.pickling import pack, unpack
+from stocache.shm.ring.ring import Ring
 
 _ALIGNMENT = 64
 _SCRATCH_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from stocache.reading.graph.feed import Feed, ParcelRef, ParcelWriter, unpack_pa
 from stocache.reading.graph.graph import DataPipe, pipes_of
 from stocache.reading.graph.sharding import worker_share
 from stocache.reading.run.replica import Elements, FedReplica, InitFn, Replica, ResetFn, WorkerInfo
-from stocache.ring.ring import Ring
+from stocache.shm.ring.ring import Ring
 
 IDLE, GO_ON = b"idle", b"go on"  # requests to the dispatching process that do not begin an epoch
 

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from stocache.errors import SampleError
-from stocache.platform import here
 from stocache.shm.private import map_privately
 from stocache.shm.segment import Segment
 from stocache.system.objects import vars_of
+from stocache.system.platform import here
 from stocache.system.walking import walk
 
 LARGE = 1 << 20  # bytes, from which an attribute of a dataset is worth sharing

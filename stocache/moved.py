@@ -1,0 +1,52 @@
+"""Find modules under their former names, which pickles of samplers and datasets contain."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PLACES = {
+    "stocache.cli": "stocache.tools.cli",
+    "stocache.datamodule": "stocache.integrations.lightning",
+    "stocache.datasets.stored": "stocache.storage.dataset",
+    "stocache.disk": "stocache.cache.disk",
+    "stocache.preparation": "stocache.storage.preparation",
+    "stocache.ring": "stocache.shm.ring",
+    "stocache.samplers": "stocache.loader.samplers",
+    "stocache.transforms": "stocache.datasets.transforms",
+}
+"""Modules and folders, by their former names. Documented ones stay for good."""
+
+
+class MovedFinder(MetaPathFinder, Loader):
+    """Finds the module itself, not a second one of the same code: a class has one identity."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return how to import a module by a former name; None if it is none."""
+        return ModuleSpec(name, self) if _place_of(name) else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module by its present name."""
+        module = importlib.import_module(_place_of(spec.name))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave the module as it is: it has run. Python has given it the spec of the former name."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def _place_of(name: str) -> str:
+    for old, new in _PLACES.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name[len(old) :]
+    return ""
+
+
+def install() -> None:
+    """Have Python ask for former names what no other finder has found."""
+    if not any(type(finder) is MovedFinder for finder in sys.meta_path):
+        sys.meta_path.append(MovedFinder())

@@ -1,1 +1,0 @@
-"""Recommend settings of the cache and the loader for a dataset on this machine."""

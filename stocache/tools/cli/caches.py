@@ -1,0 +1,223 @@
+"""The commands on named caches: ls, stat, rm, top and metrics. They work without torch, which takes seconds to import."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stocache.system.figures import plural
+from stocache.tools.cli.output import Json, describe_counts, echo, errors_in_one_line, fail, flag, print_described, text_option
+
+_User = Annotated[str | None, text_option("USER", "Caches of this user (name or id), or of 'all'. Default: yours.")]
+
+
+def ls(user: _User = None, as_json: Json = False) -> None:
+    """List named caches: memory, fill, hit rate, processes.
+
+    States: live, in use; kept, not in use, persistent; dead, left by killed processes; bad, not a readable cache.
+    """
+    from stocache.tools.cli import listing
+
+    caches = listing.find(_uid(user))
+    if as_json:
+        typer.echo(json.dumps([cache.as_dict() for cache in caches], indent=2))
+    elif caches:
+        from stocache.tools.cli import top
+
+        top.print_table(caches, users=user is not None)
+    else:
+        typer.echo("no named caches")
+
+
+def stat(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder."),
+    ],
+    user: _User = None,
+    as_json: Json = False,
+) -> None:
+    """Show everything about one named cache, or about the folder of a disk cache."""
+    if _is_path(name):
+        from stocache.tools.cli import disk
+
+        with errors_in_one_line():
+            if as_json:
+                typer.echo(json.dumps(disk.as_dict(name), indent=2))
+            else:
+                disk.show(name)
+        return
+    from stocache.system.limits import format_size
+    from stocache.tools.cli import listing
+
+    cache = next((cache for cache in listing.find(_uid(user)) if cache.name == name), None)
+    if cache is None:
+        fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.{_folder_hint(name)}")
+    if as_json:
+        typer.echo(json.dumps(cache.as_dict(), indent=2))
+        return
+    rows = {"name": cache.name, "user": cache.user, "file": cache.path, "state": cache.problem or cache.state}
+    if cache.stats:
+        stats = cache.stats
+        rows |= {
+            "persistent": "yes" if cache.persistent else "no",
+            "age": cache.age,
+            "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
+            "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
+            "memory": f"{format_size(cache.memory_bytes)} reserved, at most {format_size(cache.max_memory_bytes)}: up to "
+            f"{format_size(stats.capacity_bytes)} of samples, the rest for states and counters",
+            "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
+        } | describe_counts(stats, cache.hit_percent)
+    print_described(rows, "held by", [f"{holder.pid} {holder.command}" for holder in cache.holders])
+
+
+def rm(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
+    ] = None,
+    dead: Annotated[
+        bool,
+        flag("--dead", "Remove leftovers of killed processes: caches, if not persistent, and records of loaders."),
+    ] = False,
+    force: Annotated[bool, flag("--force", "Also remove caches in use, damaged, or of another user.")] = False,
+    user: _User = None,
+) -> None:
+    """Remove named caches, or folders of disk caches, that are not in use.
+
+    With --force, processes that use one keep it, but no other can join.
+    """
+    from stocache.errors import StocacheError
+    from stocache.shm import named
+    from stocache.system import limits
+    from stocache.system.waiting import printable
+    from stocache.tools.cli import listing
+
+    if bool(names) == dead:
+        fail("say which: stocache rm NAME..., or stocache rm --dead", 2)
+    uid, folders = _uid(user), [name for name in names or () if _is_path(name)]
+    if dead:
+        caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
+        loaders = [loader for loader in listing.find_loaders(uid, count=False) if loader.state == "dead"]
+        files: list[listing.NamedFile] = [*caches, *loaders]
+        paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
+        of_loaders = f" and {plural(len(loaders), 'dead loader')}" if loaders else ""
+        echo(f"{plural(len(caches), 'dead cache')}{of_loaders}, {limits.format_size(size)}")
+    else:
+        if uid == -1:
+            fail("--user all works with --dead only. Name one user.", 2)
+        paths = []
+        for name in names or ():
+            try:
+                paths.append(name if name in folders else named.find(name, uid))
+            except StocacheError as error:
+                fail(str(error))
+    failed = False
+    for path in paths:
+        try:
+            if path in folders:
+                from stocache.cache.disk import inspection
+
+                inspection.remove(path, force)
+            else:
+                named.remove(path, force, dead)
+            echo(f"removed {printable(path)}")
+        except OSError as error:
+            failed = True
+            is_missing = path not in folders and not os.path.exists(path)
+            echo(f"{error}{_folder_hint(os.path.basename(path)) if is_missing else ''}", err=True)
+    raise typer.Exit(failed)
+
+
+def top(
+    interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0,
+    user: _User = None,
+) -> None:
+    """Watch named caches: fill, hit rate, hits per second. Quit with q."""
+    import sys
+
+    from stocache.system.platform import here
+    from stocache.tools.cli import listing
+    from stocache.tools.cli.top import watch
+
+    uid = _uid(user)
+    if not here.SHARES_MEMORY:
+        fail("there are no named caches on this system: they are for Linux only.")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        fail("top needs a terminal. In scripts: stocache ls --json")
+    watch(lambda: listing.find(uid), interval)
+
+
+def metrics(
+    listen: Annotated[
+        str | None,
+        text_option(
+            "[HOST:]PORT",
+            "Serve the metrics over HTTP until Ctrl-C, at /metrics. Default host: 127.0.0.1; port 0 takes a free one.",
+        ),
+    ] = None,
+    allow_remote: Annotated[
+        bool, flag("--allow-remote", "With --listen: let other machines read the metrics, without a password.")
+    ] = False,
+    dashboard: Annotated[
+        bool, flag("--dashboard", "Print a dashboard for Grafana, to import there, instead of metrics.")
+    ] = False,
+    user: _User = None,
+) -> None:
+    """Print the counts of named caches and their loaders, for Prometheus. Or serve them over HTTP."""
+    if dashboard:
+        if listen is not None or allow_remote or user is not None:
+            fail("--dashboard goes alone: it prints a file that is the same for all.", 2)
+        typer.echo(Path(__file__).with_name("grafana.json").read_text(), nl=False)
+        return
+    if allow_remote and listen is None:
+        fail("--allow-remote needs --listen HOST:PORT.", 2)
+    uid = _uid(user)
+    try:
+        from stocache.tools.cli import metrics, metrics_server
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
+    if listen is None:
+        typer.echo(metrics.text_of(uid), nl=False)
+        return
+    with metrics_server.until_ended():
+        try:
+            addresses = metrics_server.resolve(listen, allow_remote)
+        except metrics_server.ListenError as error:
+            fail(str(error), 2)
+        try:
+            server = metrics_server.open_server(addresses, metrics.registry_of(uid))
+        except OSError as error:
+            hint = " Choose another port, or end what uses this one." if error.errno == errno.EADDRINUSE else ""
+            fail(f"--listen {listen}: {error.strerror or error}.{hint}")
+        with server:
+            echo(f"serving {server.url} until Ctrl-C")
+            server.serve_forever()
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is the path of a folder: a cache's own name has no "/"."""
+    return "/" in name or name in (".", "..")
+
+
+def _folder_hint(name: str) -> str:
+    return f" The folder is ./{name}" if os.path.isdir(name) else ""
+
+
+def _uid(user: str | None) -> int | None:
+    """Return a user's id; -1 for "all", None if no user is given."""
+    from stocache.system.platform import here
+
+    if user is None or user == "all":
+        return -1 if user else None
+    if user.isdecimal():
+        return int(user)
+    try:
+        return here.user_of_name(user)
+    except KeyError:
+        fail(f"there is no user {user!r} on this machine.", 2)

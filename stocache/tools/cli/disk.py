@@ -1,0 +1,77 @@
+"""Show, check and remove the folders of disk caches."""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import typer
+
+from stocache.cache.disk import inspection
+from stocache.cache.disk.inspection import DiskFolder
+from stocache.system.limits import format_size
+from stocache.system.waiting import printable
+from stocache.tools.cli import listing
+from stocache.tools.cli.listing import NamedCache
+from stocache.tools.cli.output import describe_counts, echo, print_described
+
+
+def show(path: str) -> None:
+    """Print everything about the folder of a disk cache. Raises DiskError."""
+    folder = inspection.describe(path)
+    live, holders = _use(folder)
+    limit = "" if live is None or live.limit_bytes is None else f", limit {format_size(live.limit_bytes)}"
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.created))
+    rows = {
+        "folder": printable(folder.path),
+        "user": listing.user_name(folder.uid),
+        "created": f"{created}, {listing.age_of(folder.created)} ago",
+        "samples": f"{folder.filled} of {folder.dataset_len} are there",
+        "structure": printable(folder.samples),
+        "fingerprint": "none" if folder.fingerprint is None else printable(folder.fingerprint),
+        "size": f"{format_size(folder.disk_bytes)} on the disk{limit}",
+        "disk": f"{format_size(folder.free_bytes)} free, {folder.file_system or 'unknown file system'}",
+    }
+    if live is not None and live.stats is not None:
+        rows |= describe_counts(live.stats, live.hit_percent) | {"damaged": f"{live.stats.damaged} found by reading"}
+    users = [f"{holder.pid} {holder.command}" for holder in holders]
+    if not users:
+        users = ["a process of another container" if live is not None else "nobody that is visible from here"]
+    print_described(rows, "in use by", users)
+
+
+def as_dict(path: str) -> dict[str, Any]:
+    """Return everything about the folder of a disk cache, as JSON can hold it. Raises DiskError."""
+    folder = inspection.describe(path)
+    live, holders = _use(folder)
+    facts = dataclasses.asdict(folder)
+    del facts["pids"]
+    return facts | {
+        "in_use": bool(live or holders),
+        "holders": [dataclasses.asdict(holder) for holder in holders],
+        "limit_bytes": live and live.limit_bytes,
+        "stats": live and live.stats and dataclasses.asdict(live.stats),
+    }
+
+
+def _use(folder: DiskFolder) -> tuple[NamedCache | None, list[listing.Holder]]:
+    """Return the shared memory of a folder that is in use, and the processes that use it."""
+    name = f"disk.{folder.key}"
+    caches = (cache for cache in listing.find(folder.uid) if os.path.basename(cache.path) == name and cache.alive)
+    live = next(caches, None)
+    holders = [] if live is None else live.holders
+    others = sorted({*folder.pids} - {holder.pid for holder in holders})
+    return live, [*holders, *listing.find_holders(others)]
+
+
+def check(path: str, workers: int) -> None:
+    """Read all samples of a disk cache, and print the damaged ones. Raises DiskError; Exit if there is damage."""
+    damage = inspection.find_damage(path, workers)
+    there = f"{damage.filled} of {damage.dataset_len} samples are there"
+    if not damage.damaged:
+        typer.echo(f"{there}, no damage")
+        return
+    numbers = ", ".join(map(str, damage.first)) + ", …" * (damage.damaged > len(damage.first))
+    typer.echo(f"{there}: {damage.filled - damage.damaged} sound, {damage.damaged} damaged: {numbers}")
+    echo("A damaged sample is loaded again when it is requested. You need not do anything.", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,339 @@
+"""Find the named caches and loaders of this machine, and read their state without attaching to them.
+
+A disk cache that is in use is one of them: its samples are in a folder, and their states are in shared memory. A loader over a
+named cache records its times in a file beside the cache; see `stocache.observe.recording.record`.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+import psutil
+
+from stocache.cache import arena
+from stocache.cache.keyed.layout import BY_KEY, count_keys
+from stocache.cache.keyed.layout import CONTROL_BYTES as KEYED_CONTROL
+from stocache.cache.stats import OOB, SET, CacheStats
+from stocache.errors import SegmentError, StocacheError
+from stocache.shm import named, registry
+from stocache.shm.layout import COUNTERS_AT, EXTENTS_AT, Layout, persists, read_chunks, sum_rows
+from stocache.shm.named import Descriptor
+from stocache.system.limits import MIB, format_size, parse_size
+from stocache.system.platform import here
+from stocache.system.waiting import FileKey, identify, printable
+
+if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
+    from stocache.observe.recording.record import Counted
+
+_LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
+_MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.1 MiB
+_MOST_CHARACTERS = 400  # of the name of a cache in the record of a loader
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that uses a cache, and its command line."""
+
+    pid: int
+    command: str
+
+
+@dataclass(frozen=True)
+class NamedCache:
+    """One file in a user's directory of named caches.
+
+    Attributes:
+        name: of the cache; the folder of a disk cache.
+        memory_bytes: memory that the file takes now: reserved extents of samples, their states, and counters.
+        max_memory_bytes: memory that it takes once all its samples have memory.
+        alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
+        holders: the processes that use it, as far as this process can see them.
+        created: seconds since 1970.
+        samples: shape and dtype of a sample, or its structure.
+        stats: its statistics since its oldest holder attached; None if it cannot be read, and ``problem`` says why.
+        folder: the folder of a disk cache; "" if the samples are in memory.
+        limit_bytes: the limit of the folder of a disk cache.
+    """
+
+    name: str
+    user: str
+    path: str
+    memory_bytes: int = 0
+    max_memory_bytes: int = 0
+    alive: bool = False
+    persistent: bool = False
+    holders: list[Holder] = field(default_factory=list)
+    created: float = 0.0
+    samples: str = ""
+    fingerprint: str | None = None
+    stats: CacheStats | None = None
+    problem: str = ""
+    folder: str = ""
+    limit_bytes: int | None = None
+
+    @property
+    def kind(self) -> Literal["memory", "disk"]:
+        """Where the samples are."""
+        return "disk" if self.folder else "memory"
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the file takes; of a disk cache, the bytes of samples on the disk."""
+        return self.stats.reserved_bytes if self.folder and self.stats else self.memory_bytes
+
+    @property
+    def state(self) -> str:
+        """One word: "live", "dead", "kept" (persistent, not in use) or "bad"."""
+        if self.problem:
+            return "bad"
+        return "live" if self.alive else "kept" if self.persistent else "dead"
+
+    @property
+    def age(self) -> str:
+        """The time since the cache was created, as "3 h"; "" if unknown."""
+        return age_of(self.created) if self.created else ""
+
+    @property
+    def hit_percent(self) -> str:
+        """The hit rate, as "97.1%"; "-" before the first get."""
+        return f"{self.stats.hit_rate:.1%}" if self.stats and self.stats.hits + self.stats.misses else "-"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all attributes, as JSON can hold them."""
+        extra = {"hit_rate": self.stats.hit_rate, "fill_fraction": self.stats.fill_fraction} if self.stats else {}
+        return asdict(self) | {"kind": self.kind, "state": self.state} | extra
+
+
+@dataclass(frozen=True)
+class NamedLoader:
+    """The record of a loader over a named cache: a file in a user's directory of named caches.
+
+    Attributes:
+        name: of the file: the cache's name, cut after 60 characters, the loader's process, and a number.
+        cache: the name of the cache.
+        rank: of the loader's process among those that train together.
+        pid: of the loader's process.
+        alive: whether that process or a worker of it runs. If none does, it was killed, and the record is a leftover.
+        created: seconds since 1970.
+        counted: the recorded counts; None if they were not requested, or cannot be read, and ``problem`` says why.
+    """
+
+    name: str
+    user: str
+    path: str
+    cache: str = ""
+    rank: int = 0
+    pid: int = 0
+    memory_bytes: int = 0
+    alive: bool = False
+    created: float = 0.0
+    counted: "Counted | None" = None
+    problem: str = ""
+    kind: ClassVar = "loader"
+
+    @property
+    def state(self) -> Literal["live", "dead", "bad"]:
+        """One word, as that of a cache."""
+        return "bad" if self.problem else "live" if self.alive else "dead"
+
+
+NamedFile: TypeAlias = NamedCache | NamedLoader
+
+
+def age_of(created: float) -> str:
+    """Return the time since ``created``, in seconds since 1970, as "3 h"."""
+    seconds = max(0.0, time.time() - created)
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def find(uid: int | None = None) -> list[NamedCache]:
+    """Return the named caches of the user ``uid``; None for the user of this process, -1 for all users."""
+    pids = named.holders()
+    return [file for each in _uids(uid) for file in _find(each, pids) if isinstance(file, NamedCache)]
+
+
+def find_loaders(uid: int | None = None, count: bool = True) -> list[NamedLoader]:
+    """Return the loaders over named caches of the user ``uid``, as `find` takes it.
+
+    ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
+    """
+    found = []
+    for each in _uids(uid):
+        left = _MOST_BYTES
+        for loader in (file for file in _find(each, None) if isinstance(file, NamedLoader)):
+            left -= loader.memory_bytes
+            if count and left < 0 and not loader.problem:
+                loader = replace(loader, problem=f"is not read: the records of this user exceed {format_size(_MOST_BYTES)}.")
+            counted = _count(loader) if count else loader
+            if counted is not None:
+                found.append(counted)
+    return found
+
+
+def _uids(uid: int | None) -> list[int]:
+    return registry.users() if uid == -1 else [here.user() if uid is None else uid]
+
+
+_Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
+
+
+def _find(uid: int, pids: _Pids) -> Iterator[NamedFile]:
+    user = user_name(uid)
+    for folder in registry.directories_of(uid):
+        try:
+            yield from registry.run_locked(folder, partial(_list, folder=folder, user=user, pids=pids))
+        except PermissionError:
+            yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
+        except OSError as error:
+            yield NamedCache("?", user, folder, problem=printable(str(error)))
+
+
+def _list(at: int | None, folder: str, user: str, pids: _Pids) -> list[NamedFile]:
+    found = [] if at is None else [_look_at(at, folder, name, user, pids) for name in sorted(os.listdir(at))]
+    return [file for file in found if file is not None]
+
+
+def _look_at(at: int, folder: str, name: str, user: str, pids: _Pids) -> NamedFile | None:
+    """Describe a file. It is not trusted: it may belong to another user, and may change at any moment."""
+    shown = printable(name)
+    try:
+        return _read(at, f"{folder}/{name}", shown, user, pids)
+    except (StocacheError, OSError) as error:
+        kind = NamedLoader if _LOADER.fullmatch(name) else NamedCache
+        return kind(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
+
+
+def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile | None:
+    with named.peek(at, path) as (fd, held):
+        layout = Layout.read(fd)
+        descriptor = Descriptor.read(layout)
+        facts, identity = descriptor.facts, descriptor.identity
+        if "loader" in identity:
+            if not _LOADER.fullmatch(os.path.basename(path)):
+                raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
+            loader = NamedLoader(shown, user, path, alive=held, created=descriptor.created)
+            return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, **_loader_of(identity))
+        if pids is None:
+            return None
+        samples, folder, limit = facts["dataset_len"], "", None
+        chunks = [(states.count(SET), states.count(OOB)) for _, states in read_chunks(fd, layout.control_at, samples)]
+        filled, outside = (sum(counts) for counts in zip((0, 0), *chunks, strict=True))
+        rows = os.pread(fd, EXTENTS_AT - COUNTERS_AT, COUNTERS_AT)
+        if "disk" in identity:
+            folder, limit = str(identity["disk"]), parse_size(str(identity.get("limit")), "disk_limit")
+            amounts = _amounts_on_disk(fd, layout, samples, filled, limit) | {"slots": samples - outside}
+        elif identity.get("samples") == BY_KEY:
+            control = os.pread(fd, min(KEYED_CONTROL, layout.control_bytes), layout.control_at)
+            samples = filled = count_keys(control)
+            used = arena.amounts(control, filled, facts["capacity"], filled)
+            amounts = {"reserved_bytes": layout.count_reserved(fd)} | used
+        else:
+            amounts = {"reserved_bytes": layout.count_reserved(fd)} | _amounts(fd, layout, facts, filled)
+        stats = CacheStats.of(sum_rows(rows), dataset_len=samples, filled=filled, **amounts)
+        memory_bytes = os.fstat(fd).st_blocks * 512
+        return NamedCache(
+            printable(folder) or shown,
+            user,
+            f"{os.path.dirname(path)}/{shown}",
+            memory_bytes=memory_bytes,
+            max_memory_bytes=max(memory_bytes, layout.memory_bytes(layout.data_bytes)),  # huge pages take more
+            alive=held,
+            persistent=persists(fd),
+            holders=find_holders(pids.get(identify(fd), [])),
+            created=descriptor.created,
+            samples=printable(str(identity.get("samples", "?"))),
+            fingerprint=None if identity.get("fingerprint") is None else printable(str(identity["fingerprint"])),
+            stats=stats,
+            folder=folder,
+            limit_bytes=limit,
+        )
+
+
+def _loader_of(identity: Mapping[str, object]) -> dict[str, Any]:
+    """Return the attributes of a loader that its descriptor holds.
+
+    Raises:
+        SegmentError: it has values that no loader writes.
+    """
+    cache, rank, pid = (identity.get(name) for name in ("cache", "rank", "pid"))
+    if not (type(cache) is str and type(rank) is type(pid) is int and 0 <= rank < 2**31 and 0 < pid < 2**31):
+        raise SegmentError("is damaged: its descriptor is not that of a loader.")
+    return {"cache": printable(cache)[:_MOST_CHARACTERS], "rank": rank, "pid": pid}
+
+
+def _count(loader: NamedLoader) -> NamedLoader | None:
+    """Return a loader with its recorded counts; None if it has ended since it was found.
+
+    The directory is locked for one record at a time: a forged record may be large.
+    """
+    from stocache.observe.recording.record import read_named
+
+    def read(at: int | None) -> NamedLoader | None:
+        if at is None or registry.key_of(at, loader.path) is None:
+            return None
+        with named.peek(at, loader.path) as (fd, _):
+            layout = Layout.read(fd)
+            counted, rows = read_named(fd, layout), Descriptor.read(layout).facts.get("rows")
+        if rows != len(counted.rows):
+            raise SegmentError(f"is damaged: it has {len(counted.rows)} rows, its descriptor says {rows!r:.40}.")
+        return replace(loader, counted=counted)
+
+    if loader.problem:
+        return loader
+    try:
+        return registry.run_locked(os.path.dirname(loader.path), read)
+    except (StocacheError, OSError, ValueError) as error:
+        return replace(loader, problem=printable(str(error)))
+
+
+def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> dict[str, int]:
+    capacity, samples = facts["capacity"], facts["dataset_len"]
+    if "slot_bytes" in facts:  # a SharedCache, whose capacity is in slots
+        return {"slots": capacity, "slot_bytes": facts["slot_bytes"], "capacity_bytes": capacity * facts["slot_bytes"]}
+    return arena.amounts(_words(fd, layout, samples), samples, capacity, filled)
+
+
+def _amounts_on_disk(fd: int, layout: Layout, samples: int, filled: int, limit: int) -> dict[str, int]:
+    from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes  # with numpy, which other caches do not need
+
+    used = max(0, int.from_bytes(_words(fd, layout, samples)[:8], sys.byteorder) - DATA_OFFSET)
+    capacity = max(0, limit - index_bytes(samples) - DATA_OFFSET)
+    return {"slot_bytes": used // max(1, filled), "capacity_bytes": capacity, "reserved_bytes": used}
+
+
+def _words(fd: int, layout: Layout, samples: int) -> bytes:
+    """Return the words of an arena or a disk cache, which lie at the same place."""
+    words = os.pread(fd, arena.WORDS_BYTES, layout.control_at + arena.words_at(samples))
+    if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
+        raise SegmentError("is damaged: its control is too small.")
+    return words
+
+
+def find_holders(pids: list[int]) -> list[Holder]:
+    """Describe processes, as far as they still run."""
+    return [holder for pid in pids if (holder := _holder(pid))]
+
+
+def _holder(pid: int) -> Holder | None:
+    try:
+        return Holder(pid, printable(" ".join(psutil.Process(pid).cmdline())))
+    except psutil.NoSuchProcess:
+        return None
+    except (psutil.Error, OSError):
+        return Holder(pid, "?")
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or its id if it has no name."""
+    try:
+        return here.name_of_user(uid)
+    except (KeyError, OverflowError):
+        return str(uid)

@@ -1,0 +1,236 @@
+"""Export the counts of named caches and loaders as metrics, in the text formats of OpenMetrics and Prometheus.
+
+Nothing is kept between two scrapes: each reads shared memory. It needs prometheus-client, the extra ``metrics``, but not torch.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest
+
+from stocache.observe.recording.histogram import BOUNDS_S, PER_DOUBLING
+from stocache.observe.recording.record import (
+    COLLATE_NS,
+    CPU_NS,
+    HAND_OVER_NS,
+    HELD,
+    LOAD_NS,
+    LOOKS,
+    MAKE_NS,
+    QUEUED_NS,
+    SAMPLES_MADE,
+    WAIT_NS,
+    Counted,
+)
+from stocache.tools.cli import listing
+from stocache.tools.cli.listing import NamedCache, NamedFile, NamedLoader
+
+CACHE_LABELS = ("name", "kind")
+LOADER_LABELS = ("cache", "loader", "rank", "pid")
+
+_SHORTEST_S, _LONGEST_S = 5e-6, 300.0
+_LAST = np.arange(np.searchsorted(BOUNDS_S, _SHORTEST_S), np.searchsorted(BOUNDS_S, _LONGEST_S), PER_DOUBLING)
+
+BUCKET_BOUNDS = tuple(str(float(f"{bound:.6g}")) for bound in BOUNDS_S[_LAST])
+"""The label ``le`` of the buckets, except the last. Rounded: the last digits of a power differ from machine to machine."""
+
+_MOST_PROBLEMS = 20  # that are described
+
+# ---------------------------------------------------------------------------------------------------- metrics
+
+_Of: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _Metric:
+    """A metric of which each cache, loader or worker has one value.
+
+    Attributes:
+        name: without the prefix and ``_total``; it ends with the unit, if there is one.
+        value: returns the value from the object itself; of a histogram, its buckets and the sum.
+    """
+
+    family: type[Metric]
+    name: str
+    text: str
+    value: _Of
+
+
+def _sum(word: int) -> _Of:
+    return lambda loader: loader.counted.sum(word)
+
+
+def _seconds(word: int) -> _Of:
+    return lambda loader: loader.counted.sum(word) / 1e9
+
+
+def _histogram(word: int) -> _Of:
+    def value(loader: NamedLoader) -> tuple[list[tuple[str, int]], float]:
+        assert loader.counted is not None
+        counts = np.cumsum(loader.counted.counts(word))
+        within = zip(BUCKET_BOUNDS, counts[_LAST].tolist(), strict=True)
+        return [*within, ("+Inf", int(counts[-1]))], loader.counted.sum(word) / 1e9
+
+    return value
+
+
+_COUNTER, _GAUGE, _HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+_OF_CACHE = (
+    _Metric(_GAUGE, "alive", "1 if a process uses the cache, else 0.", attrgetter("alive")),
+    _Metric(_GAUGE, "processes", "Processes that use the cache, as far as they are visible.", lambda cache: len(cache.holders)),
+    _Metric(_GAUGE, "memory_bytes", "Memory that the cache takes, with states and counters.", attrgetter("memory_bytes")),
+    _Metric(_GAUGE, "created_timestamp_seconds", "When the cache was created, seconds since 1970.", attrgetter("created")),
+    _Metric(_COUNTER, "hits", "Samples that were served from the cache.", attrgetter("stats.hits")),
+    _Metric(_COUNTER, "misses", "Samples that were asked for and not cached.", attrgetter("stats.misses")),
+    _Metric(_COUNTER, "fills", "Samples that were cached.", attrgetter("stats.fills")),
+    _Metric(_COUNTER, "races", "Samples that another process or thread had cached first.", attrgetter("stats.races")),
+    _Metric(_COUNTER, "refused", "Samples not cached because the machine gave no memory.", attrgetter("stats.refused")),
+    _Metric(_COUNTER, "rejected", "Samples that were not cached because they did not fit.", attrgetter("stats.rejected")),
+    _Metric(_COUNTER, "damaged", "Samples that were lost from the disk.", attrgetter("stats.damaged")),
+    _Metric(_COUNTER, "load_seconds", "Time in which missed samples were loaded, over all processes and threads.",
+        attrgetter("stats.load_s")),
+    _Metric(_COUNTER, "read_seconds", "Time in which samples were read from the disk, over all processes and threads.",
+        attrgetter("stats.read_s")),
+    _Metric(_GAUGE, "dataset_samples", "Samples of the dataset.", attrgetter("stats.dataset_len")),
+    _Metric(_GAUGE, "capacity_samples", "The most samples that can be cached.", attrgetter("stats.slots")),
+    _Metric(_GAUGE, "filled_samples", "Samples that are cached now.", attrgetter("stats.filled")),
+    _Metric(_GAUGE, "filled_bytes", "Bytes of the samples that are cached now.", attrgetter("stats.filled_bytes")),
+    _Metric(_GAUGE, "capacity_bytes", "Bytes of samples that the cache can hold.", attrgetter("stats.capacity_bytes")),
+)  # fmt: skip
+_OF_LOADER = (
+    _Metric(_GAUGE, "alive", "1 if the loader's process or a worker runs, 0 if they were killed.", attrgetter("alive")),
+    _Metric(_GAUGE, "workers", "Workers of the loader.", attrgetter("counted.workers")),
+    _Metric(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
+        attrgetter("created")),
+    _Metric(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", attrgetter("counted.batches")),
+    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES_MADE)),
+    _Metric(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
+        _seconds(MAKE_NS)),
+    _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS)),
+    _Metric(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.", _seconds(QUEUED_NS)),
+    _Metric(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(LOOKS)),
+    _Metric(_COUNTER, "gil_held", "How often another thread held it.", _sum(HELD)),
+    _Metric(_HISTOGRAM, "wait_seconds", "How long the loop waited for each batch.", _histogram(WAIT_NS)),
+    _Metric(_HISTOGRAM, "load_seconds", "How long each sample took that was not in memory.", _histogram(LOAD_NS)),
+    _Metric(_HISTOGRAM, "collate_seconds", "How long it took to put each batch together, without loading.",
+        _histogram(COLLATE_NS)),
+    _Metric(_HISTOGRAM, "hand_over_seconds", "How long it took to bring each batch from a worker process to the loop.",
+        _histogram(HAND_OVER_NS)),
+)  # fmt: skip
+_OF_WORKER = (  # of its rows
+    _Metric(_COUNTER, "worker_wait_seconds", "Time in which the loop waited for batches of this worker.",
+        lambda rows: rows.sum(WAIT_NS) / 1e9),
+    _Metric(_COUNTER, "worker_batches", "Batches of this worker that the loop has received.",
+        lambda rows: int(rows.counts(WAIT_NS).sum())),
+)  # fmt: skip
+
+
+class _Table:
+    """The families of some metrics, with one value for each object that was added."""
+
+    def __init__(self, prefix: str, metrics: Sequence[_Metric], labels: Sequence[str]) -> None:
+        self._metrics, self.families = metrics, list[Any]()
+        for each in metrics:
+            unit = each.name.rpartition("_")[2]
+            options = {"labels": labels, "unit": unit if unit in ("bytes", "seconds") else ""}
+            self.families.append(each.family(f"{prefix}_{each.name}", each.text, **options))  # type: ignore[arg-type]
+
+    def add(self, labels: Sequence[str], of: Any) -> None:
+        """Add the values of an object."""
+        for each, family in zip(self._metrics, self.families, strict=True):
+            value = each.value(of)
+            family.add_metric(labels, *(value if each.family is _HISTOGRAM else (value,)))
+
+
+def _metrics(users: bool, caches: Sequence[NamedCache] = (), loaders: Sequence[NamedLoader] = ()) -> Iterator[Metric]:
+    """Yield all metrics, with the values of these caches and loaders; ``users`` adds a label."""
+    user_label = ("user",) if users else ()
+    of_cache = _Table("stocache_cache", _OF_CACHE, (*CACHE_LABELS, *user_label))
+    of_loader = _Table("stocache_loader", _OF_LOADER, (*LOADER_LABELS, *user_label))
+    of_worker = _Table("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker", *user_label))
+    names, paths = _Names(), dict[str, str]()  # the label of each cache, by its path
+    for cache in caches:
+        if not cache.problem:
+            user = [cache.user] if users else []
+            paths[cache.path] = label = names.unique(cache.name, cache.kind, *user)
+            of_cache.add([label, cache.kind, *user], cache)
+    for loader in loaders:
+        if not loader.problem:
+            assert loader.counted is not None
+            user = [loader.user] if users else []
+            cache_label = paths.get(f"{os.path.dirname(loader.path)}/{loader.cache}", loader.cache)
+            labels = [cache_label, names.unique(loader.name, "loader", *user), str(loader.rank), str(loader.pid)]
+            of_loader.add([*labels, *user], loader)
+            workers = loader.counted.workers
+            for worker in range(workers):
+                rows = Counted(loader.counted.rows[[1 + worker, 1 + workers + worker]])
+                of_worker.add([*labels, str(worker), *user], rows)
+    yield from (*of_cache.families, *of_loader.families, *of_worker.families)
+
+    files: list[NamedFile] = [*(cache for cache in caches if cache.problem), *(loader for loader in loaders if loader.problem)]
+    unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
+    described = InfoMetricFamily(
+        "stocache_unreadable_file", f"Why a file cannot be read; of the first {_MOST_PROBLEMS}.", labels=("file", *user_label)
+    )
+    for file in files[:_MOST_PROBLEMS]:
+        about = {"problem": file.problem.removeprefix(f"{file.path} ")}
+        described.add_metric([file.path, *([file.user] if users else [])], about)
+    yield from (unreadable, described)
+
+
+# ---------------------------------------------------------------------------------------------------- the collector
+
+
+class Collector:
+    """Collects the metrics of the caches and loaders of the user ``uid``, as `listing.find` takes it.
+
+    Files are not trusted. One that cannot be read is counted in ``stocache_unreadable_files``, and left out elsewhere.
+    """
+
+    def __init__(self, uid: int | None = None) -> None:
+        self._uid = uid
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield all metrics, without values."""
+        yield from _metrics(self._uid == -1)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics with the values of now."""
+        yield from _metrics(self._uid == -1, listing.find(self._uid), listing.find_loaders(self._uid))
+
+
+class _Names:
+    """Gives the second cache of a name, which may be in another directory, another label: series must differ."""
+
+    def __init__(self) -> None:
+        self._taken: set[tuple[str, tuple[str, ...]]] = set()
+        self._numbers: Counter[tuple[str, tuple[str, ...]]] = Counter()
+
+    def unique(self, name: str, *others: str) -> str:
+        """Return the name, or "name (2)" if a file with the same other labels has it."""
+        label = name
+        while (label, others) in self._taken:
+            self._numbers[name, others] += 1
+            label = f"{name} ({self._numbers[name, others] + 1})"
+        self._taken.add((label, others))
+        return label
+
+
+def registry_of(uid: int | None = None) -> CollectorRegistry:
+    """Return a registry that has the metrics of stocache only."""
+    registry = CollectorRegistry()
+    registry.register(Collector(uid))
+    return registry
+
+
+def text_of(uid: int | None = None) -> str:
+    """Return all metrics in the text format of OpenMetrics."""
+    return str(generate_latest(registry_of(uid)), "utf-8")  # type: ignore[no-untyped-call]

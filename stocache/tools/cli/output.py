@@ -1,0 +1,95 @@
+"""Print text that reads well on a terminal of any width, and errors in one line; declare options that several commands have.
+
+In a pipe or a file, lines are not broken.
+"""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from stocache.cache.stats import CacheStats
+from stocache.system.platform import here
+
+CORES = min(4, here.usable_cpus())
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
+
+
+def count_option(help: str, least: int = 1) -> Any:
+    """Return an option that is a number of ``least`` or more."""
+    return typer.Option(min=least, metavar="N", help=help)
+
+
+def text_option(metavar: str, help: str, **more: Any) -> Any:
+    """Return an option that is a text, or a number of any kind."""
+    return typer.Option(metavar=metavar, help=help, **more)
+
+
+def flag(name: str, help: str) -> Any:
+    """Return an option without a value."""
+    return typer.Option(name, help=help)
+
+
+def echo(text: str, first: str = "", rest: str = "", *, err: bool = False) -> None:
+    """Print a text after ``first``. A terminal gets it broken between words, with ``rest`` before the second line and later."""
+    width = terminal_width(err)
+    if width is not None and text:
+        lines = textwrap.wrap(
+            text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        )
+        typer.echo("\n".join(lines), err=err)
+    else:
+        typer.echo(first + text, err=err)
+
+
+def terminal_width(err: bool = False) -> int | None:
+    """Return the columns of the terminal that shows the output, or the errors; None if it goes elsewhere."""
+    stream = sys.stderr if err else sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def print_described(rows: dict[str, str], heading: str, values: Sequence[str]) -> None:
+    """Print names and values in two columns, and then values of one heading below each other."""
+    print_rows([*rows.items(), *zip([heading, *[""] * len(values)], values, strict=False)])
+
+
+def describe_counts(stats: CacheStats, hit_percent: str) -> dict[str, str]:
+    """Return the counts of a cache, by name."""
+    return {
+        "hits": f"{stats.hits}, rate {hit_percent}",
+        "misses": str(stats.misses),
+        "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
+    }
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print names and values in two columns."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        echo(value, f"{name:<{width}}  ", " " * (width + 2))
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End the command with a message; ``code`` 2 says that the command line is at fault."""
+    for line in message.splitlines() or [""]:
+        echo(" ".join(line.split()), err=True)
+    raise typer.Exit(code) from None
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """End the command with one line for an error that the user can correct."""
+    from stocache.errors import StocacheError
+
+    try:
+        yield
+    except (StocacheError, OSError) as error:
+        message = str(error)
+        if "Original Traceback" in message:  # from a worker of a DataLoader: the last line is the error
+            message = message.strip().splitlines()[-1].partition(": ")[2]
+        fail("\n".join(" ".join(line.split()) for line in message.splitlines()))

@@ -1,0 +1,318 @@
+"""The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache."""
+
+import logging
+import os
+import sys
+import sysconfig
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch.utils.data import IterableDataset, SequentialSampler
+
+from stocache.cache.options import CacheOptions
+from stocache.datasets.cached import CachedDataset
+from stocache.errors import StocacheError
+from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
+from stocache.loader.epochs import EpochLog, RunningEpoch
+from stocache.observe.verdict import LoaderEpochStats
+from stocache.samples.indices import length_of
+from stocache.shm.tables.sharing import tables_shared
+from stocache.system.limits import format_size, parse_size
+from stocache.system.objects import TorchLoader, has_state
+from stocache.system.platform import here
+from stocache.system.walking import walk
+from stocache.tools.run.report import LoaderLines, lines_of
+from stocache.tools.run.use import ProgramOptions, Use, current
+
+logger = logging.getLogger("stocache")
+
+_T = TypeVar("_T")
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_SAMPLERS = 10  # within one another, as accelerate has them
+_KEPT = 8  # datasets whose caches are kept when no loader uses them any more
+_OURS = "__iter__", "_get_iterator"
+
+
+class ProgramLoader(DataLoader[_T]):
+    """What a program finds in place of torch's ``DataLoader``; see `use_everywhere`."""
+
+    @with_arguments_of_torch
+    def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        used = current()
+        options = ProgramOptions() if used is None or used.without else used.options
+        if options.num_workers is not None:
+            args, kwargs = _with_workers(self, dataset, args, kwargs, options.num_workers)
+        if options.worker_method is not None:
+            kwargs.setdefault("worker_method", options.worker_method)
+        super().__init__(dataset, *args, **kwargs)
+        if used is not None:
+            _loaders_of(used).note(self)
+
+    _served: Any = None  # in place of the dataset, in iterators
+
+    @property
+    def source(self) -> Any:
+        """The dataset of the program, or a `CachedDataset` of it."""
+        return self.dataset if self._served is None else self._served
+
+    @property
+    def iterates_as_torch(self) -> bool:
+        """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
+        used = current()
+        changed = any(getattr(type(self), name) is not getattr(ProgramLoader, name) for name in _OURS)
+        return changed or (used is not None and used.without)
+
+    def __iter__(self) -> Any:
+        used = current()
+        if used is not None:
+            object.__setattr__(self, "_served", _loaders_of(used).served(self))
+        batches = self._as_torch() if self.iterates_as_torch else super().__iter__()
+        if used is None or used.compared is None:
+            return batches
+        return used.compared(_loaders_of(used).number_of(self), batches)
+
+    def _begin_epoch(self) -> RunningEpoch:
+        epoch, used = super()._begin_epoch(), current()
+        if used is not None and used.traces:
+            loaders = _loaders_of(used)
+            epoch.note_batch = partial(loaders.trace, loaders.number_of(self), epoch.note_batch)  # type: ignore[method-assign]
+        return epoch
+
+    def _as_torch(self) -> Any:
+        return self.iterate_changed({"dataset": self.source})
+
+    def _get_iterator(self) -> Any:
+        used = current()
+        with tables_shared(self.source) if used is not None and used.options.share and self.num_workers else nullcontext():
+            return self._started(used)
+
+    def _started(self, used: Use | None) -> Any:
+        if not self.iterates_as_torch:
+            return super()._get_iterator()
+        if used is None or _loaders_of(used).number_of(self) < 0:  # a copy, made to iterate
+            return TorchLoader._get_iterator(self)
+        # a subclass that asks for the iterator itself, and keeps it
+        object.__setattr__(self, "_served", _loaders_of(used).served(self, keeps_iterator=True))
+        return TorchLoader._get_iterator(self.changed({"dataset": self.source}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_served": None}
+
+
+def _with_workers(loader: Any, dataset: Any, args: Any, kwargs: dict[str, Any], workers: str) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a loader, all by name, with another number of workers."""
+    of_torch = {name: value for name, value in kwargs.items() if name in SIGNATURE.parameters}
+    given = SIGNATURE.bind(loader, dataset, *args, **of_torch).arguments
+    given = {name: value for name, value in given.items() if name not in ("self", "dataset")}
+    return (), {**kwargs, **given, "num_workers": workers}
+
+
+@dataclass
+class _Loader:
+    """A loader of the program. Its log outlives it."""
+
+    reference: "weakref.ref[ProgramLoader[Any]]"
+    place: str
+    dataset: "_Dataset"
+    log: EpochLog
+    note: str
+
+
+def _loaders_of(use: Use) -> "ProgramLoaders":
+    if use.loaders is None:
+        use.loaders = ProgramLoaders(use)
+    return use.loaders  # type: ignore[no-any-return]
+
+
+class _Dataset:
+    """A dataset of the program, which is not kept alive."""
+
+    def __init__(self, dataset: object) -> None:
+        self.name, self.length = type(dataset).__qualname__, length_of(dataset)
+        self.iterations = 0
+        self.problem = ""  # why it is not cached
+        self._cached: Any = lambda: None
+        try:
+            self.reference: Any = weakref.ref(dataset)
+        except TypeError:  # a list
+            self.reference = lambda: dataset
+
+    @property
+    def cached(self) -> CachedDataset | None:
+        """The cached dataset in its place, as long as that is kept."""
+        return self._cached()  # type: ignore[no-any-return]
+
+    @cached.setter
+    def cached(self, cached: CachedDataset) -> None:
+        self._cached = weakref.ref(cached)
+
+
+class ProgramLoaders:
+    """The loaders of a program, from `use_everywhere` on, and the datasets that they cache."""
+
+    def __init__(self, use: Use) -> None:
+        self._use, self.options = use, use.options
+        self.events: list[dict[str, Any]] = []  # of a trace
+        self._loaders: list[_Loader] = []
+        self._datasets: dict[int, _Dataset] = {}
+        self._kept: list[CachedDataset] = []  # the last one is the newest
+        self._last_us: dict[int, float] = {}
+        self._pid = os.getpid()
+
+    def note(self, loader: ProgramLoader[Any]) -> None:
+        """Note a loader of the program, for the report."""
+        note = ""
+        if loader.iterates_as_torch:
+            note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used, which are not timed."
+            logger.info("%s", note)
+        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
+        self._loaders.append(seen)
+        if self._use.on_epoch is not None:
+            loader.log.on_epoch = partial(self._use.on_epoch, seen.place)
+
+    def number_of(self, loader: ProgramLoader[Any]) -> int:
+        """Return the number of a loader, in the order in which the program made them."""
+        return next((number for number, seen in enumerate(self._loaders) if seen.reference() is loader), -1)
+
+    def trace(self, number: int, note: Callable[..., None], now_ns: int, duration_ns: int, worker: int | None) -> None:
+        """Note when a batch came; the time between two batches is that of a step."""
+        began, last = (now_ns - duration_ns) / 1e3, self._last_us.get(number)
+        common = {"ph": "X", "pid": os.getpid(), "tid": number}
+        if last is not None:
+            self.events.append(common | {"name": "step", "ts": last, "dur": began - last})
+        arguments = {"worker": worker, "loader": self._loaders[number].place}
+        self.events.append(common | {"name": "wait for data", "ts": began, "dur": duration_ns / 1e3, "args": arguments})
+        self._last_us[number] = now_ns / 1e3
+        note(now_ns, duration_ns, worker)
+
+    def _of(self, dataset: object) -> _Dataset:
+        known = self._datasets.get(id(dataset))
+        if known is None or known.reference() is not dataset:
+            known = self._datasets[id(dataset)] = _Dataset(dataset)
+        return known
+
+    # ------------------------------------------------------------------------------------------------ caching
+
+    def served(self, loader: ProgramLoader[Any], keeps_iterator: bool = False) -> CachedDataset | None:
+        """Return the cached dataset for the next iterator of a loader; None if it iterates over the dataset itself.
+
+        ``keeps_iterator``: it may be the only one that the loader makes.
+        """
+        known = self._of(loader.dataset)
+        known.iterations += 1
+        if self.options.cache is None or self._use.without or os.getpid() != self._pid:
+            return None
+        if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
+            return loader.source if loader.source is not loader.dataset else None
+        first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
+        if known.cached is None and not known.problem and (first or known.iterations > 1):
+            self._cache(loader, known)
+        return known.cached
+
+    def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
+        known.problem = _why_not(loader, self.options)
+        if known.problem:
+            return
+        try:
+            cached = CachedDataset(loader.dataset, self._cache_options())
+        except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
+            known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
+            if not isinstance(error, StocacheError | TypeError | ValueError | OSError):
+                logger.debug("%s is not cached", known.name, exc_info=True)
+            return
+        known.cached = cached
+        self._kept.append(cached)
+        del self._kept[:-_KEPT]
+
+    def _cache_options(self) -> CacheOptions:
+        options, limit = self.options, self.options.cache
+        assert limit is not None
+        if limit != "auto":
+            total = parse_size(limit, "cache")
+            limit = f"{max(0, total - sum(cached.cache.settle() for cached in self._kept))}B"
+        disk = None if options.disk is None else os.path.join(options.disk, str(len(self._kept)))
+        return CacheOptions(limit, disk=disk, disk_limit=options.disk_limit)
+
+    # ------------------------------------------------------------------------------------------------ reporting
+
+    def epochs(self) -> "list[tuple[_Loader, tuple[LoaderEpochStats, ...]]]":
+        """Return the figures of the loaders that had epochs."""
+        for seen in self._loaders:
+            if seen.reference() is None:
+                seen.log.leave()  # the loop has left its last epoch, with the loader
+        return [(seen, seen.log.epochs()) for seen in self._loaders]
+
+    def report(self) -> str:
+        """Return where the time of the loaders went, in a few lines for each."""
+        return "\n\n".join(lines_of(self.lines()))
+
+    def lines(self) -> list[LoaderLines]:
+        """Return what the report says of each loader; one that the program makes again and again counts as one."""
+        found: dict[tuple[str, str, int | None], LoaderLines] = {}
+        for seen, epochs in self.epochs():
+            if epochs or seen.note:
+                key = seen.place, seen.dataset.name, seen.dataset.length
+                before = found[key].epochs if key in found else ()
+                found[key] = LoaderLines(*key, (*before, *epochs), self._state_of(seen.dataset), seen.note)
+        return list(found.values())
+
+    def _state_of(self, known: _Dataset) -> str:
+        if self.options.cache is None:
+            return ""
+        cached = known.cached
+        if cached is None:
+            return f"not cached: {known.problem}" if known.problem else "not cached: it was iterated once"
+        stats = cached.cache.stats()
+        left = "; the dataset makes each sample, as samples depend on more than their index" if cached.is_left else ""
+        return (
+            f"cached: {stats.filled} of {stats.dataset_len} samples, {format_size(stats.reserved_bytes)}, hit rate "
+            f"{stats.hit_rate:.0%}{left}"
+        )
+
+
+def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
+    """Whether a loader reads its dataset from the first sample to the last, as far as its samplers are known."""
+    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for _ in range(_SAMPLERS):
+        if isinstance(sampler, SequentialSampler):
+            return True
+        within = [each for name in ("batch_sampler", "sampler") if (each := getattr(sampler, name, None)) is not None]
+        if not within:
+            return False
+        sampler = within[0]
+    return False
+
+
+def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
+    """Return why the dataset of a loader cannot be cached; "" if that has to be tried."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return "it is iterable. Prepare its samples (stocache prepare), or read text with StreamLoader."
+    if any(isinstance(found, CachedDataset) for found in walk(dataset)):
+        return "the program caches it itself."
+    if has_state(dataset):
+        return "it has a state_dict, so its samples may depend on more than their index."
+    if length_of(dataset) is None:
+        return "it has no length."
+    has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
+    if has_processes and not here.SHARES_MEMORY and options.disk is None:
+        return "on this system processes share no cache. --worker-method thread has one."
+    return ""
+
+
+def _place() -> str:
+    """Return the place of the program that makes a loader; that of a framework, where no file of the program calls it."""
+    frame: Any = sys._getframe(1)
+    places = []
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("stocache", "torch"):
+            places.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    own = [place for place in places if "-packages" not in place[0] and not place[0].startswith((_STDLIB, "<"))]
+    path, line = next(iter(own or places), ("", 0))
+    return f"{os.path.basename(path)}:{line}" if path else ""

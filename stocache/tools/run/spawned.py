@@ -1,0 +1,16 @@
+"""The main module of processes that a program under ``stocache run`` spawns: it runs that of the program."""
+
+import json
+import os
+import runpy
+
+from stocache.tools.run.everywhere import use_everywhere
+
+_given = json.loads(os.environ["STOCACHE_SPAWNED"])
+use_everywhere(**_given["options"])
+_main = _given["main"]
+if "init_main_from_name" in _main:
+    _content = runpy.run_module(_main["init_main_from_name"], run_name="__mp_main__", alter_sys=True)
+else:
+    _content = runpy.run_path(_main["init_main_from_path"], run_name="__mp_main__")
+globals().update(_content)

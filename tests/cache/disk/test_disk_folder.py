@@ -1,0 +1,301 @@
+"""The folder of a disk cache: what is refused, what is warned of, and who finds it again."""
+
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import pickle
+import random
+import signal
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stocache import DiskCache, DiskError, LimitError, MismatchError
+from stocache.cache.disk import folder as folder_module
+from stocache.cache.disk.folder import Folder
+from stocache.samples.spec import Structure
+from stocache.system import limits
+from stocache.system.hashing import ZEROS, embed_checksum
+from tests.support import traces
+from tests.support.disks import COUNT, contents, flip, loaded, mounted, open_disk, row
+from tests.support.processes import in_child, run_python
+
+
+@pytest.fixture
+def may_mount():
+    if not traces.private or os.geteuid() != 0:
+        pytest.skip("this process may not mount")
+
+
+def refused(path, match, error=DiskError, **options):
+    """Demand that opening a folder raises an error."""
+    with pytest.raises(error, match=match):
+        open_disk("rows", path, **options)
+
+
+def test_files_and_folders_with_other_files_are_refused(tmp_path):
+    (tmp_path / "thesis\x1b[31m.tex").write_text("x")
+    for path in (tmp_path / "thesis\x1b[31m.tex", tmp_path / "thesis\x1b[31m.tex" / "below"):
+        refused(path, "is a file or below one. Give a folder of its own")
+    with pytest.raises(DiskError, match=r"thesis.*is not of a disk cache. Give a folder of its own") as caught:
+        open_disk("rows", tmp_path)
+    assert "\x1b" not in str(caught.value)
+    assert len(os.listdir(tmp_path)) == 1
+    refused(tmp_path / "new", r"disk_limit='8KB' leaves 6976 bytes .* one sample needs \d+. Raise", LimitError, limit="8KB")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_folder_or_file_of_another_user_is_refused(filled):
+    for name in ("lock", "index", "samples"):
+        os.chown(filled / name, 4321, 4321)
+        refused(filled, f"{name} is not a file of this user. Remove it")
+        os.chown(filled / name, 0, 0)
+    os.chown(filled, 4321, 4321)
+    refused(filled, r"belongs to user 4321, not to 0. Give a folder of your own")
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path):
+    for mode, allow_pickle in ((0o777, False), (0o702, False), (0o770, True), (0o720, True)):
+        tmp_path.chmod(mode)
+        with pytest.raises(DiskError, match=rf"others may write to .* \(mode {mode:o}\). Change it: chmod 700"):
+            open_disk("records", tmp_path, allow_pickle=allow_pickle)
+        assert os.listdir(tmp_path) == []
+    tmp_path.chmod(0o770)  # the group may, where nothing is unpickled
+    open_disk("records", tmp_path).close()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    tmp_path.chmod(0o700)
+    with pytest.raises(MismatchError, match="allow_pickle False, now True"):
+        open_disk("records", tmp_path, allow_pickle=True)
+
+
+def test_a_folder_for_other_samples_is_refused(filled):
+    files = contents(filled)
+    for options, difference in [
+        ({"count": COUNT + 1}, "dataset_len 64, now 65"),
+        ({"structure": Structure.of((row(0)[0].float(), 0))}, "samples .*uint8.*, now .*float32"),
+        ({"structure": None}, "samples .*, now 'any size'"),
+        ({"placement": "prefix"}, "placement .*scattered.*, now .*prefix"),
+    ]:
+        options = {"count": COUNT, "structure": Structure.of(row(0)), "fingerprint": "1"} | options
+        with pytest.raises(MismatchError, match=rf"is for other samples: {difference}.*stocache rm"):
+            DiskCache(filled, "1GB", options.pop("count"), **options)
+        assert contents(filled) == files
+    open_disk("rows", filled).close()  # an error does not keep the folder locked
+
+
+@pytest.mark.linux
+def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_run(filled, tmp_path, warnings):
+    with open_disk("rows", filled, fingerprint="2") as cache:
+        (warning,) = warnings()
+        assert "left behind for other data: fingerprint '1', now '2'. It is emptied" in warning
+        assert len(loaded(cache, "rows")) == COUNT
+        refused(filled, "is in use for other data: fingerprint '2', now '1'", MismatchError, fingerprint="1")
+        assert loaded(cache, "rows") == []
+    with open_disk("rows", tmp_path / "new", fingerprint=None) as cache:
+        loaded(cache, "rows")
+        open_disk("rows", tmp_path / "new", fingerprint=None).close()
+        assert warnings() == []
+    with open_disk("rows", tmp_path / "new", fingerprint=None) as cache:
+        assert loaded(cache, "rows") == []
+    assert ["is from an earlier run" in warning for warning in warnings()] == [True]
+
+
+FORGED = {
+    "key": ["", "x" * 16, "0" * 17, 5, ["0" * 16]], "created": ["now", -1, 1e300], "fingerprint": [5, {}], "identity": [[]],
+    "facts": [None, [], {}, *({"memory_slots": slots, "example": None} for slots in (-1, 1 << 70))], "version": [2, "1", None],
+}  # fmt: skip
+
+
+def test_a_damaged_or_forged_manifest_says_what_to_do(filled):
+    rng, path = random.Random(29), filled / "cache.json"
+    text = path.read_bytes()
+    damaged = [b"", b"{}", text[:-1], text[: len(text) // 2], bytes(len(text)), *(flip(rng, text) for _ in range(30))]
+    manifest = json.loads(text)
+    forged = [manifest | {name: value} for name, values in FORGED.items() for value in values]
+    forged += [{name: value for name, value in manifest.items() if name != left} for left in FORGED]
+    texts = [json.dumps(each | {"checksum": ZEROS}).encode() for each in forged]
+    texts += [b'["checksum": "' + ZEROS.encode() + b'"]', b'{"checksum": "' + ZEROS.encode() + b'", "a": ' + b"[" * 500000]
+    for data in (*damaged, *(embed_checksum(text, b'"checksum": "') for text in texts)):
+        path.write_bytes(data)
+        refused(filled, r"cache.json is damaged: .* Remove the cache: stocache rm --force")
+
+
+def put_link(path):
+    path.symlink_to(path.parent.parent / "precious")
+
+
+@pytest.mark.parametrize("put_thing", [put_link, os.mkfifo, os.mkdir])
+def test_what_is_not_a_file_is_refused(filled, tmp_path, put_thing):
+    for leads_to_a_file in (False, True):
+        for name in ("lock", "index", "samples", "cache.json"):
+            (filled / name).rename(tmp_path / name)
+            put_thing(filled / name)
+            refused(filled, rf"{name} is (not a file of this user. Remove it|damaged: it is not a file)")
+            assert (tmp_path / "precious").exists() == leads_to_a_file
+            (filled / name).rmdir() if put_thing is os.mkdir else (filled / name).unlink()
+            (tmp_path / name).rename(filled / name)
+        (tmp_path / "precious").write_text("x")
+    (filled / "cache.json").unlink()
+    put_link(filled / "cache.json.new")
+    open_disk("rows", filled).close()
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("names", [["samples"], ["index"], ["lock"], ["samples", "index", "lock"], ["cache.json"]])
+def test_a_file_that_is_missing_is_made_again(filled, names):
+    for name in names:
+        (filled / name).unlink()
+    for missing in ([] if names == ["lock"] else list(range(COUNT)), []):
+        with open_disk("rows", filled) as cache:
+            assert loaded(cache, "rows") == missing
+
+
+@pytest.mark.linux
+def test_memory_and_a_limit_above_what_is_free_are_warned_of(may_mount, tmp_path, warnings):
+    with mounted(tmp_path, "size=1m,mode=700"):
+        with open_disk("rows", tmp_path, limit="1GB") as cache:
+            assert cache.stats().capacity_bytes <= 1 << 20
+        text = "\n".join(warnings())
+        assert "is on tmpfs, which is memory. Give a folder on a local disk" in text
+        assert "disk_limit=1GB is more than" in text
+        del cache
+
+
+@pytest.mark.linux
+def test_a_network_file_system_is_warned_of(tmp_path, warnings, monkeypatch):
+    for path, kind in (("/proc", "proc"), ("/dev/shm", "tmpfs")):
+        at = os.open(path, os.O_RDONLY)
+        assert limits.filesystem_of(os.fstat(at).st_dev) == kind
+        os.close(at)
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    table = [limits.Mount(device, "/", "/", kind, []) for device, kind in (("0:9999", "ext4"), (number, "fuse.sshfs"))]
+    monkeypatch.setattr(limits, "mounts", lambda: iter(table))
+    open_disk("rows", tmp_path).close()
+    assert ["is on a network file system (fuse.sshfs)" in warning for warning in warnings()] == [True]
+
+
+@pytest.mark.linux
+def test_a_folder_that_another_machine_uses_is_refused(tmp_path, monkeypatch):
+    with open_disk("rows", tmp_path) as cache:
+        loaded(cache, "rows")
+        with monkeypatch.context() as other:
+            other.setattr(folder_module, "domain", lambda: "machine boot 7")
+            refused(tmp_path, r"is in use by another machine, or by a container.*a folder of its own")
+        assert loaded(cache, "rows") == []
+    monkeypatch.setattr(folder_module, "domain", lambda: "machine boot 7")  # after a reboot, or on another host
+    with open_disk("rows", tmp_path) as cache:
+        assert loaded(cache, "rows") == []
+    monkeypatch.setattr(folder_module, "filesystem_of", lambda device: "nfs4")  # where each machine has a folder of its own
+    open_disk("rows", tmp_path).close()
+    monkeypatch.setattr(folder_module, "domain", lambda: "two boot 8")
+    refused(tmp_path, "was made by another machine, and is on a network file system")
+
+
+@pytest.mark.linux
+def test_a_container_with_its_own_shared_memory_is_refused(may_mount, filled):
+    def contained():
+        assert traces.mount_private()
+        refused(filled, "is in use by another machine, or by a container")
+
+    with open_disk("rows", filled):
+        assert in_child(contained) == 0
+
+
+def test_a_read_only_folder_is_read_and_none_is_made_there(may_mount, tmp_path, warnings, monkeypatch):
+    with mounted(tmp_path, "size=8m,mode=700"):
+        with open_disk("rows", tmp_path, limit="4MB") as cache:
+            loaded(cache, "rows", range(40))
+        assert ctypes.CDLL(None).mount(None, os.fsencode(tmp_path), None, 32 | 1, None) == 0  # MS_REMOUNT, MS_RDONLY
+        warnings()
+        for name in (folder_module.domain(), "machine boot 7"):  # that of another one is in the lock
+            monkeypatch.setattr(folder_module, "domain", lambda name=name: name)
+            with open_disk("rows", tmp_path, limit="4MB") as cache, open_disk("rows", tmp_path, limit="4MB") as other:
+                assert sum("is read-only: its samples are read, and no others are added" in each for each in warnings()) > 0
+                for its in (cache, cache, other):
+                    assert loaded(its, "rows") == list(range(40, COUNT))
+        warnings()
+        for path, options in ((tmp_path, {"fingerprint": "2"}), (tmp_path / "new", {})):
+            with open_disk("rows", path, limit="4MB", **options) as cache:
+                assert len(loaded(cache, "rows")) == COUNT
+            expected = f"disk={str(path)!r} is not used: Read-only file system. Nothing is cached there."
+            assert warnings()[-1] == f"{expected} (stocache explain W10)"
+        del cache, other
+
+
+PROGRAM = """
+import sys, torch
+from stocache.cache.disk.cache import DiskCache
+cache = DiskCache(sys.argv[1], "4MB", 40, fingerprint="1")
+for idx in range(40):
+    cache.serve(lambda indices: [torch.full((9,), idx)], lambda idx: False, [idx])
+"""
+
+
+def test_a_program_that_ends_without_closing_has_written_what_it_has_loaded(tmp_path):
+    assert run_python("-c", PROGRAM, tmp_path / "disk").stderr == ""
+    entries = np.frombuffer((tmp_path / "disk" / "index").read_bytes(), "<u8").reshape(-1, 2)
+    assert (entries[:, 0] > 0).sum() == 40
+
+
+@pytest.mark.linux
+def test_a_forked_child_writes_what_it_has_loaded(tmp_path):
+    def serve(indices):
+        for idx in indices:
+            cache.serve(lambda missing: [row(each) for each in missing], lambda each: False, [idx])
+
+    with open_disk("rows", tmp_path) as cache:
+        serve(range(10))  # a thread writes them, which the child does not have
+        assert in_child(lambda: (serve(range(10, 20)), cache.flush())) == 0
+    with open_disk("rows", tmp_path) as cache:
+        assert loaded(cache, "rows", range(20)) == []
+
+
+def test_a_process_that_ended_early_is_not_in_the_way(tmp_path):
+    """One that was alone has ended before it wrote anything, when another had found the folder locked."""
+    at = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(at, fcntl.LOCK_SH)  # as of others that have come too late
+    threading.Timer(0.2, os.close, [at]).start()
+    with open_disk("rows", tmp_path) as cache:
+        assert len(loaded(cache, "rows")) == COUNT
+
+
+@pytest.mark.linux
+def test_what_killed_processes_left_in_shared_memory_goes(tmp_path):
+    def fill_and_die():
+        cache = open_disk("rows", tmp_path)
+        loaded(cache, "rows")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(fill_and_die) == signal.SIGKILL
+    key = json.loads((tmp_path / "cache.json").read_text())["key"]
+    assert list(Path(limits.SHM_DIR).rglob(f"disk.{key}"))
+    with open_disk("rows", tmp_path) as cache:
+        assert loaded(cache, "rows") == []
+    assert not list(Path(limits.SHM_DIR).rglob(f"disk.{key}"))
+
+
+def test_a_process_that_reopens_the_folder_lets_others_in(filled):
+    folder = Folder.reopen(str(filled), json.loads((filled / "cache.json").read_text())["key"])
+    assert in_child(functools.partial(open_disk, "rows", filled)) == 0
+    folder.close()
+
+
+def test_a_folder_that_was_replaced_is_not_reopened(filled, tmp_path, warnings):
+    with open_disk("rows", filled) as cache:
+        packed = pickle.dumps(cache)
+        filled.rename(tmp_path / "away")
+        filled.mkdir()
+        (filled / "thesis.tex").write_text("x")
+        with pickle.loads(packed) as one, pickle.loads(packed) as other:
+            assert len(loaded(one, "rows")) == len(loaded(other, "rows")) == COUNT
+        assert ["is not used in process" in warning for warning in warnings()] == [True]
+        assert os.listdir(filled) == ["thesis.tex"]
+        assert loaded(cache, "rows") == []  # others still have it
+        assert cache.stats().damaged == 0

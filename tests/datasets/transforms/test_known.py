@@ -1,0 +1,140 @@
+"""What is known of the libraries' transforms: every public one is in the table, and those called deterministic draw nothing."""
+
+import functools
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from stocache import DatasetError, deterministic
+from stocache.datasets.transforms.known import LIBRARIES, find_library, is_deterministic, is_known
+from stocache.system.rng import RngMonitor
+
+MODULES = {
+    "albumentations": 100,
+    "audiomentations": 30,
+    "monai.transforms": 400,
+    **dict.fromkeys(("torchvision.transforms", "torchvision.transforms.v2"), 20),
+    **dict.fromkeys(("timm.data.transforms", "timm.data.auto_augment", "timm.data.random_erasing"), 1),
+    **dict.fromkeys([f"kornia.{name}" for name in ("augmentation", "color", "enhance", "filters", "geometry.transform")], 1),
+}
+"""Modules of transforms, and how many each has at least."""
+
+OTHERS = {"torchvision": {"AutoAugmentPolicy", "InterpolationMode"}}
+
+
+def bases(library, module):
+    """Return the classes that transforms of a library are derived from."""
+    if library == "albumentations":
+        return module.core.transforms_interface.BasicTransform, module.core.composition.BaseCompose
+    return {"monai": lambda: (module.Transform,), "kornia": lambda: (torch.nn.Module,)}.get(library, lambda: (object,))()
+
+
+@pytest.mark.slow  # to import the libraries takes half a minute
+@pytest.mark.parametrize("name", MODULES)
+def test_all_transforms_of_a_library_are_in_the_table(name):
+    library = name.partition(".")[0]
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    module = importlib.import_module(name)
+    found = [its for key, its in vars(module).items() if inspect.isclass(its) and not key.startswith("_")]
+    found = [cls for cls in found if issubclass(cls, bases(library, module)) and cls.__module__.startswith(library)]
+    if library == "timm":
+        found = [cls for cls in found if cls.__module__ == name]
+    if library == "audiomentations":
+        found = [cls for cls in found if hasattr(cls, "randomize_parameters")]
+    assert len(found) >= MODULES[name]
+    assert {cls.__name__ for cls in found if not is_known(cls)} <= OTHERS.get(library, set())
+    assert not any(each.deterministic & each.random for each in LIBRARIES)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # an image that is an RGB already, an alias
+def test_what_is_called_deterministic_in_albumentations_draws_nothing():
+    albumentations = pytest.importorskip("albumentations", reason="albumentations is not installed")
+    image = np.random.default_rng(0).integers(0, 256, (30, 24, 3), dtype=np.uint8)
+    others = {"CenterCrop", "Crop", "FromFloat", "LongestMaxSize", "Pad", "Pad3D", "PadIfNeeded", "Resize", "SmallestMaxSize"}
+    names = find_library(albumentations.Resize).deterministic - others - {"TimeReverse", "ToFloat", "ToRGB", "ToTensor3D"}
+    assert len(names) >= 10  # that take any image, and no options
+    for name in names:
+        transform = getattr(albumentations, name)(p=1.0)
+        assert is_deterministic(transform), name
+        transform.set_random_seed(5)
+        own = lambda its=transform: repr((its.py_random.getstate(), its.random_generator.bit_generator.state))
+        before, watch = own(), RngMonitor()
+        results = [transform(image=image)["image"] for _ in range(2)]
+        assert (own(), watch.changed()) == (before, False), name
+        assert np.array_equal(*map(np.asarray, results)), name
+    padded, flipped = albumentations.PadIfNeeded(40, 40, position="random"), albumentations.HorizontalFlip(p=0.5)
+    for transform in (padded, flipped, albumentations.LongestMaxSize([20, 30]), albumentations.Lambda(image=np.copy)):
+        assert not is_deterministic(transform)
+
+
+@pytest.mark.slow
+def test_what_is_called_deterministic_in_kornia_draws_nothing():
+    kornia = pytest.importorskip("kornia", reason="kornia is not installed")
+    image, its = torch.rand(1, 3, 12, 10), kornia.augmentation
+    sized = [its.CenterCrop(4), its.PadTo((16, 16)), its.Resize((4, 4)), its.LongestMaxSize(8), its.SmallestMaxSize(8)]
+    for transform in (*sized, its.Normalize(0.5, 0.5), its.Denormalize(0.5, 0.5), kornia.color.RgbToGrayscale()):
+        watch = RngMonitor()
+        assert is_deterministic(transform)
+        assert torch.equal(transform(image), transform(image))
+        assert not watch.changed()
+    for transform in (its.Normalize(0.5, 0.5, p=0.5), its.RandomHorizontalFlip(p=1.0), kornia.enhance.ZCAWhitening()):
+        assert not is_deterministic(transform)
+
+
+@pytest.mark.slow
+def test_transforms_of_monai_are_as_they_are_marked():
+    transforms = pytest.importorskip("monai.transforms", reason="monai is not installed")
+    made = [transforms.Flip(0), transforms.RandFlip(), transforms.Resized("x", (2, 2))]
+    assert list(map(is_deterministic, made)) == [True, False, True]
+
+
+class Own:
+    def __call__(self, image):
+        return image
+
+
+def test_only_common_functions_and_modules_are_known_to_be_deterministic():
+    for transform in (np.asarray, torch.from_numpy, float, functools.partial(np.array, dtype=float), torch.nn.Identity()):
+        assert is_deterministic(transform)
+    own = lambda image: image
+    for transform in (own, Own(), torch.nn.Dropout(), len, print, functools.partial(own), SimpleNamespace(p=1), "resize"):
+        assert not is_deterministic(transform)
+
+
+@deterministic
+class Marked(Own):
+    pass
+
+
+def test_a_mark_holds_for_what_was_marked():
+    marked = deterministic(lambda image: image)
+    assert marked(3) == 3
+
+    @functools.wraps(marked)
+    def wrapper(image):
+        return image + torch.rand(())
+
+    transform = deterministic(Own())
+    for its in (marked, functools.partial(marked), Marked(), transform, deterministic(len), deterministic(Own().__call__)):
+        assert is_deterministic(its)
+    for its in (wrapper, type("Derived", (Marked,), {})(), Own()):  # although the first has the attributes of the other
+        assert not is_deterministic(its)
+    assert deterministic(len)([1, 2]) == 2
+    with pytest.raises(DatasetError, match="'resize' is not a transform: it is not callable"):
+        deterministic("resize")
+
+
+def test_a_subclass_of_a_known_transform_is_not_known():
+    pytest.importorskip("PIL", reason="PIL is not installed")
+    from tests.support.lookalikes import Lambda, RandomCrop, Resize
+
+    mine = type("Mine", (Resize,), {"__module__": "mine"})
+    assert is_deterministic(Resize(4))
+    assert is_deterministic(Lambda(deterministic(lambda image: image)))
+    for other in (mine(4), RandomCrop(4), Lambda(Own())):
+        assert not is_deterministic(other)

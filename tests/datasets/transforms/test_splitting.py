@@ -1,0 +1,479 @@
+"""Transforms in a dataset are split by the one line: the deterministic beginning before the cache, the rest after it.
+
+Every sample of every epoch is that of the dataset without a cache, bit for bit, and so are the random numbers.
+"""
+
+import copy
+import importlib
+import logging
+import pickle
+import random
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
+from stocache.datasets.transforms.pipelines import open_pipeline
+from stocache.datasets.transforms.planning import Option, choose_option
+from stocache.system.describe import describe, difference
+
+pytest.importorskip("PIL.Image", reason="PIL is not installed")
+vision = importlib.import_module("tests.support.lookalikes")
+Compose, Resize, CenterCrop, RandomCrop = vision.Compose, vision.Resize, vision.CenterCrop, vision.RandomCrop
+ImageFolder, PILToTensor, ToTensor, training = vision.ImageFolder, vision.PILToTensor, vision.ToTensor, vision.training
+Image = vision.Image
+
+
+N = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for number in range(N):
+        (root / f"class{number % 3}").mkdir(exist_ok=True)
+        pixels = rng.integers(0, 256, (30 + number, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / f"class{number % 3}" / f"{number:02}.png")
+    return root
+
+
+def middle(size=16):
+    """Deterministic, random, deterministic."""
+    return Compose([Resize(24), CenterCrop(20), RandomCrop(size), vision.RandomHorizontalFlip(), ToTensor()])
+
+
+def normal():
+    return vision.Normalize([0.5] * 3, [0.2] * 3)
+
+
+def plus_noise(target):
+    return target + random.random()
+
+
+def augment(image):
+    return middle()(image)
+
+
+def labels_of(target):
+    return target["labels"]
+
+
+class Floats(torch.nn.Module):
+    def forward(self, image):
+        return PILToTensor()(Resize(20)(CenterCrop(20)(image))).float()
+
+
+class Detection(vision.VisionDataset):
+    """Images with boxes, whose ``transforms`` take both."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        rng = np.random.default_rng(idx)
+        image = Image.fromarray(rng.integers(0, 256, (20 + idx, 30, 3), dtype=np.uint8))
+        target = {"boxes": torch.tensor([[1.0, 2.0, 8.0, 9.0]]) + idx, "labels": torch.tensor([idx])}
+        return self.transforms(image, target)
+
+
+class Views(ImageFolder):
+    """Several views of each image, as for contrastive learning; and batches with one call."""
+
+    def __getitem__(self, index):
+        path, target = self.samples[index]
+        image = self.loader(path)
+        return {"views": [self.transform(image), self.transform(image)], "target": target}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Transformed(Dataset):
+    """What people write to give the parts of a split transforms of their own."""
+
+    def __init__(self, subset, transform):
+        self.subset, self.tfm = subset, transform
+
+    def __len__(self):
+        return len(self.subset)
+
+    def __getitem__(self, idx):
+        image, target = self.subset[idx]
+        return (image if self.tfm is None else self.tfm(image)), target
+
+
+class Steps(ImageFolder):
+    """A list of transforms that the dataset itself goes through."""
+
+    def __getitem__(self, index):
+        path, target = self.samples[index]
+        image = self.loader(path)
+        for transform in self.transform:
+            image = transform(image)
+        return image, target
+
+
+MADE = {
+    "training": lambda folder: ImageFolder(folder, training(16)),
+    "middle": lambda folder: ImageFolder(folder, middle()),
+    "types": lambda folder: ImageFolder(folder, Compose([PILToTensor(), vision.ToPILImage(), CenterCrop(20), RandomCrop(16)])),
+    "target": lambda folder: ImageFolder(folder, middle(), target_transform=plus_noise),
+    "sequential": lambda folder: ImageFolder(folder, torch.nn.Sequential(Floats(), torch.nn.Dropout(0.5))),
+    "nested": lambda folder: ImageFolder(folder, Compose([Compose([Resize(24)]), Compose([RandomCrop(16), ToTensor()])])),
+    "marked by mistake": lambda folder: ImageFolder(folder, Compose([Resize(24), deterministic(RandomCrop(16))])),
+    "opaque": lambda folder: ImageFolder(folder, augment),
+    "views": lambda folder: Views(folder, middle()),
+    "steps": lambda folder: Steps(folder, [Resize(24), RandomCrop(16), ToTensor()]),
+    "joint": lambda _: Detection(vision.JointCompose([vision.ToImage(), vision.RandomVerticalFlip(), vision.ToDtype()])),
+    "pair": lambda folder: Detection(transform=middle(), target_transform=labels_of),
+    "subset": lambda folder: Subset(ImageFolder(folder, middle()), [7, 3, 5, 11, 0, 1]),
+    "parts": lambda folder: Transformed(ImageFolder(folder, Compose([Resize(24), RandomCrop(20)])), training(16)),
+    "concatenated": lambda folder: ConcatDataset([ImageFolder(folder, middle()), ImageFolder(folder, training(16))]),
+    "alike": lambda folder: ConcatDataset([Subset(ImageFolder(folder, middle()), range(2)), ImageFolder(folder, middle())]),
+}
+
+
+def seed(worker=None):
+    number = torch.initial_seed() % 2**32 if worker is not None else 0
+    random.seed(number)
+    np.random.seed(number)
+    if worker is None:
+        torch.manual_seed(0)
+
+
+def epochs(dataset, num_workers=0, context="fork"):
+    """Return the batches of two epochs, and where the random numbers stand after them."""
+    seed()
+    options = {"multiprocessing_context": context} if num_workers else {}
+    options |= {"num_workers": num_workers, "collate_fn": list, "worker_init_fn": seed}
+    batches = [batch for _ in range(2) for batch in DataLoader(dataset, 4, shuffle=True, **options)]
+    return describe([batches, torch.rand(()), random.random(), np.random.random()])
+
+
+def check(cached, plain, num_workers=0, context="fork"):
+    """Demand that samples and random numbers are those of the dataset without a cache."""
+    assert difference(epochs(plain, num_workers), epochs(cached, num_workers, context)) is None
+
+
+def sample_of(cached, idx=0):
+    """Return a sample from known random numbers."""
+    seed()
+    return cached[idx]
+
+
+def kind_of_cached(cached):
+    return type(next(filter(None, map(cached.cache.get_slot, range(N))))[0])
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("name", "workers", "context"),
+    [*((name, 0, "") for name in MADE), ("concatenated", 2, "fork"), ("concatenated", 1, "forkserver")],
+)
+def test_samples_and_random_numbers_are_those_without_a_cache(name, workers, context, folder, caplog):
+    dataset = MADE[name](folder)
+    before = describe(dataset)
+    with CachedDataset(dataset, 1) as cached:
+        assert difference(before, describe(dataset)) is None
+        check(cached, MADE[name](folder), workers, context)
+        total, probed = cached.stats().total, min(8, len(cached))
+        assert (total.misses, total.hits, total.rejected) == (len(dataset), len(dataset) + probed, 0)
+        with pickle.loads(pickle.dumps(cached)) as again:
+            assert difference(describe(sample_of(cached, 3)), describe(sample_of(again, 3))) is None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+class Logged(ImageFolder):
+    def __getitem__(self, index):
+        with open(self.log, "a") as log:
+            log.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("transform", "options"), [
+    (None, {}), (middle(), {}), (training(16), {"cut": "smallest"}), (Compose([Resize(24), CenterCrop(20), ToTensor()]), {}),
+    (middle(), {"split": False, "on_change": "keep"}),
+])  # fmt: skip
+def test_each_probed_sample_is_loaded_at_most_twice(transform, options, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("stocache.datasets.probing._QUICK_S", 0)  # as of a slow dataset
+    dataset = Logged(folder, transform)
+    dataset.log = tmp_path / "loads"
+    with CachedDataset(dataset, 1, **options) as cached:
+        loads = Counter(dataset.log.read_text().split())
+        assert (len(loads), max(loads.values()), cached.stats().total.filled) == (8, 2, 8)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("training", 0), ("middle", "10KB"), ("concatenated", "25KB")])
+def test_half_a_cache_and_none_give_the_same(name, limit, folder):
+    with CachedDataset(MADE[name](folder), limit, cut="latest") as cached:
+        check(cached, MADE[name](folder))
+        total = cached.stats().total
+        assert total.filled < len(cached)
+        assert (total.filled > 0) == (limit != 0)
+
+
+def test_a_transform_that_is_set_is_split_again(folder):
+    dataset = ImageFolder(folder)
+    with CachedDataset(dataset, 1) as cached:
+        assert isinstance(cached[0][0], Image.Image)
+        cached.transform = training(16)
+        assert dataset.transform is cached.transform
+        check(cached, MADE["training"](folder))
+        cached.transform = Compose([Resize(20), CenterCrop(20), ToTensor()])
+        assert cached[0][0].shape == (3, 20, 20)
+        cached.transform = None
+        assert isinstance(cached[0][0], Image.Image)
+    with CachedDataset(ImageFolder(folder, middle()), 1, transform={0: torch.neg}) as cached:  # which runs last
+        image = sample_of(cached)[0]
+        cached.after_cache = None
+        assert torch.equal(image, -sample_of(cached)[0])
+        assert cached.transform is cached.dataset.transform
+
+
+def test_a_transform_with_another_beginning_is_refused(folder):
+    dataset = ImageFolder(folder, middle())
+    before = dataset.transform
+    with CachedDataset(dataset, 1, on_change="raise") as cached:
+        for other in (Compose([Resize(28), RandomCrop(8)]), Compose([RandomCrop(8)]), None, augment):
+            with pytest.raises(DatasetError, match=r"samples are cached as they are after Resize, CenterCrop.*Set it before"):
+                cached.transform = other
+        assert dataset.transform is before
+        filled = cached.stats().total.filled
+        cached.transform = Compose([Resize(24), CenterCrop(20), RandomCrop(8), PILToTensor()])  # of equal steps, not the same
+        assert cached[0][0].shape == (3, 8, 8)
+        assert cached.stats().total.filled == filled
+        dataset.transform = training(16)  # behind the cache
+        with pytest.raises(DatasetError, match="samples are cached as they are after Resize, CenterCrop"):
+            cached[0]
+    for transform in (middle(), Compose([Resize(24), CenterCrop(20)])):
+        dataset = Transformed(ImageFolder(folder), transform)  # with one attribute only, not three
+        with CachedDataset(dataset, 1, on_change="raise") as cached:
+            dataset.tfm = None
+            with pytest.raises(DatasetError, match=r"cannot be (set|split any more)"):
+                cached[0]
+    with CachedDataset(ImageFolder(folder, middle()), 1) as cached:
+        cached.transform = training(16)
+        check(cached, ImageFolder(folder, training(16)))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_transform_that_is_set_behind_the_cache_is_noticed(folder, num_workers):
+    dataset = ImageFolder(folder)
+    with CachedDataset(dataset, 1) as cached:
+        dataset.transform = training(16)
+        check(cached, MADE["training"](folder), num_workers)
+        dataset.transform.transforms.insert(0, Resize(18))
+        check(cached, copy.copy(dataset), num_workers)
+    steps = MADE["steps"](folder)
+    with CachedDataset(steps, 1) as cached:
+        steps.transform.append(normal())
+        check(cached, copy.copy(steps), num_workers)
+
+
+FIXED = [Resize(24), CenterCrop(20), ToTensor(), normal()]
+FLOATS = 20 * 20 * 3 * 4 * N
+TENSOR, IMAGE, LESS = torch.Tensor, Image.Image, f"{FLOATS * 6 // 10}B"
+
+
+@pytest.mark.parametrize(
+    ("cut", "limit", "kind"), [(None, 1, TENSOR), ("latest", LESS, TENSOR), ("smallest", 1, IMAGE), (None, LESS, IMAGE)]
+)
+def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, caplog, monkeypatch):
+    monkeypatch.setattr(
+        "stocache.datasets.transforms.planning._NEGLIGIBLE_S", 1.0
+    )  # a busy machine measures more than there is
+    caplog.set_level(logging.INFO)
+    with CachedDataset(ImageFolder(folder, Compose(FIXED)), limit, cut=cut) as cached:
+        assert issubclass(kind_of_cached(cached), kind)
+        check(cached, ImageFolder(folder, Compose(FIXED)))
+        assert (cached.stats().total.filled == N) == (cut != "latest")
+    (line,) = [record.message for record in caplog.records if "before the cache" in record.message]
+    if kind is Image.Image:
+        assert "before the cache: decode, Resize, CenterCrop; after it: ToTensor, Normalize" in line
+        assert "the latest cut caches 4.7 KiB a sample" in line
+
+
+def test_a_path_is_not_cached_instead_of_its_image():
+    options = floats, pixels, path = Option({}, 400, 0.011), Option({}, 100, 0.010), Option({}, 10, 0.0)
+    expected = {("latest", 1): floats, ("smallest", 1000): path, (None, 400): floats, (None, 399): pixels, (None, 40): pixels}
+    for (cut, room), chosen in expected.items():  # in the last one the path fits, but saves next to nothing
+        assert choose_option(list(options), cut, lambda size, room=room: min(1.0, room / size)) is chosen
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_encoded_files_are_decoded_after_the_cache(folder, num_workers):
+    with CachedDataset(MADE["training"](folder), 1, store="encoded") as cached:
+        assert cached.cache.get_slot(0)[0] == Path(cached.samples[0][0]).read_bytes()
+        check(cached, MADE["training"](folder), num_workers)
+        assert cached.stats().total.misses == N
+    for dataset in ([torch.zeros(3)] * 4, MADE["joint"](folder)):
+        with pytest.raises(DatasetError, match=r"store='encoded' is for datasets that load each file by an attribute `loader`"):
+            CachedDataset(dataset, 1, store="encoded")
+
+
+def test_another_beginning_is_another_cache_and_another_end_is_the_same(folder):
+    options = {"name": "split", "fingerprint": "v1"}
+    with CachedDataset(ImageFolder(folder, middle()), 1, **options) as first:
+        first.warm(progress=False)
+        fixed = Compose([*middle().transforms[:2], ToTensor()])  # which would be cut elsewhere by itself
+        with CachedDataset(ImageFolder(folder, fixed), 1, **options) as second:
+            assert second.stats().total.filled == N
+            assert issubclass(kind_of_cached(second), Image.Image)
+            check(second, ImageFolder(folder, fixed))
+        other = Compose([Resize(26), *middle().transforms[1:]])
+        with pytest.raises(ValueError, match=r"Resize\(size=24\).*Resize\(size=26\)"):
+            CachedDataset(ImageFolder(folder, other), 1, **options)
+
+
+class Ignoring(ImageFolder):
+    def __getitem__(self, index):
+        return PILToTensor()(self.loader(self.samples[index][0]))
+
+
+class Seeding(ImageFolder):
+    def __getitem__(self, index):
+        torch.manual_seed(index)
+        return super().__getitem__(index)
+
+
+class Drawing(ImageFolder):
+    def __getitem__(self, index):
+        noise = torch.rand(())
+        image, target = super().__getitem__(index)
+        return image, target + noise
+
+
+def changed(change):
+    """Return a class of folders of images that makes samples of a dataset, an image, its target and its index."""
+
+    class Changed(ImageFolder):
+        def __getitem__(self, index):
+            return change(self, *super().__getitem__(index), index)
+
+    return Changed
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(("cls", "options", "reason"), [
+    (Ignoring, {}, "Ignoring does not call its transform"),
+    (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),
+    (Seeding, {}, "draws or seeds random numbers outside of its transforms"),
+    (changed(lambda its, *parts: parts[parts[2] % 2 :]), {}, "in the same way for each sample"),
+    (ImageFolder, {"probe": 0}, "no sample was loaded"),
+    (ImageFolder, {"example": (torch.zeros(3, 16, 16), 0)}, "only an example is known"),
+])  # fmt: skip
+def test_what_cannot_be_followed_is_not_split(cls, options, reason, folder, caplog):
+    CachedDataset(cls(folder, training(16)), 1, **options).close()
+    (text,) = [record.message for record in caplog.records if "are not split" in record.message]
+    for part in (reason, "depends on the random numbers of RandomResizedCrop", r"split_transforms\(\) cuts it off"):
+        assert re.search(part, text), text
+    with pytest.raises(LimitError, match="store='encoded' is for samples that are probed"):
+        CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
+
+
+def test_other_randomness_before_the_cache_is_found(folder, caplog):
+    with CachedDataset(ImageFolder(folder, training(16)), 1, split=False, on_change="keep") as cached:
+        assert torch.equal(cached[0][0], cached[0][0])  # the first version is kept
+    assert not caplog.records
+    with CachedDataset(Drawing(folder, training(16)), 1) as cached:
+        assert not torch.equal(cached[0][0], cached[0][0])
+    assert "was different when it was loaded again" in caplog.text
+    caplog.clear()
+    with CachedDataset(ImageFolder(folder, middle()), 1) as inner:
+        outer = Transformed(Subset(inner, range(N)), normal())
+        with CachedDataset(outer, 1) as cached:  # whose samples are random
+            assert cached[0][0].shape == (3, 16, 16)
+        assert issubclass(kind_of_cached(inner), Image.Image)  # a cache within is left alone
+        check(inner, MADE["middle"](folder))
+    assert "was different when it was loaded again" in caplog.text
+
+
+CLOCK = [0.0]
+
+
+def slow_and_unknown(image):
+    CLOCK[0] += 0.002
+    return PILToTensor()(image)
+
+
+def test_a_slow_step_that_is_not_known_is_warned_of(folder, caplog, monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: CLOCK[0], monotonic=time.monotonic)
+    monkeypatch.setattr("stocache.datasets.transforms.trials.time", clock)
+    with CachedDataset(ImageFolder(folder, slow_and_unknown), 1):
+        assert "mark it: stocache.deterministic(slow_and_unknown)" in caplog.text
+    caplog.clear()
+    with CachedDataset(ImageFolder(folder, deterministic(vision.Lambda(slow_and_unknown))), 1) as cached:
+        assert kind_of_cached(cached) is torch.Tensor
+    assert not caplog.records
+
+
+def again_at_times(its, image, target, index):
+    """Call the transform twice for one image."""
+    return its.transform(vision.ToPILImage()((image * 255).byte())) if index == N - 2 else image, target
+
+
+def test_a_sample_made_in_another_way_is_right_and_uncached(folder):
+    transform = Compose([vision.RandomResizedCrop(16), vision.RandomHorizontalFlip(), ToTensor()])
+    with CachedDataset(changed(again_at_times)(folder, transform), 1) as cached:
+        check(cached, changed(again_at_times)(folder, transform))
+        total = cached.stats().total
+        assert (total.rejected, total.filled) == (1, N - 1)
+
+
+def test_a_transform_with_state_goes_on_with_it(folder):
+    epochs = []
+
+    def counting(image):
+        epochs.append(1)
+        return ToTensor()(image) * len(epochs)
+
+    with CachedDataset(ImageFolder(folder, Compose([Resize(20), CenterCrop(20), counting])), 1) as cached:
+        assert epochs == []  # by the probe: it was a child's
+        first = cached[0][0]
+        assert torch.equal(cached[0][0], first * 2)
+
+
+def fail(image):
+    raise ArithmeticError("no such image")
+
+
+def test_a_transform_that_fails_raises_its_own_error(folder):
+    for steps in ([Resize(20), fail], [fail, Resize(20)]):
+        with pytest.raises(ArithmeticError, match=r"probing sample 0 of ImageFolder.*no such image"):
+            CachedDataset(ImageFolder(folder, Compose(steps)), 1)
+
+
+def test_split_transforms_cuts_at_the_first_random_step():
+    for transform, before, after in (
+        (middle(), 2, 3), (vision.StandardTransform(middle(), None), 2, 3), (Compose([]), 0, 0),
+        (Compose([Resize(4), ToTensor(), normal()]), 3, 0), (deterministic(lambda image: image), 1, 0),
+        (torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout()), 1, 1), ((np.asarray, torch.from_numpy, augment), 2, 1),
+        (Compose([Compose([Resize(4), Compose([RandomCrop(2)])]), ToTensor()]), 1, 2),
+        ([vision.Lambda(float), vision.Lambda(augment)], 1, 1),
+    ):  # fmt: skip
+        parts = split_transforms(transform)
+        assert all(map(callable, parts))
+        assert [len(open_pipeline(part).steps) for part in parts] == [before, after]
+
+
+def test_the_two_parts_do_what_the_whole_does():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
+    before, after = split_transforms(middle())
+    seed()
+    whole = middle()(image)
+    seed()
+    assert torch.equal(after(before(image)), whole)
+    assert repr(before) == "Chain([Resize(size=24), CenterCrop(size=20)])"
+    assert pickle.loads(pickle.dumps(before))(image).size == (20, 20)
+    for wrong in ("resize", 3, [Resize(2), 7]):
+        with pytest.raises(DatasetError, match="is not a transform: it is not callable"):
+            split_transforms(wrong)

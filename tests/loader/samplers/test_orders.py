@@ -1,0 +1,327 @@
+"""Orders: permutations, of a BlockSampler and how well it mixes, and of a StatefulDistributedSampler."""
+
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import stocache
+from benchmark.support.shuffling import shuffle_quality
+from stocache import BlockSampler, LimitError, StatefulDistributedSampler
+from stocache.errors import SampleIndexError, StateError
+from stocache.loader.samplers.permutation import Permutation
+from tests.support.edits import through_json
+
+
+@st.composite
+def orders(draw):
+    total = draw(st.integers(0, 200))
+    indices = draw(st.permutations(range(total)))[: draw(st.integers(0, total))]
+    if draw(st.booleans()):  # a range is ordered without a list
+        start = draw(st.integers(0, 60))
+        indices = range(start, start + len(indices))
+    options = {"block_size": draw(st.integers(1, 30)), "shuffle": draw(st.booleans()), "window": draw(st.integers(1, 8))}
+    options |= {"seed": draw(st.integers(0, 3)), "drop_last": draw(st.booleans())}
+    return indices, options, draw(st.integers(1, 5))
+
+
+def shares_of(indices, options, world_size):
+    """The shares of all ranks; each reads only blocks that it has announced."""
+    for rank in range(world_size):
+        announced, read, share = [], set(), []
+        ranks = {"rank": rank, "world_size": world_size, "prefetch": announced.extend}
+        sampler = BlockSampler(indices, **options, **ranks)
+        for local in sampler:
+            share.append(local)
+            read.add(indices[local] // options["block_size"])
+            assert read <= set(announced)
+        assert len(announced) == len(set(announced))
+        assert len(set(announced) - read) <= 2 * options["window"]  # of the windows that are shared with other ranks
+        assert list(BlockSampler(list(indices), **options, **ranks)) == share
+        assert len(share) == len(sampler)
+        yield share
+
+
+@given(orders())
+def test_ranks_share_all_samples_and_read_each_block_once_within_its_window(order):
+    indices, options, world_size = order
+    shares = list(shares_of(indices, options, world_size))
+    together = list(itertools.chain(*shares))
+    assert len(set(together)) == len(together)
+    if options["drop_last"]:
+        assert {len(share) for share in shares} == {len(indices) // world_size}
+    else:
+        assert sorted(together) == list(range(len(indices)))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    blocks = [indices[local] // options["block_size"] for local in BlockSampler(indices, **options)]
+    if options["shuffle"]:
+        ends = [(blocks.index(block), len(blocks) - blocks[::-1].index(block)) for block in set(blocks)]
+        open_at = [sum(first <= at < end for first, end in ends) for at in range(len(blocks))]
+        assert max(open_at, default=0) <= options["window"]
+    else:
+        assert blocks == sorted(blocks)
+
+
+@given(orders(), st.data())
+def test_a_state_goes_on_where_it_was_taken_and_plays_the_next_epoch(order, data):
+    indices, options, world_size = order
+    rank = data.draw(st.integers(0, world_size - 1))
+    make = lambda: BlockSampler(indices, **options, rank=rank, world_size=world_size)
+    epochs = data.draw(st.integers(0, 2))
+    sampler = make()
+    for _ in range(epochs):
+        list(sampler)
+    running = iter(sampler)
+    taken = list(itertools.islice(running, data.draw(st.integers(0, len(sampler)))))
+    state = sampler.state_dict()
+    rest = list(running)
+    again, whole = make(), make()
+    again.load_state_dict(state)
+    resumed = list(again)
+    whole.set_epoch(epochs)
+    assert taken + rest == list(whole)
+    assert resumed == rest or (rest == [] and resumed == list(whole) == list(sampler))
+    if rest:
+        assert list(again) == list(sampler)
+
+
+def test_epochs_differ_depend_on_seed_and_epoch_alone_and_draw_nothing():
+    make = lambda seed=0: BlockSampler(range(100), 10, True, window=2, seed=seed)
+    sampler = make()
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first, second = list(sampler), list(sampler)
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == np.random.get_state()[1].tolist()
+    assert first != second
+    torch.manual_seed(123)
+    assert list(make()) == first != list(make(1))
+    assert isinstance(sampler, DistributedSampler)  # or trainers would replace it
+    assert list(BlockSampler([9, 1, 5, 0, 4, 8], 4, shuffle=False)) == [3, 1, 4, 2, 5, 0]
+
+
+@pytest.mark.parametrize(("workers", "stop"), [(0, 0), (0, 3), (2, 3), (0, 12)])
+def test_a_loader_resumes_it_after_an_epoch_that_was_broken_off(workers, stop):
+    dataset = TensorDataset(torch.arange(100))
+    make = lambda: stocache.DataLoader(dataset, 8, sampler=BlockSampler(range(100), 10, True), num_workers=workers)
+    loader, resumed = make(), make()
+    list(itertools.islice(loader, 5))  # workers have asked for more by then
+    running = iter(loader)
+    list(itertools.islice(running, stop))
+    resumed.load_state_dict(loader.state_dict())
+    for rest in (running, loader):
+        assert [batch.tolist() for (batch,) in resumed] == [batch.tolist() for (batch,) in rest]
+
+
+def test_options_and_indices_out_of_range_are_errors():
+    outside = {"rank": 2, "world_size": 2}
+    for options in ({"block_size": 0}, {"window": 1.5}, {"seed": -1}, {"world_size": 0}, outside, {"rank": -1}):
+        with pytest.raises(LimitError, match="{}={}".format(*next(iter(options.items())))):
+            BlockSampler(range(10), **{"block_size": 2, "shuffle": True} | options)
+    for key in (-1, "a", 0.5):
+        with pytest.raises(LimitError, match="key must be integers of 0 or more"):
+            Permutation(5, key)
+    for n in (-1, 2.5, 2**62 + 1):
+        with pytest.raises(LimitError, match=r"n must be between 0 and 2\*\*62"):
+            Permutation(n)
+    for indices in ([-1], [0.5], ["a"], [[1]]):
+        with pytest.raises(SampleIndexError, match="BlockSampler"):
+            BlockSampler(indices, 2, True)
+
+
+def test_a_state_of_another_order_is_an_error():
+    options = {"indices": range(10), "block_size": 2, "shuffle": True, "rank": 0, "world_size": 2}
+    state = BlockSampler(**options).state_dict()
+    changes = {"seed": 1, "window": 2, "world_size": 3, "indices": range(9), "drop_last": True, "block_size": 3}
+    for name, value in changes.items():
+        with pytest.raises(StateError, match=f"of another order .*{name.replace('indices', 'samples')}="):
+            BlockSampler(**options | {name: value}).load_state_dict(state)
+
+
+@pytest.mark.parametrize("listed", [range(10), [3, 1, 2]])
+def test_orders_of_more_than_the_limit_are_computed(listed, monkeypatch):
+    monkeypatch.setattr("stocache.loader.samplers.block.MAX_LISTED", 0)
+    monkeypatch.setattr("stocache.loader.samplers.block._AT_ONCE", 2)
+    samplers = [BlockSampler(listed, 2, True, window=2, rank=rank, world_size=2) for rank in range(2)]
+    epochs = [list(itertools.chain(*samplers)) for _ in range(5)]
+    assert all(sorted(epoch) == list(range(len(listed))) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+
+
+def test_the_order_of_a_billion_samples_takes_no_memory():
+    sampler = BlockSampler(range(10**9), 1000, True, window=16, rank=1, world_size=1024)
+    tracemalloc.start()
+    try:
+        taken = list(itertools.islice(sampler, 20_000))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(set(taken)) == 20_000
+    assert len({sample // 1000 for sample in taken}) < 20 + 2 * 16
+    assert len(sampler) == -(-(10**9) // 1024)
+    assert peak < 2**24
+
+
+def test_windows_of_k_among_n_blocks_have_n_over_k_times_the_pairs_of_a_full_shuffle():
+    shuffled = np.random.default_rng(0).permutation(64 * 256)
+    orders = {window: list(BlockSampler(range(64 * 256), 64, True, window=window)) for window in (1, 16, 64)} | {256: shuffled}
+    for window, order in orders.items():
+        quality = shuffle_quality(order, 64, batch_size=64)
+        assert quality.same_block_ratio == pytest.approx(256 / window, rel=0.1)
+        assert quality.design_effect == pytest.approx(1 + 63 * quality.same_block)
+
+
+@pytest.mark.parametrize("classes", [10, 100, 10.0])
+def test_correlation_tells_sorted_labels_from_random_ones(classes):
+    labels = np.repeat(np.arange(classes), 640)
+    order = list(range(len(labels)))
+    assert shuffle_quality(order, 64, labels).correlation == pytest.approx(1)
+    assert shuffle_quality(order, 64, np.random.default_rng(0).permutation(labels)).correlation < 0.02
+    assert shuffle_quality(order, 64, labels, batch_size=32).design_effect == pytest.approx(32)
+    wrong = {"two indices": ([0], 2), "block_size >= 1": (order, 0), "1 labels, and indices up to 3": (range(4), 2, [0])}
+    for message, arguments in wrong.items():
+        with pytest.raises(LimitError, match=message):
+            shuffle_quality(*arguments)
+
+
+@st.composite
+def arguments(draw):
+    ranks = draw(st.integers(1, 6))
+    options = {"shuffle": draw(st.booleans()), "seed": draw(st.integers(-3, 3)), "drop_last": draw(st.booleans())}
+    return range(draw(st.integers(1, 40))), {"num_replicas": ranks, "rank": draw(st.integers(0, ranks - 1)), **options}
+
+
+@given(arguments(), st.integers(0, 3), st.data())
+def test_orders_are_those_of_torch_and_a_state_goes_on_where_it_was_taken(given_arguments, epoch, data):
+    dataset, options = given_arguments
+    torchs = DistributedSampler(dataset, **options)
+    sampler, again = (StatefulDistributedSampler(dataset, **options) for _ in range(2))
+    assert isinstance(sampler, DistributedSampler)
+    for each in (torchs, sampler):
+        each.set_epoch(epoch)
+    whole = list(torchs)
+    assert whole == list(sampler) == list(sampler)
+    assert len(torchs) == len(sampler) == len(whole)
+    running = iter(sampler)
+    taken = list(itertools.islice(running, data.draw(st.integers(0, len(sampler)))))
+    state, rest = through_json(sampler.state_dict()), list(running)
+    assert taken + rest == whole
+    again.load_state_dict(state)
+    if data.draw(st.booleans()):
+        again.set_epoch(epoch)  # as a training loop does
+    assert list(again) == rest
+    assert list(again) == whole
+    again.load_state_dict(state)
+    again.set_epoch(epoch + 1)
+    torchs.set_epoch(epoch + 1)
+    assert list(again) == list(torchs)
+
+
+def of_ranks(ranks, state=None, samples=96, **options):
+    samplers = [StatefulDistributedSampler(range(samples), ranks, rank, **options) for rank in range(ranks)]
+    for sampler in samplers:
+        sampler.set_epoch(1)
+        if state is not None:
+            sampler.load_state_dict(state)
+    return samplers
+
+
+def take(iterators, count):
+    """The next samples of all ranks, step by step, and so in the order of one rank."""
+    return [next(iterator) for _ in range(count) for iterator in iterators]
+
+
+def test_other_numbers_of_ranks_share_what_is_left():
+    (whole,) = map(list, of_ranks(1))
+    state, came = None, []
+    for ranks, steps in ((1, 8), (2, 4), (4, 6), (2, 6), (1, 12), (4, 7), (2, 2)):
+        samplers = of_ranks(ranks, state)
+        came += take(list(map(iter, samplers)), steps)
+        state = through_json(samplers[-1].state_dict())
+    assert came == whole
+    assert [list(sampler) for sampler in of_ranks(4, state)] == [[]] * 4  # no rank has any left
+    (sampler,) = of_ranks(1)
+    take([iter(sampler)], 6)
+    with pytest.raises(StateError, match="1 ranks have taken 6 samples, which 4 ranks cannot have taken evenly"):
+        of_ranks(4, through_json(sampler.state_dict()))
+    assert len(of_ranks(2, through_json(sampler.state_dict()))) == 2
+
+
+@pytest.mark.parametrize(("drop_last", "left"), [(False, {1: 0, 2: 0, 3: 0, 4: 0}), (True, {1: 3, 2: 2, 4: 0})])
+def test_an_epoch_that_does_not_divide_ends_for_any_number_of_ranks(drop_last, left):
+    before = of_ranks(4, samples=23, drop_last=drop_last)[1]  # of which 20 are taken, or all
+    running = iter(before)
+    list(itertools.islice(running, len(before)))
+    state = through_json(before.state_dict())
+    assert {ranks: sum(map(len, map(list, of_ranks(ranks, state, 23, drop_last=drop_last)))) for ranks in left} == left
+
+
+def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="the states are torchdata's")
+    theirs = torchdata.StatefulDistributedSampler(range(30), 2, 1, seed=3)
+    theirs.set_epoch(4)
+    running = iter(theirs)
+    whole = list(itertools.islice(running, 6))
+    state = theirs.state_dict()
+    whole += running
+    for early in (False, True):
+        ours = StatefulDistributedSampler(range(30), 2, 1, seed=3)
+        ours.set_epoch(4 * early)
+        ours.load_state_dict(state)
+        ours.set_epoch(4)
+        assert (list(ours), list(ours)) == (whole[6:], whole)
+    for wrong in (-1, 16, None, "3", [1], 1.5):
+        with pytest.raises(StateError, match="is damaged"):
+            ours.load_state_dict({"yielded": wrong})
+
+
+@given(st.integers(0, 3000), st.lists(st.integers(0, 2**70), max_size=4))
+def test_every_number_has_one_place(n, key):
+    order = Permutation(n, *key)
+    numbers = order.at(np.arange(n))
+    assert sorted(numbers) == list(range(n)) == list(range(len(order)))
+    assert (Permutation(n, *key).at(np.arange(n)) == numbers).all()
+
+
+@pytest.mark.parametrize("n", [2**24 + 1, 2**32 + 1, 2**62])
+def test_large_orders_are_computed_anywhere(n):
+    places = np.random.default_rng(0).integers(0, n, 40_000)
+    order = Permutation(n, 1)
+    numbers = order.at(places)
+    assert 0 <= numbers.min() <= numbers.max() < n
+    assert len(np.unique(numbers)) == len(np.unique(places))
+    assert (order.at(places[77:99]) == numbers[77:99]).all()
+    assert abs(numbers.mean() / n - 0.5) < 0.01
+
+
+def excess(counts, expected):
+    """Return by how many standard deviations chi-square is above its mean."""
+    degrees = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
+
+
+def test_neighbours_and_places_are_as_frequent_as_in_randperm():
+    order = np.stack([Permutation(100, 7, epoch).at(np.arange(100)) for epoch in range(300)])
+    cell, counts, share = order * 16 // 100, np.zeros((16, 16)), np.bincount(np.arange(100) * 16 // 100)
+    for first, second in itertools.pairwise(cell.T):
+        np.add.at(counts, (first, second), 1)
+    together = np.outer(share, share) - np.diag(share)  # a number is not its own neighbour
+    assert excess(counts, together * len(order) / 100) < 5
+    counts = np.zeros((32, 32))
+    for epoch in range(1000):
+        np.add.at(counts, (np.arange(32), Permutation(32, 7, epoch).at(np.arange(32))), 1)
+    assert excess(counts, np.full((32, 32), 1000 / 32)) < 5
+
+
+def test_keys_that_differ_little_make_orders_that_have_nothing_in_common():
+    n = 10_000
+    made = [Permutation(n, *key).at(np.arange(n)) for key in [(0, 0), (0, 1), (1, 0), (0, 0, 0), (2**32,)]]
+    for number, one in enumerate(made):
+        for other in made[:number]:
+            assert (one == other).sum() < 12  # one is expected
+            assert abs(np.corrcoef(one, other)[0, 1]) < 0.05

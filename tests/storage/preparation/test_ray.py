@@ -1,0 +1,240 @@
+"""Preparation by Ray: the same bytes as in this process, also with workers that are killed half-way.
+
+Most run with a stand-in for Ray that runs tasks in this process. Those with a real Ray are slow: they show what it alone can.
+"""
+
+import itertools
+import os
+import pickle
+import signal
+import sys
+import types
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+from typer.testing import CliRunner
+
+import stocache.storage.preparation
+from stocache import OnDiskBlockDataStorage, SampleError, StorageError
+from stocache.errors import WorkerError
+from stocache.tools.cli.app import app
+from tests.support.preparing import Faulty, FaultyTogether, Images, Locks, Preparer, content, prepared, written
+from tests.support.processes import run_python
+from tests.support.ray_programs import by_ray
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause):
+        super().__init__(repr(cause))
+        self.cause = cause
+
+
+class Task(types.SimpleNamespace):
+    """A value, or a call of which it is not known yet what it returns."""
+
+    value = call = None
+    numbers = itertools.count()  # an address may be that of an earlier one
+
+    def __init__(self, **attributes):
+        super().__init__(number=next(self.numbers), **attributes)
+
+    def hex(self):
+        return f"{self.number:x}"
+
+
+class StandIn(types.ModuleType):
+    """As much of Ray as is used here. Of several tasks the first and the last end in turn; they run in another directory.
+
+    Attributes:
+        at: the number of the block that is in work.
+        most: the most tasks at a time.
+        connected: the arguments that it was connected with; None at first, as if it had been connected before.
+        cancelled: of each task that was cancelled, whether by force.
+        stubborn, dead: tasks end by force only; blocks whose workers die.
+    """
+
+    def __init__(self):
+        super().__init__("ray")
+        self.cloudpickle, self.exceptions = pickle, types.ModuleType("ray.exceptions")
+        vars(self.exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
+        self.at, self.most, self.connected, self.cancelled, self.stubborn, self.dead = None, 0, None, [], False, ()
+        self.initialized, self.turn = True, 0
+        self.is_initialized, self.cluster_resources = lambda: self.initialized, lambda: {"CPU": 2.0}
+        self.put = lambda value: Task(value=value)
+
+    def init(self, address, **options):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray has a handler of its own
+        self.connected = address, options
+
+    def shutdown(self):
+        self.connected = *self.connected, "and ended"
+
+    def remote(self, max_retries):
+        assert max_retries == 3
+        return lambda function: types.SimpleNamespace(remote=lambda *arguments: Task(call=(function, *arguments)))
+
+    def cancel(self, task, force):
+        self.cancelled.append(force)
+        if force or not self.stubborn:
+            task.call = None
+
+    def wait(self, tasks, num_returns=1, timeout=None):
+        if timeout is None:
+            self.most, self.turn = max(self.most, len(tasks)), ~self.turn
+            return [tasks[self.turn]], [task for task in tasks if task is not tasks[self.turn]]
+        return [task for task in tasks if task.call is None], [task for task in tasks if task.call is not None]
+
+    def get(self, task):
+        if task.call is None:
+            return task.value
+        function, *arguments = task.call
+        self.at = pickle.loads(arguments[-1])[0]
+        if self.at in self.dead:
+            raise RayError("the worker died\nof a signal")
+        home = os.getcwd()
+        os.chdir("/")
+        try:
+            return function(*arguments)
+        except Exception as error:
+            raise RayTaskError(error) from error
+        finally:
+            self.at = None
+            os.chdir(home)
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    stand_in = StandIn()
+    for name, module in (("ray", stand_in), ("ray.exceptions", stand_in.exceptions)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "stocache.storage.preparation.ray", raising=False)
+    monkeypatch.delattr(stocache.storage.preparation, "ray", raising=False)
+    yield stand_in
+    sys.modules.pop("stocache.storage.preparation.ray", None)
+    vars(stocache.storage.preparation).pop("ray", None)
+
+
+@pytest.mark.parametrize(("make", "options", "most"), [
+    (lambda: Images(seeded=True), {"num_workers": 1}, 1), (FaultyTogether, {"shuffle_seed": 3, "num_workers": 3}, 3),
+    (lambda: Images(0), {}, 0), (Preparer, {}, 4), (lambda: Preparer(30), {"shuffle_seed": 3}, 4),
+    (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}, 4),
+])  # fmt: skip
+def test_content_is_that_of_one_process_and_num_workers_blocks_are_in_work(tmp_path, monkeypatch, ray, make, options, most):
+    monkeypatch.chdir(tmp_path)
+    by_ray(make(), "ray", **options)  # a relative folder is one of this process
+    assert content(tmp_path / "ray") == prepared(make(), tmp_path / "here", **options)
+    assert (ray.connected, ray.most) == (None, most)
+
+
+class OddError(Exception):
+    """One that pickles, and does not unpickle."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def odd(dataset, idx):
+    if sys.modules["ray"].at == 8:
+        raise OddError("this", "that")
+
+
+def only_here(dataset, idx):
+    if sys.modules["ray"].at is not None:
+        raise FileNotFoundError(f"photo {idx} is on another machine")
+
+
+def test_a_worker_that_sees_no_sample_or_dies_and_an_error_that_does_not_pickle_are_named(tmp_path, ray):
+    with pytest.raises(FileNotFoundError, match="is on another machine"):
+        by_ray(Faulty(at=only_here), tmp_path, on_error="skip")
+    assert not (tmp_path / "skipped.json").exists()
+    with pytest.raises(WorkerError, match="OddError: this and that"):
+        by_ray(Faulty(at=odd), tmp_path)
+    ray.dead = {9}
+    with pytest.raises(WorkerError, match=r"block 9 was not written: its Ray worker died, .*\(RayError: the worker died\)\."):
+        by_ray(Faulty(), tmp_path)
+    assert not OnDiskBlockDataStorage(tmp_path).is_prepared()
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_error_of_the_dataset_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, stubborn):
+    ray.stubborn = stubborn
+    with pytest.raises(ValueError, match="photo 60 cannot\nbe read") as raised:
+        by_ray(Faulty([60]), tmp_path)
+    assert type(raised.value.__cause__) is RayTaskError
+    assert set(ray.cancelled) == ({False, True} if stubborn else {False})
+    assert len(written(tmp_path)) == 8
+
+
+def test_a_sample_that_does_not_pickle_is_named_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
+    with pytest.raises(SampleError, match="sample 100: value is a lock, which has no bytes of its own"):
+        by_ray(Locks(), tmp_path / "locks")
+    with pytest.raises(KeyboardInterrupt, match="by the user"):
+        by_ray(Preparer(stop_at=60), tmp_path / "ray")
+    by_ray(Preparer(), tmp_path / "ray")
+    assert content(tmp_path / "ray") == prepared(Preparer(), tmp_path / "here")
+
+
+LOCAL = {"include_dashboard": False}
+QUIET = {"log_to_driver": False, "logging_level": ANY}
+
+
+@pytest.mark.parametrize(("address", "variable", "workers", "used", "options"), [
+    (None, None, 0, "local", LOCAL | {"num_cpus": None}), (None, None, 2, "local", LOCAL | {"num_cpus": 2}),
+    (None, "auto", 2, "auto", {}), ("auto", "another", 0, "auto", {}),
+])  # fmt: skip
+def test_a_ray_is_connected_to_or_started_and_ended(tmp_path, monkeypatch, ray, address, variable, workers, used, options):
+    monkeypatch.setenv("RAY_ADDRESS", variable) if variable else monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.initialized, before = False, signal.getsignal(signal.SIGTERM)
+    by_ray(Images(9), tmp_path, address=address, num_workers=workers)
+    assert ray.connected == (used, options | QUIET, "and ended")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_ray_that_is_not_there_or_not_installed_is_an_error(tmp_path, monkeypatch, ray):
+    ray.initialized, ray.connected, before = False, (), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(StorageError, match=r"Ray cannot be connected to at 127\.0\.0\.1:1: ConnectionRefusedError"):
+        by_ray(Images(), tmp_path / "a", address="127.0.0.1:1")
+    monkeypatch.setattr(ray, "init", lambda address, **options: [][0])
+    for address, what in (("nonsense", "connected to at nonsense"), ("local", "started here")):
+        with pytest.raises(StorageError, match=f"Ray cannot be {what}: IndexError"):
+            by_ray(Images(), tmp_path / "a", address=address)
+    assert signal.getsignal(signal.SIGTERM) is before
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "stocache.storage.preparation.ray")
+    vars(stocache.storage.preparation).pop("ray")
+    with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
+        by_ray(Images(), tmp_path / "a")
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), [
+    (["--ray"], "20 samples in 7 blocks of 3"), (["--ray", "auto"], "20 samples in 7 blocks of 3"),
+    (["auto"], "auto is one argument too many, or the address of a Ray: then give --ray too."),
+    (["--ray", "127.0.0.1:1"], "Ray cannot be connected to at 127.0.0.1:1: ConnectionRefusedError"),
+])  # fmt: skip
+def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray, arguments, wanted):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray.initialized, ray.connected = False, ()
+    table = tmp_path / "table.csv"
+    table.write_text("number,text\n" + "".join(f"{number},row {number}\n" for number in range(20)))
+    result = CliRunner().invoke(app, ["prepare", str(table), str(tmp_path / "out"), *arguments, "--block-size", "3"])
+    assert wanted in " ".join(result.output.split())
+    assert (result.exit_code == 0) == ("20 samples" in wanted) == (tmp_path / "out" / "index.json").exists()
+    assert ray.connected[:1] == (("local" if arguments == ["--ray"] else "auto"),) or result.exit_code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["in_a_real_ray", "in_its_own_ray"])
+def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_preparation(tmp_path, function):
+    pytest.importorskip("ray", reason="comes with the extra ray")
+    # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
+    arguments = "-m", "tests.support.ray_programs", function, tmp_path
+    done = run_python(*arguments, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
+    if function == "in_its_own_ray":
+        assert (done.stdout, done.stderr) == ("", "")
+        assert content(tmp_path) == prepared(Images(), tmp_path / "here")

@@ -1,0 +1,192 @@
+"""Preparation notices what has changed in the source, and repairs what is damaged in the folder."""
+
+import itertools
+import os
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from stocache import DataPreparer, OnDiskBlockDataStorage
+from stocache.errors import DamagedError, StorageError
+from stocache.storage.inspection import find_damage
+from stocache.storage.manifest import block_name
+from stocache.storage.preparation.sources import open_source
+from tests.support.preparing import content, damage, failing, names, prepare_quietly, prepared, rewritten, written
+
+ROWS, BLOCK = 100, 10
+
+
+@pytest.fixture
+def table(tmp_path):
+    return write_table(tmp_path / "table.csv")
+
+
+def write_table(path, factor=2, time=5 * 10**9):
+    path.write_text("a,b\n" + "".join(f"{row},{row * factor:06}\n" for row in range(ROWS)))
+    os.utime(path, ns=(time, time))
+    return path
+
+
+class Numbers(DataPreparer):
+    def __init__(self, rows=ROWS):
+        self.rows = rows
+
+    def prepare_data(self):
+        yield from (torch.full((20,), row) for row in range(self.rows))
+
+    def get_dataset_info(self):
+        return {"torch": torch.ones(3)}  # not JSON: it has a file of its own
+
+
+def dataset():
+    return TensorDataset(torch.arange(ROWS * 20).view(ROWS, 20))
+
+
+def test_an_edited_table_with_as_many_rows_is_not_prepared_already(table, tmp_path):
+    folder = tmp_path / "out"
+    prepare_quietly(open_source(table), folder).close()
+    write_table(table, factor=3, time=1)  # as many bytes: only the values differ
+    with pytest.raises(StorageError, match=r"last change of the source[^{]*\n.*--again.*fingerprint"):
+        prepare_quietly(open_source(table), folder)
+    for options in ({"again": True}, {}):  # and then it is
+        with prepare_quietly(open_source(table), folder, **options) as storage:
+            assert storage.load_sample(7) == {"a": 7, "b": "000021"}
+
+
+@pytest.mark.parametrize(("options", "given"), [({"hashes": True}, {}), ({}, {"fingerprint": "v1"})])
+def test_a_file_that_was_touched_is_the_same_by_its_contents_or_by_a_fingerprint(table, tmp_path, options, given):
+    before = prepared(open_source(table, **options), tmp_path / "out", **given)
+    os.utime(table, ns=(1, 1))
+    assert prepared(open_source(table, **options), tmp_path / "out", **given) == before
+    write_table(table, factor=3, time=1)
+    if options:
+        with pytest.raises(StorageError, match="files of the source have changed"):
+            prepare_quietly(open_source(table, **options), tmp_path / "out")
+
+
+def test_each_change_of_a_folder_of_images_is_one_of_its_files(tmp_path):
+    (tmp_path / "1.jpg").write_bytes(b"1")
+    facts = [open_source(tmp_path).describe_files()]
+    for name, data in (("2.jpg", b"9"), ("2.jpg", b"8 edited"), ("1.jpg", None)):
+        (tmp_path / name).write_bytes(data) if data else (tmp_path / name).unlink()
+        facts.append(open_source(tmp_path).describe_files())
+    assert all(one != other for one, other in itertools.combinations(facts, 2))
+
+
+def test_an_interrupted_preparation_of_another_source_starts_again(table, tmp_path, monkeypatch):
+    with failing(monkeypatch, "finish"):
+        prepare_quietly(open_source(table), tmp_path / "out")
+    write_table(table, factor=3, time=1)
+    with prepare_quietly(open_source(table), tmp_path / "out") as storage:
+        assert [storage.load_sample(row)["b"] for row in (0, 99)] == ["000000", "000297"]
+
+
+@pytest.mark.parametrize("change", [lambda table: table.write_text("edited"), lambda table: table.unlink()])
+def test_a_source_that_changes_while_it_is_prepared_is_an_error(table, tmp_path, monkeypatch, change):
+    source = open_source(table)
+    assert source[0] == {"a": 0, "b": "000000"}  # it has the file open
+    describe, later = source.describe_files, [lambda: None, lambda: change(table)]
+    monkeypatch.setattr(source, "describe_files", lambda: (later.pop(0)(), describe())[1])
+    with pytest.raises(StorageError, match=r"changed while|cannot be read"):
+        prepare_quietly(source, tmp_path / "out")
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_a_folder_of_an_earlier_version_without_facts_about_files_is_prepared_already(table, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("stocache.storage.preparation.prepare._files_of", lambda source: None)
+        before = prepared(open_source(table), tmp_path / "out")
+    assert prepared(open_source(table), tmp_path / "out") == before
+
+
+DAMAGE = {
+    "value": damage, "header": lambda folder, name: damage(folder, name, at=20),
+    "length of the header": lambda folder, name: damage(folder, name, at=3),
+    "cut": lambda folder, name: os.truncate(folder / name, 100), "empty": lambda folder, name: os.truncate(folder / name, 0),
+    "missing": lambda folder, name: (folder / name).unlink(),
+}  # fmt: skip
+
+
+def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
+    folder, numbers = tmp_path / "out", range(len(DAMAGE))
+    before = prepared(dataset(), folder, block_size=BLOCK)
+    for number, spoil in enumerate(DAMAGE.values()):
+        spoil(folder, block_name(number))
+    with OnDiskBlockDataStorage(folder) as storage:
+        problems = find_damage(storage, 0)
+        assert len(problems) == len(DAMAGE)
+        assert not any("stocache check" in problem or "codec" in problem for problem in problems)
+        for number in numbers:
+            with pytest.raises(DamagedError, match="stocache prepare SRC DIR --repair"):
+                [storage.load_sample(row) for row in range(number * BLOCK, (number + 1) * BLOCK)]
+    for damaged in (numbers, ()):  # a folder that is whole stays as it is
+        then = written(folder)
+        assert prepared(dataset(), folder, block_size=BLOCK, repair=True) == before
+        assert rewritten(folder, then) == names(*damaged)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("dataset", {"num_workers": 2}), ("dataset", {"shuffle_seed": 3}), ("preparer", {"shuffle_seed": 3}),
+    ("preparer", {"num_workers": 2}), ("table", {}), ("table", {"num_workers": 2, "shuffle_seed": 3}),
+])  # fmt: skip
+def test_every_source_repairs_its_folder(table, tmp_path, kind, options):
+    make, folder = {"dataset": dataset, "preparer": Numbers, "table": lambda: open_source(table)}[kind], tmp_path / "out"
+    before, then = prepared(make(), folder, **options), written(folder)
+    damage(folder, block_name(4))
+    assert prepared(make(), folder, repair=True, **options) == before
+    assert rewritten(folder, then) == names(4)
+
+
+@pytest.mark.parametrize("how", ["value", "cut", "empty", "info"])
+def test_a_damaged_index_or_info_is_written_again_with_the_damaged_blocks(tmp_path, how):
+    before = prepared(Numbers(), tmp_path / "out")
+    DAMAGE.get(how, damage)(tmp_path / "out", "info.safetensors" if how == "info" else "index.json")
+    damage(tmp_path / "out", block_name(1))
+    assert prepared(Numbers(), tmp_path / "out", repair=True) == before
+
+
+OTHER = r"cannot be repaired: the source gives other samples now\. Prepare the folder again"
+
+
+@pytest.mark.parametrize("name", [block_name(3), "index.json"])
+def test_a_source_with_other_samples_does_not_repair(tmp_path, name):
+    whole = prepared(dataset(), tmp_path)
+    damage(tmp_path, name)
+    before = content(tmp_path / "blocks")
+    with pytest.raises(StorageError, match=OTHER):
+        prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), tmp_path, repair=True)
+    assert content(tmp_path / "blocks") == before
+    assert prepared(dataset(), tmp_path, **{"repair": True} if name != "index.json" else {}) == whole
+
+
+@pytest.mark.parametrize(("rows", "seed", "missing"), [
+    (ROWS - 1, None, range(10)), (ROWS - 1, 3, [9]), (ROWS - BLOCK, None, [9]), (ROWS - BLOCK, 3, range(10)), (1, None, [9]),
+])  # fmt: skip
+def test_a_preparer_that_yields_fewer_samples_does_not_repair(tmp_path, rows, seed, missing):
+    options = {"shuffle_seed": seed, "block_size": BLOCK}
+    prepare_quietly(Numbers(), tmp_path, **options).close()
+    for number in missing:
+        (tmp_path / block_name(number)).unlink()
+    with pytest.raises(StorageError, match=OTHER):
+        prepare_quietly(Numbers(rows), tmp_path, repair=True, **options)
+    assert (tmp_path / "index.json").exists()
+
+
+def test_a_damaged_info_does_not_hide_that_the_source_has_changed(table, tmp_path):
+    folder, info = tmp_path / "out", torch.ones(3)
+    prepare_quietly(open_source(table), folder, info=info).close()
+    damage(folder, "info.safetensors")
+    write_table(table, factor=3, time=1)
+    before = content(folder)
+    with pytest.raises(StorageError, match="is prepared in another way: last change of the source"):
+        prepare_quietly(open_source(table), folder, info=info, repair=True)
+    assert content(folder) == before
+
+
+def test_a_repair_that_is_killed_leaves_a_folder_that_can_be_repaired(tmp_path, monkeypatch):
+    before = prepared(Numbers(), tmp_path)
+    damage(tmp_path, "index.json", block_name(1), block_name(5))
+    with failing(monkeypatch, "write_encoded", "write_block"):
+        prepare_quietly(Numbers(), tmp_path, repair=True)
+    assert prepared(Numbers(), tmp_path) == before

@@ -1,0 +1,388 @@
+"""Samples that cannot be loaded: with on_error="skip" they are left out and listed, whatever happens meanwhile."""
+
+import errno
+import functools
+import itertools
+import mmap
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stocache import DamagedError, OnDiskBlockDataStorage, StorageError, WorkerError
+from stocache.storage.inspection import find_damage
+from stocache.storage.local import LocalStore
+from stocache.storage.manifest import BlockFolderWriter
+from stocache.storage.preparation.blocks import DatasetBlocks
+from tests.support import preparing
+from tests.support.equality import same
+from tests.support.pairs import pairs
+from tests.support.preparing import BLOCK, Faulty, FaultyTogether, Images, N, content, damage, labels, listed, loaded, written
+from tests.support.ranks import slow
+
+SOME = [3, 5, 60, 95, 99]
+BROKEN = {"first": [0], "last": [99], "some": SOME, "a whole block": range(14, 21), "the end": range(80, 100)}
+BROKEN["all but one"] = [idx for idx in range(N) if idx != 41]
+
+prepare_quietly = functools.partial(preparing.prepare_quietly, on_error="skip")
+prepared = functools.partial(preparing.prepared, on_error="skip")
+
+
+def dense(length, broken, seed=None):
+    """The order without some samples: those from its end fill the gaps."""
+    order = list(range(length)) if seed is None else np.random.default_rng(seed).permutation(length).tolist()
+    good = [idx for idx in order if idx not in broken]
+    late = iter([idx for idx in order[len(good) :] if idx not in broken])
+    return [next(late) if idx in broken else idx for idx in order[: len(good)]]
+
+
+def stop_at_80(dataset, idx):
+    if idx == 80:
+        raise MemoryError("no room for photo 80")
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("broken", "seed", "make"), [*pairs([*BROKEN], [None, 3], [Faulty, FaultyTogether])])
+def test_the_last_samples_take_the_places_of_broken_ones_whatever_the_workers(tmp_path, broken, seed, make):
+    source, workers = make(BROKEN[broken]), 2 if broken in ("some", "a whole block") else 0
+    with prepare_quietly(source, tmp_path / "0", shuffle_seed=seed) as storage:
+        assert labels(storage) == dense(N, source.broken, seed)
+        assert all(same(storage.load_sample(idx), Images()[label]) for idx, label in enumerate(labels(storage)))
+        assert [entry.samples for entry in storage.index.blocks[:-1]] == [BLOCK] * (len(storage.index.blocks) - 1)
+        assert find_damage(storage, 0) == []
+    assert set(os.listdir(tmp_path / "0")) == {"blocks", "index.json", "skipped.json"}
+    if workers:
+        assert prepared(source, tmp_path / "2", shuffle_seed=seed, num_workers=workers) == content(tmp_path / "0")
+
+
+def test_samples_that_are_skipped_are_listed_with_name_and_reason(tmp_path, monkeypatch, caplog):
+    with prepare_quietly(Faulty([60, 3]), tmp_path / "out") as storage:
+        skipped = storage.load_skipped()
+    assert [(sample.index, sample.name, sample.reason) for sample in skipped] == [
+        (idx, f"photos/{idx}.jpg", f"ValueError: photo {idx} cannot be read") for idx in (3, 60)
+    ]
+    assert listed(tmp_path / "out", "failed") == []
+    message = f"{tmp_path}/out lacks 2 of the 100 samples of the source, which cannot be loaded: {tmp_path}/out/skipped.json"
+    assert [record.getMessage() for record in caplog.records] == [f"{message} lists them. (stocache explain W17)"]
+    prepare_quietly(Faulty([60, 3]), tmp_path / "out").close()  # it is prepared already, and says so again
+    assert len(caplog.records) == 2
+    monkeypatch.setattr(Faulty, "describe_sample", lambda dataset, idx: {}[idx])  # it need not have names
+    with prepare_quietly(Faulty([3]), tmp_path / "nameless") as storage:
+        assert storage.load_skipped()[0].name is None
+
+
+def test_a_source_that_is_whole_gives_the_same_folder_with_skip(tmp_path, caplog):
+    one = prepared(Images(seeded=True), tmp_path / "a")
+    assert one == prepared(Images(seeded=True), tmp_path / "b", on_error="stop")
+    assert not caplog.records
+    for size in (None, BLOCK):
+        assert len(prepare_quietly(Images(0), tmp_path / f"none {size}", block_size=size)) == 0
+
+
+def test_random_samples_do_not_depend_on_workers_or_on_what_failed_before(tmp_path):
+    source = Faulty(SOME, seeded=True)
+    assert prepared(source, tmp_path / "0") == prepared(source, tmp_path / "2", num_workers=2)
+
+
+def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_path):
+    for name, broken in (("a", [0, 99]), ("b", range(1, 100))):
+        with prepare_quietly(Faulty(broken), tmp_path / name, block_size=None, block_bytes=500) as storage:
+            assert storage.index.skipped == len(broken)
+            assert storage.block_size < 50
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 9), st.data())
+def test_only_blocks_with_other_samples_change(length, size, data):
+    subsets = st.sets(st.integers(0, length - 1))
+    plan = {"shuffle_seed": data.draw(st.sampled_from([None, 5])), "block_size": size, "block_bytes": 1}
+    blocks = DatasetBlocks(range(length), plan, None, False, {})
+    before = dense(length, (), plan["shuffle_seed"])
+    for left_out in data.draw(st.lists(subsets, max_size=4)):
+        now = dense(length, left_out, plan["shuffle_seed"])
+        cut = [[order[at : at + size] for at in range(0, length, size)] for order in (before, now)]
+        assert blocks.leave_out(left_out) == [number for number, (old, new) in enumerate(zip(*cut, strict=True)) if old != new]
+        assert len(blocks) == -(-len(now) // size)
+        some = data.draw(subsets)
+        assert blocks.numbers_of(some) == {now.index(idx) // size for idx in some if idx in now}
+        before = now
+
+
+class _KilledError(BaseException):
+    pass
+
+
+def kill_after(changes, patched):
+    """Let this process and its children change the folder so often; the next change is an error, as are all after it."""
+    made = mmap.mmap(-1, 8)
+
+    def counted(change):
+        def method(store, *arguments, **named):
+            count = int.from_bytes(made[:], "little")
+            if count == changes:
+                raise _KilledError
+            made[:] = (count + 1).to_bytes(8, "little")
+            return change(store, *arguments, **named)
+
+        return method
+
+    for name in ("write", "remove", "make"):
+        patched.setattr(LocalStore, name, counted(getattr(LocalStore, name)))
+
+
+def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
+    """Demand that it goes on to the same bytes when the second preparation is killed at every n-th change of the folder."""
+    whole = prepared(source, tmp_path / "whole", block_size=4)
+    for changes in itertools.count(every // 2, every):  # of three, the one at which the order of the last two matters
+        folder, killed = tmp_path / str(changes), False
+        first(folder)
+        with monkeypatch.context() as patched:
+            kill_after(changes, patched)
+            try:
+                second(folder)
+            except (_KilledError, WorkerError):
+                killed = True
+        assert prepared(source, folder, block_size=4) == whole, changes
+        if not killed:
+            return changes
+
+
+@pytest.mark.parametrize(("last", "every"), [(13, 3), slow(13, 2), slow(5, 2)])  # at the end, too, or not
+def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, last, every):
+    source = Faulty([2, 3, last], length=14)
+    prepare = lambda folder: prepare_quietly(source, folder, block_size=4).close()
+    changes = killed_at_each_change(tmp_path, monkeypatch, source, lambda folder: None, prepare, every)
+    assert changes > 10  # there are 4 blocks, of which some are written later, and the lists
+    assert "starting again" not in caplog.text
+
+
+@pytest.mark.parametrize("every", [3, slow(2)])
+def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog, every):
+    source = Faulty([2, 3, 13], length=14)
+
+    def interrupted(method, folder, **options):
+        with preparing.failing(monkeypatch, method):
+            prepare_quietly(source, folder, block_size=4, **options)
+
+    one = functools.partial(interrupted, "finish")
+    other = functools.partial(interrupted, "write_encoded", fingerprint="another")
+    assert killed_at_each_change(tmp_path, monkeypatch, source, one, other, every) > 5  # blocks, the lists and the plan
+    assert "starting again" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": None, "block_bytes": 500}], ids=["size given", "size estimated"])
+def test_samples_that_failed_are_not_loaded_again_when_it_goes_on(tmp_path, monkeypatch, options):
+    log, folder, broken = tmp_path / "log", tmp_path / "out", {0, *SOME}
+    with preparing.failing(monkeypatch, "finish"):
+        prepare_quietly(Faulty(broken, log), folder, **options)
+    assert broken <= set(loaded(log))
+    prepare_quietly(Faulty(broken, log), folder, **options).close()
+    assert not broken & set(loaded(log))
+    prepare_quietly(Faulty(broken, log), folder, **options).close()
+    assert not loaded(log)
+
+
+@pytest.mark.parametrize("make", [Faulty, FaultyTogether])
+def test_samples_that_failed_before_the_first_pass_ended_are_not_loaded_again(tmp_path, make):
+    log, folder = tmp_path / "log", tmp_path / "out"
+    with pytest.raises(MemoryError, match="no room for photo 80"):
+        prepare_quietly(make(SOME, log, at=stop_at_80), folder)
+    assert (listed(folder), listed(folder, "failed")) == ([], [3, 5, 60])
+    kept = written(folder)
+    loaded(log)
+    prepare_quietly(make(SOME, log), folder).close()
+    again = loaded(log)
+    assert not {3, 5, 60} & set(again)
+    assert {95, 99} <= set(again)
+    assert again[4] == again[61] == 1  # once, with the samples that take the places
+    assert kept.items() <= written(folder).items()
+    assert content(folder) == prepared(make(SOME), tmp_path / "b")
+
+
+def test_a_sample_that_fails_only_when_its_block_is_written_again_is_left_out_too(tmp_path):
+    log = tmp_path / "log"
+
+    def fail_when_loaded_before(dataset, idx):
+        if idx in (1, 98) and log.exists() and f"\n{idx}\n" in f"\n{log.read_text()}":
+            raise OSError("photo was there before")
+
+    with prepare_quietly(Faulty([3, 99], log, at=fail_when_loaded_before), tmp_path / "out") as storage:
+        assert labels(storage) == dense(N, [1, 3, 98, 99])
+        assert [sample.index for sample in storage.load_skipped()] == [1, 3, 98, 99]
+        assert find_damage(storage, 0) == []
+
+
+@pytest.fixture
+def unfinished(tmp_path, monkeypatch):
+    """A folder that lacks only its index, and the samples that cannot be loaded."""
+    with preparing.failing(monkeypatch, "finish"):
+        prepare_quietly(Faulty(SOME), tmp_path / "out")
+    assert listed(tmp_path / "out") == SOME
+    return tmp_path / "out"
+
+
+def test_an_unfinished_folder_goes_on_with_another_on_error(unfinished, tmp_path):
+    kept = written(unfinished)
+    with pytest.raises(ValueError, match="photo 3"):
+        prepare_quietly(Faulty(SOME), unfinished, on_error="stop")
+    assert not (unfinished / "skipped.json").exists()
+    assert prepared(Faulty(), unfinished, on_error="stop") == prepared(Faulty(), tmp_path / "whole", on_error="stop")
+    assert kept.keys() - preparing.rewritten(unfinished, kept) == preparing.names(*range(1, 13)) - preparing.names(60 // BLOCK)
+
+
+def test_a_folder_that_lacks_samples_is_refused_unless_one_skips_or_prepares_it_again(tmp_path):
+    folder = tmp_path / "out"
+    before = prepared(Faulty(SOME), folder)
+    with pytest.raises(StorageError, match=r"lacks 5 of 100 samples, which could not be loaded: see skipped\.json\. Accept"):
+        prepare_quietly(Faulty(), folder, on_error="stop")
+    assert content(folder) == before
+    with prepare_quietly(Faulty(SOME[:2]), folder, again=True) as storage:
+        assert listed(folder) == SOME[:2]
+        assert labels(storage) == dense(N, SOME[:2])
+    assert prepared(Faulty(), folder, on_error="stop", again=True) == prepared(Faulty(), tmp_path / "whole")
+    assert set(os.listdir(folder)) == {"blocks", "index.json"}
+
+
+@pytest.mark.parametrize("options", [{"resume": False}, {"fingerprint": "another"}, {"block_size": 9}])
+def test_another_preparation_does_not_know_the_samples_that_failed(unfinished, options):
+    assert len(prepare_quietly(Faulty(), unfinished, **options)) == N
+    assert not (unfinished / "skipped.json").exists()
+
+
+def test_a_dataset_that_gives_other_samples_starts_again_without_the_ones_that_failed(unfinished, monkeypatch, caplog):
+    load = Faulty.__getitem__
+    monkeypatch.setattr(Faulty, "__getitem__", lambda dataset, idx: load(dataset, N - 1 - idx))
+    with prepare_quietly(Faulty([40]), unfinished) as storage:
+        assert sorted(labels(storage)) == [idx for idx in range(N) if idx != 40]
+        assert [sample.index for sample in storage.load_skipped()] == [59]
+    assert "gives other samples than last time; starting again" in caplog.text
+
+
+def test_a_sample_of_a_complete_block_that_is_gone_stops_a_preparation_that_goes_on(tmp_path):
+    with pytest.raises(MemoryError, match="no room"):
+        prepare_quietly(Faulty(at=stop_at_80), tmp_path)
+    kept = written(tmp_path)
+    message = r"has cannot be loaded any more: ValueError: photo 75 .*\. Restore it, or start again"
+    with pytest.raises(StorageError, match=message):
+        prepare_quietly(Faulty([75]), tmp_path)
+    assert written(tmp_path) == kept
+
+
+@pytest.mark.parametrize(("seed", "on_error", "index"), [*pairs([None, 3], ["stop", "skip"], ["whole", "damaged"])])
+def test_a_folder_that_lacks_samples_is_repaired_without_loading_them(tmp_path, seed, on_error, index):
+    log, folder = tmp_path / "log", tmp_path / "out"
+    before, times = prepared(Faulty(SOME, log), folder, shuffle_seed=seed), written(folder)
+    names = preparing.names(0, 5, 13)  # with a sample from the end, without one, the last
+    damage(folder, *(f"blocks/{name}" for name in names), *["index.json"] * (index == "damaged"))
+    loaded(log)
+    assert prepared(Faulty(SOME, log), folder, on_error=on_error, shuffle_seed=seed, repair=True) == before
+    assert not set(SOME) & set(loaded(log))
+    assert preparing.rewritten(folder, times) == names
+
+
+@pytest.mark.parametrize("on_error", ["stop", "skip"])
+def test_a_repair_does_not_skip_a_sample_that_the_folder_has(tmp_path, on_error):
+    prepare_quietly(Faulty(SOME), tmp_path).close()
+    damage(tmp_path, "blocks/000005.safetensors")
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match="photo 40"):
+        prepare_quietly(Faulty([*SOME, 40]), tmp_path, on_error=on_error, repair=True)
+    assert content(tmp_path) == before
+
+
+def test_a_list_that_is_not_whole_is_found_and_not_used(tmp_path):
+    folder, path = tmp_path / "out", tmp_path / "out" / "skipped.json"
+    prepare_quietly(Faulty([1]), tmp_path / "other").close()
+    prepare_quietly(Faulty(SOME), folder).close()
+    text, another = path.read_text(), (tmp_path / "other" / "skipped.json").read_text()
+    edited = text.replace('"index": 60', '"index": 61'), text.replace('"version": 1', '"version": 2')
+    for damaged in (*edited, text[:100], "[]", another, None):
+        path.write_text(damaged) if damaged is not None else path.unlink()
+        with OnDiskBlockDataStorage(folder) as storage:
+            [problem] = find_damage(storage, 0)
+            assert problem.startswith(f"{path} is ")
+            assert "--again" in problem
+            assert labels(storage) == dense(N, SOME)
+        with pytest.raises(DamagedError, match=r"skipped\.json is .* Without it, the folder can be read, but not repaired"):
+            prepare_quietly(Faulty(SOME), folder, repair=True)
+
+
+def test_an_unfinished_folder_with_a_damaged_list_starts_again_on_demand(unfinished):
+    damage(unfinished, "skipped.json")
+    with pytest.raises(DamagedError, match=r"start again if it is not prepared \(resume=False, --no-resume\)"):
+        prepare_quietly(Faulty(SOME), unfinished)
+    with prepare_quietly(Faulty(SOME), unfinished, resume=False) as storage:
+        assert labels(storage) == dense(N, SOME)
+
+
+@pytest.mark.parametrize("size", [None, BLOCK])
+def test_a_source_of_which_no_sample_can_be_loaded_is_an_error(tmp_path, size):
+    message = r"Not one of the 100 samples of the source can be loaded\. The last one: ValueError: photo"
+    with pytest.raises(StorageError, match=message):
+        prepare_quietly(Faulty(range(N)), tmp_path, block_size=size)
+    assert not (tmp_path / "skipped.json").exists()
+    assert len(prepare_quietly(Faulty(), tmp_path, block_size=size)) == N
+
+
+def test_a_source_of_which_no_sample_can_be_loaded_any_more_is_an_error(tmp_path):
+    log = tmp_path / "log"
+
+    def fail_at_the_second(dataset, idx):  # with its block: the first one is tried before
+        with log.open("a") as file:
+            file.write("x")
+        if log.read_text() == "xx":
+            raise OSError("a loose cable")
+
+    with pytest.raises(StorageError, match=r"out: no sample of the source can be loaded any more\."):
+        prepare_quietly(Faulty(length=1, at=fail_at_the_second), tmp_path / "out")
+    assert not (tmp_path / "out" / "skipped.json").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_that_is_gone_or_a_full_disk_stops_the_preparation_and_nothing_is_skipped(tmp_path, monkeypatch, workers):
+    def go(dataset, idx):
+        if idx == 50:
+            (tmp_path / "gone").touch()
+        if (tmp_path / "gone").exists():
+            raise FileNotFoundError(f"{idx} is on a disk that is gone")
+
+    real, full = BlockFolderWriter.write_encoded, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    for error, message, at, write in ((FileNotFoundError, "is gone", go, real), (OSError, "No space left", None, full)):
+        folder = tmp_path / message
+        with monkeypatch.context() as patched:
+            patched.setattr(BlockFolderWriter, "write_encoded", write)
+            with pytest.raises(error, match=message):
+                prepare_quietly(Faulty(at=at), folder, num_workers=workers)
+        assert not (folder / "skipped.json").exists()
+        assert len(prepare_quietly(Faulty(), folder)) == N
+
+
+def test_a_dataset_that_becomes_shorter_is_an_error_and_nothing_is_skipped(tmp_path, monkeypatch):
+    log, folder = tmp_path / "log", tmp_path / "out"
+    monkeypatch.setattr(Faulty, "__len__", lambda dataset: N - 10 * (log.exists() and "\n50\n" in log.read_text()))
+    with pytest.raises(StorageError, match=r"the source was changed while .* was prepared: samples: 100, now 90\. Prepare"):
+        prepare_quietly(Faulty([95], log), folder)
+    assert set(os.listdir(folder)) == {"blocks", "preparing.json"}
+
+
+@pytest.mark.linux
+def test_a_dataset_that_loads_in_one_process_only_is_not_taken_for_broken(tmp_path, caplog):
+    home = os.getpid()
+
+    def only_at_home(dataset, idx):
+        if os.getpid() != home:
+            raise RuntimeError("cannot initialize CUDA in a forked process")
+
+    with prepare_quietly(Faulty(SOME, at=only_at_home), tmp_path) as storage:
+        assert labels(storage) == dense(N, SOME)
+        assert [sample.index for sample in storage.load_skipped()] == SOME
+    assert "cannot be loaded in a child process" in caplog.text
+
+
+@pytest.mark.linux
+def test_a_sample_that_kills_its_process_stops_the_preparation(tmp_path):
+    with pytest.raises(WorkerError, match="which loads samples, exited with code 7"):
+        prepare_quietly(Faulty(SOME, at=lambda dataset, idx: os._exit(7) if idx == 60 else None), tmp_path)

@@ -1,0 +1,184 @@
+"""Where a system shares no memory between processes, a cache is memory of one process, and nothing is served wrongly.
+
+The programs run on Linux in processes from which `tests/system/platform/portable` hides what only Linux gives.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run_python
+
+ROOT = Path(__file__).parents[2]
+HIDING = os.pathsep.join([str(Path(__file__).parent / "portable"), str(ROOT)])
+
+BEGIN = """
+import logging, os, pickle, sys, torch
+import stocache
+from stocache import *
+from stocache.system.platform import here
+assert not here.SHARES_MEMORY
+logging.basicConfig(format="%(message)s")
+
+class Numbers(torch.utils.data.Dataset):
+    loads = 0
+    def __len__(self):
+        return 60
+    def __getitem__(self, idx):
+        type(self).loads += 1
+        return torch.full((3, 20, 20), idx, dtype=torch.uint8), idx
+
+def check(loader):
+    images, numbers = map(torch.cat, zip(*loader))
+    assert numbers.tolist() == list(range(60)) and (images[:, 0, 0, 0] == numbers).all()
+"""
+
+PROGRAMS = {
+    "worker threads are the default, and fill the cache": """
+dataset = CachedDataset(Numbers(), "10MB", audit=0)
+loader = DataLoader(dataset, batch_size=7, num_workers=2)
+assert loader.worker_method == "thread"
+for epoch in range(3):
+    check(loader)
+assert dataset.stats().epochs[-1].hit_rate == 1
+assert loader.stats().epochs[-1].hits == 60
+""",
+    "a sample seed gives the same samples with and without workers": """
+def augment(image):
+    return image + torch.rand(image.shape)
+if __name__ == "__main__":
+    with CachedDataset(torch.zeros(60, 3, 8, 8), "10MB", transform=augment) as dataset:
+        alone, others = (list(DataLoader(dataset, 9, num_workers=count, sample_seed=17)) for count in (0, 2))
+    assert torch.equal(torch.cat(alone), torch.cat(others))
+""",
+    "without workers": """
+dataset = CachedDataset(Numbers(), "10MB", audit=0)
+for epoch in range(2):
+    check(DataLoader(dataset, batch_size=7))
+assert Numbers.loads <= 62, Numbers.loads
+""",
+    "worker processes serve right samples, forked and spawned": """
+if __name__ == "__main__":
+    dataset = CachedDataset(Numbers(), "10MB")
+    check(DataLoader(dataset, batch_size=7))
+    for method in ("fork", "spawn"):
+        loader = DataLoader(dataset, 7, num_workers=2, worker_method="multiprocessing", multiprocessing_context=method)
+        for epoch in range(2):
+            check(loader)
+    assert dataset.cache.stats().filled == 60
+""",
+    "whatever number the process has": """
+from stocache.shm.layout import COUNTER_ROWS
+for number in range(2 * COUNTER_ROWS):
+    os.getpid = lambda: number
+    for cache in SharedCache("1MB", 2, (4,), torch.uint8), RaggedCache("1MB", 2), KeyedCache("1MB"):
+        with cache:
+            sample = torch.ones(4, dtype=torch.uint8)
+            for key in range(2):
+                assert torch.equal(cache.get_or_load(key, lambda key: sample), sample)
+            assert cache.stats().filled == 2, number
+""",
+    "a forked child reads what was cached, and caches nothing": """
+cache = SharedCache("1MB", 9, (4,), torch.uint8)
+cache.set_slot(3, torch.full((4,), 3, dtype=torch.uint8))
+if not (child := os.fork()):
+    assert cache.get_slot(3).tolist() == [3] * 4
+    cache.set_slot(4, torch.zeros(4, dtype=torch.uint8))
+    os._exit(cache.get_slot(4) is not None)
+assert os.waitpid(child, 0)[1] == 0
+assert cache.get_slot(4) is None
+cache.clear()
+assert cache.get_slot(3) is None
+""",
+    "a pickled cache is the same here, and empty in another process": """
+import multiprocessing
+cache = RaggedCache("1MB", 9)
+cache.set_slot(1, torch.arange(5))
+assert pickle.loads(pickle.dumps(cache)).get_slot(1).tolist() == [0, 1, 2, 3, 4]
+
+def look(text, queue):
+    other = pickle.loads(text)
+    queue.put((other.get_slot(1), other.get_or_load(2, lambda idx: "loaded")))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=look, args=(pickle.dumps(cache), queue))
+    child.start()
+    assert queue.get(timeout=60) == (None, "loaded")
+    child.join()
+""",
+    "values by key, samples of any size, and large ones": """
+keyed = KeyedCache("10MB")
+assert keyed.get_or_load("a", lambda key: torch.ones(3)).tolist() == keyed.get("a").tolist() == [1, 1, 1]
+ragged = CachedDataset([torch.arange(n + 1) for n in range(40)], "10MB")
+for epoch in range(2):
+    assert all(torch.equal(ragged[n], torch.arange(n + 1)) for n in range(40))
+large = CachedDataset([torch.full((1 << 18,), n) for n in range(4)], "100MB")
+for epoch in range(2):
+    for n in range(4):
+        sample = large[n]
+        assert (sample == n).all()
+        sample.fill_(9)  # a copy
+""",
+    "a limit above the memory is lowered, and a name is refused": """
+import psutil
+cache = SharedCache(10 * psutil.virtual_memory().total / 2**30, 1 << 20, (1 << 20,), torch.uint8)
+assert 0 < len(cache) < 1 << 20
+try:
+    CachedDataset(Numbers(), "1MB", name="numbers")
+except stocache.errors.CacheNameError as error:
+    assert "Linux only. Leave the name out" in str(error)
+else:
+    raise AssertionError
+""",
+    "text, prepared blocks and a folder on a disk": """
+from pathlib import Path
+if __name__ == "__main__":
+    Path("rows.csv").write_text("1,2\\n" * 1000)
+    options = {"delimiter": ",", "drop_last": False, "size_limit_gib": "1MB"}
+    with StreamLoader("rows.csv", batch_size=100, buffer_size=300, **options) as loader:
+        assert [sum(len(x) for x, *_ in loader) for epoch in range(2)] == [1000, 1000]
+    storage = prepare(Numbers(), "prepared", block_bytes="10KB", progress=False)
+    check(DataLoader(CachedDataset(StorageDataset(storage), "10MB"), 7))
+    Numbers.loads = 0
+    for run in range(2):
+        with CachedDataset(Numbers(), "5KB", disk="disk", disk_limit="10MB", fingerprint="v1", audit=0, probe=1) as dataset:
+            check(DataLoader(dataset, batch_size=7))
+            dataset.disk_cache.flush()
+    assert Numbers.loads <= 62, Numbers.loads  # once, and a few more before the loop
+""",
+}
+
+
+def run(folder, *arguments):
+    env = os.environ | {"PYTHONPATH": HIDING, "PYTHONWARNINGS": "ignore"}
+    return run_python(*arguments, cwd=folder, env=env, timeout_s=100)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_work(name, tmp_path):
+    (tmp_path / "program.py").write_text(BEGIN + PROGRAMS[name])
+    done = run(tmp_path, "program.py")
+    assert ("worker_method='thread': on this system" in done.stderr) == name.startswith("worker threads")
+
+
+@pytest.mark.parametrize(("command", "printed"), [
+    ("info", "shared memory  none on this system"), ("doctor --json", "[]"), ("ls", "no named caches"),
+    ("explain W24", "W24: workers are threads"),
+])  # fmt: skip
+def test_commands_work(command, printed, tmp_path):
+    assert printed in run(tmp_path, "-m", "stocache", *command.split()).stdout
+
+
+def test_every_module_can_be_imported(tmp_path):
+    code = """
+import importlib, pkgutil, stocache
+for module in pkgutil.walk_packages(stocache.__path__, "stocache."):
+    others = "platform.linux", "copy_kernel", "integrations.zarr", "preparation.ray", "__main__", "spawned"
+    if not module.name.endswith(others):
+        importlib.import_module(module.name)
+"""
+    run(tmp_path, "-c", code)

@@ -1,0 +1,81 @@
+"""The command as a whole: its version, what it imports, info; and what importing the package does."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+import stocache
+from stocache import RaggedCache, SharedCache, errors
+from stocache.system import limits
+from stocache.system.limits import GIB, CgroupMemory, Memory
+from tests.support.processes import run_python
+
+
+@pytest.mark.parametrize("command", [["--version"], ["--version", "info"]])
+def test_version(run, command):
+    assert run(*command).stdout == f"stocache {stocache.__version__}\n"
+
+
+@pytest.mark.linux
+def test_info_shows_what_the_machine_gives(run, monkeypatch):
+    monkeypatch.setattr(limits, "memory", lambda: Memory(20 * GIB, 10 * GIB))
+    monkeypatch.setattr(limits, "cgroup_memory", lambda: CgroupMemory(20 * GIB, 10 * GIB, "/sys/fs/cgroup/job"))
+    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
+    monkeypatch.setattr(limits, "has_memfd", lambda: False)
+    result = run("info")
+    assert result.exit_code == 0
+    assert "10.0 GiB available of 20.0 GiB" in result.output
+    assert "20.0 GiB (/sys/fs/cgroup/job)" in result.output
+    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in result.output
+    assert re.search("memfd +forbidden", result.output)
+    monkeypatch.setattr(limits, "cgroup_memory", lambda: None)
+    facts = json.loads(run("info", "--json").stdout)
+    assert facts["shm_total"] == limits.shm_total()
+    assert (facts["cgroup_limit"], facts["memfd"], facts["memory_total"]) == (None, False, 20 * GIB)
+    assert 0 <= facts["recommended_limit"] <= facts["shared_memory_room"] <= facts["memory_available"]
+
+
+@pytest.mark.parametrize(("command", "absent", "printed"), [
+    ("-c 'import stocache'", {"psutil", "typer", "rich", "stocache.tools.cli"}, ""),
+    ("-m stocache --help", {"psutil", "rich"}, "bench"),
+    ("-m stocache info", {"rich"}, '"auto" takes'),
+    ("-m stocache ls", set(), "light"),
+    ("-m stocache stat light", {"rich"}, "light"),
+    ("-m stocache rm light --force", {"rich"}, "removed"),
+])  # fmt: skip
+def test_light_commands_do_not_import_torch(command, absent, printed):
+    with SharedCache(1, 10, (4,), name="light"), RaggedCache("1MB", 10, name="varying"):
+        done = run_python("-X", "importtime", *shlex.split(command))
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert not imported & ({"torch", "numpy", "safetensors", "tqdm"} | absent)
+    assert printed in done.stdout
+
+
+def test_the_face_has_few_names_and_every_error():
+    assert len(stocache.__all__) <= 31
+    for name in (*stocache.__all__, *vars(errors)):
+        assert name.startswith("_") or getattr(stocache, name).__module__.startswith("stocache."), name
+    with pytest.raises(AttributeError, match="stocache attribute Cache"):
+        _ = stocache.Cache
+
+
+def test_importing_stocache_has_no_side_effects():
+    """No descriptor, file, thread or process. Subpackages are found without an import of theirs."""
+    code = """
+import os, threading
+import torch, tqdm
+
+def holdings():
+    ours = [name for name in os.listdir("/dev/shm") if name.startswith("stocache")]
+    return os.listdir("/proc/self/fd"), ours, threading.active_count()
+
+before = holdings()
+import stocache
+stocache.loader
+from stocache import loader, prepare
+from stocache import *
+assert holdings() == before
+"""
+    run_python("-c", code)

@@ -1,0 +1,413 @@
+"""The commands over the folders of disk caches: ls, stat, rm, check and doctor."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from stocache import DiskCache, prepare
+from stocache.cache.disk import inspection
+from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
+from stocache.samples.spec import Structure
+from stocache.shm import registry
+from stocache.system.hashing import ZEROS, embed_checksum
+from stocache.system.limits import format_size
+from stocache.system.platform import here
+from stocache.tools.cli import doctor, listing
+from tests.support.processes import in_child
+
+N, DIMS, LIMIT = 20, (3, 5), "1MB"
+FILLED = 12
+ROOM = SamplesFile.room(15)
+
+
+def sample(idx):
+    return torch.full(DIMS, idx, dtype=torch.uint8)
+
+
+def open_cache(path, **options):
+    structure = Structure.from_dims(DIMS, torch.uint8)
+    return DiskCache(path, LIMIT, N, **{"structure": structure, "placement": "prefix", "fingerprint": "v1"} | options)
+
+
+def fill(cache):
+    for idx in range(FILLED):
+        cache.set_slot(idx, sample(idx))
+
+
+def flip(path, *places):
+    data = bytearray(path.read_bytes())
+    for at in places:
+        data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of `FILLED` samples, which is not in use."""
+    with open_cache(tmp_path / "photos") as cache:
+        fill(cache)
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A cache of `FILLED` samples that is in use, after as many hits and 4 misses."""
+    with open_cache(tmp_path / "photos") as cache:
+        fill(cache)
+        for idx in range(FILLED + 4):
+            cache.get_slot(idx)
+        yield cache
+
+
+@pytest.mark.linux
+def test_a_disk_cache_in_use_is_listed(run, live):
+    (found,) = listing.find()
+    assert (found.kind, found.name, found.folder, found.state) == ("disk", live.disk, live.disk, "live")
+    assert found.stats == live.stats()
+    assert (found.stats.filled, found.stats.hits, found.stats.misses) == (FILLED, FILLED, 4)
+    assert (found.limit_bytes, found.size_bytes) == (10**6, FILLED * ROOM)
+    assert [holder.pid for holder in found.holders] == [os.getpid()]
+    *_, row = run("ls").stdout.splitlines()
+    size, limit = format_size(FILLED * ROOM), format_size(10**6)
+    shown = rf"{re.escape(live.disk)} +disk +{size} +{limit} +60% +12 of 20 +75\.0% +live +yes +\d+ s +{os.getpid()} "
+    assert re.match(shown, row)
+    (facts,) = json.loads(run("ls", "--json").stdout)
+    assert (facts["kind"], facts["folder"], facts["limit_bytes"], facts["state"]) == ("disk", live.disk, 10**6, "live")
+    assert facts["stats"]["reserved_bytes"] == FILLED * ROOM
+
+
+@pytest.mark.linux
+def test_what_a_killed_process_left_in_shared_memory_is_dead_and_can_be_removed(run, tmp_path):
+    def act():
+        cache = open_cache(tmp_path / "photos")
+        fill(cache)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(act) == signal.SIGKILL
+    (found,) = listing.find()
+    assert (found.state, found.name, found.stats.filled) == ("dead", str(tmp_path / "photos"), FILLED)
+    whats = [finding.what for finding in doctor.examine()]
+    assert any(f"states of the samples in {tmp_path / 'photos'} (" in what for what in whats)
+    assert run("rm", "--dead").exit_code == 0
+    assert not Path(registry.directory_of()).exists()
+    assert f"{FILLED} of {N} are there" in run("stat", tmp_path / "photos").stdout
+
+
+def rows(result):
+    assert result.exit_code == 0, result.output
+    return dict(re.split(r" {2,}", line, maxsplit=1) for line in result.stdout.splitlines())
+
+
+def files_of(folder):
+    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.iterdir()}
+
+
+@pytest.mark.linux
+def test_stat_shows_a_folder_that_is_not_in_use_and_changes_nothing(run, folder):
+    before = files_of(folder)
+    assert run("ls").stdout == "no named caches\n"
+    found = rows(run("stat", f"{folder}/"))
+    assert files_of(folder) == before
+    assert (found["folder"], found["samples"]) == (str(folder), "12 of 20 are there")
+    assert (found["structure"], found["fingerprint"]) == ("uint8[3, 5]", "v1")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d, \d+ (s|min) ago", found["created"])
+    assert re.fullmatch(r"\d+\.0 KiB on the disk", found["size"])
+    assert found["in use by"] == "nobody that is visible from here"
+    assert "hits" not in found
+    facts = json.loads(run("stat", folder, "--json").stdout)
+    assert (facts["in_use"], facts["holders"], facts["limit_bytes"], facts["stats"]) == (False, [], None, None)
+    with open(folder / "lock", "r+") as lock:  # held by a process before it has shared memory
+        here.lock_file(lock.fileno())
+        assert rows(run("stat", folder))["in use by"].startswith(f"{os.getpid()} ")
+
+
+@pytest.mark.linux
+def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
+    found = rows(run("stat", live.disk))
+    assert found["in use by"].startswith(f"{os.getpid()} ")
+    assert found["size"].endswith(f", limit {format_size(10**6)}")
+    assert (found["hits"], found["misses"], found["damaged"]) == ("12, rate 75.0%", "4", "0 found by reading")
+    facts = json.loads(run("stat", live.disk, "--json").stdout)
+    assert (facts["dataset_len"], facts["filled"], facts["in_use"], facts["limit_bytes"]) == (N, FILLED, True, 10**6)
+    assert (facts["stats"]["hits"], [holder["pid"] for holder in facts["holders"]]) == (FILLED, [os.getpid()])
+    flip(Path(live.disk, "samples"), DATA_OFFSET + 3)
+    assert live.get_slot(0) is None
+    assert rows(run("stat", live.disk))["damaged"] == "1 found by reading"
+    texts = Path(live.disk).with_name("texts")
+    with DiskCache(texts, LIMIT, N) as cache:
+        cache.set_slot(3, "three")
+    found = rows(run("stat", texts))
+    assert (found["samples"], found["structure"], found["fingerprint"]) == ("1 of 20 are there", "any size", "none")
+
+
+def test_an_index_of_another_size_is_read_as_far_as_there_are_samples(run, folder):
+    with open(folder / "index", "ab") as file:
+        file.truncate(16 * N)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\1" * 16 * 100)
+    for size, there in ((1 << 40, FILLED), (16 * 5 + 3, 5), (5, 0), (0, 0)):
+        os.truncate(folder / "index", size)
+        assert rows(run("stat", folder))["samples"] == f"{there} of {N} are there"
+        assert run("check", folder).stdout == f"{there} of {N} samples are there, no damage\n"
+
+
+@pytest.mark.parametrize("command", ["stat", "check"])
+def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, monkeypatch, command):
+    open_file = inspection._open_file
+
+    def make_anew(*arguments):
+        monkeypatch.undo()
+        with open_cache(folder, fingerprint="v2") as cache:
+            cache.set_slot(0, sample(0))
+        return open_file(*arguments)
+
+    monkeypatch.setattr(inspection, "_open_file", make_anew)
+    result = run(command, folder)
+    assert (result.exit_code, result.output) == (1, f"{folder} is being recreated by another process. Try again.\n")
+    assert run(command, folder).exit_code == 0
+
+
+@pytest.mark.linux
+def test_names_are_shown_without_control_characters(run, tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9 \x1b[31m\n")
+    with open_cache(path) as cache:
+        fill(cache)
+        assert json.loads(run("ls", "--json").stdout)[0]["folder"] == cache.disk
+        results = [run("ls"), run("stat", path), run("rm", path), run("doctor", "--disk", path, "--disk-limit", "9000TB")]
+    results += [run("rm", path)]
+    assert not path.exists()
+    assert [result.exit_code for result in results] == [0, 0, 1, 1, 0]
+    for result in results:
+        assert r"caf\udce9 \x1b[31m\n" in result.output
+        assert "\x1b[31m" not in result.output
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("command", [["stat"], ["stat", "--json"], ["rm"], ["rm", "--force"]])
+def test_what_is_not_a_disk_cache_is_named_and_stays(run, tmp_path, command):
+    for name in ("empty", "other", "inner/cache.json"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "other" / "notes \x1b[1m").write_text("x")
+    (tmp_path / "file").write_text("x")
+    prepare([1, 2, 3], tmp_path / "prepared", progress=False)
+    problems = {
+        "empty": "it holds no cache.json.", "other": r"it holds 'notes \\x1b[1m'.", "file": "Not a directory.",
+        "inner": "it holds 'cache.json'.", "prepared": "it holds 'blocks'.", "nothing": "No such file or directory.",
+    }  # fmt: skip
+    before = sorted(tmp_path.rglob("*"))
+    for name, problem in problems.items():
+        said = f"{tmp_path / name} is not the folder of a disk cache: {problem}\n"
+        if (name, command[0]) == ("inner", "stat"):
+            said = f"{tmp_path / name}/cache.json cannot be read: Is a directory.\n"
+        result = run(*command, tmp_path / name)
+        assert (result.exit_code, result.output) == (1, said)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def manifest_of(**changes):
+    """A manifest whose checksum is right, with other values."""
+    whole = {"version": 1, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
+    whole |= {"facts": {"memory_slots": 0, "example": None}, "checksum": ZEROS}
+    return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
+
+
+def test_a_false_manifest_takes_no_memory_and_a_damaged_one_is_named_with_the_remedy(run, folder):
+    (folder / "cache.json").write_bytes(manifest_of(identity={"dataset_len": 10**30, "samples": "x"}))
+    there = f"{FILLED} of {10**30}"
+    assert rows(run("stat", folder))["samples"] == f"{there} are there"
+    assert run("check", folder).stdout.startswith(f"{there} samples are there: 0 sound, {FILLED} damaged")  # another key
+    for data, problem in (
+        (b"", "it has no checksum"),
+        (b'{"checksum": "\x1b[31m\x1b[31m\x1b[31m\x1b["}', r"its checksum is \x1b[31m"),
+        (b'{"checksum": "\xff\xff"}', "'ascii' codec can't decode"),
+        (manifest_of(key="../../../etc/shadow"), "it holds other values"),
+    ):
+        (folder / "cache.json").write_bytes(data)
+        for command in ("stat", "check", "rm"):
+            result = run(command, folder)
+            assert result.exit_code == 1
+            assert result.output.startswith(f"{folder}/cache.json is damaged: {problem}")
+            assert result.output.endswith(f" Remove the cache: stocache rm --force {folder}\n")
+            assert "\x1b" not in result.output
+    assert run("rm", "--force", folder).exit_code == 0
+    assert not folder.exists()
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("name", ["index", "samples", "cache.json", "lock"])
+@pytest.mark.parametrize("instead", ["nothing", "link", "pipe"])
+def test_a_file_that_is_missing_or_of_another_kind_is_not_followed(run, tmp_path, folder, name, instead):
+    (tmp_path / "precious").write_text("x")
+    (folder / name).unlink()
+    if instead == "link":
+        (folder / name).symlink_to(tmp_path / "precious")
+    elif instead == "pipe":
+        os.mkfifo(folder / name)
+    for command in ("stat", "check", "rm"):
+        result = run(command, folder)
+        if (name == "lock" and command != "rm") or (command == "rm" and name in ("index", "samples")):
+            continue  # it does without
+        assert result.exit_code == 1
+        assert result.output.startswith(f"{folder}/{name} ")
+        assert len(result.output.splitlines()) == 1
+    if folder.exists():
+        assert run("rm", "--force", folder).exit_code == 0
+    assert not folder.exists()
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
+    result = run("check", folder, "--workers", workers)
+    assert (result.exit_code, result.stdout) == (0, "12 of 20 samples are there, no damage\n")
+    assert "12/12" in result.stderr
+    flip(folder / "samples", *(DATA_OFFSET + idx * ROOM + 5 for idx in (2, 7)), DATA_OFFSET + 11 * ROOM + ROOM - 1)
+    changed = files_of(folder)
+    result = run("check", folder, "--workers", workers)
+    assert (result.exit_code, result.stdout) == (1, "12 of 20 samples are there: 9 sound, 3 damaged: 2, 7, 11\n")
+    assert "is loaded again when it is requested" in result.stderr
+    assert files_of(folder) == changed
+    with open_cache(folder) as cache:
+        assert [idx for idx in range(FILLED) if cache.get_slot(idx) is None] == [2, 7, 11]
+        assert "3 damaged: 2, 7, 11\n" in run("check", folder).stdout
+        for idx in (2, 7, 11):
+            assert torch.equal(cache.get_or_load(idx, sample), sample(idx))
+        assert run("check", folder).stdout == "12 of 20 samples are there, no damage\n"
+
+
+def test_check_counts_what_a_cut_file_and_a_false_index_have_lost(run, folder):
+    os.truncate(folder / "samples", DATA_OFFSET + 10 * ROOM + 3)
+    assert "10 sound, 2 damaged: 10, 11\n" in run("check", folder).stdout
+    index = bytearray((folder / "index").read_bytes())
+    index[8:16] = (1 << 63).to_bytes(8, "little")  # bytes of the first sample
+    index[16:32] = b"\xff" * 16
+    (folder / "index").write_bytes(index)
+    assert "8 sound, 4 damaged: 0, 1, 10, 11\n" in run("check", folder).stdout
+    (folder / "samples").write_bytes(bytes(DATA_OFFSET))
+    assert run("check", folder).stdout.endswith(": 0 sound, 12 damaged: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …\n")
+
+
+def test_a_sample_that_is_written_anew_while_it_is_checked_is_looked_at_again(folder, monkeypatch):
+    is_sound, looks = inspection._is_sound, []
+
+    def changing(files, idx, at, nbytes):
+        looks.append(idx)
+        return looks.count(idx) > 1 and is_sound(files, idx, at, nbytes)
+
+    monkeypatch.setattr(inspection, "_is_sound", changing)
+    assert inspection.find_damage(folder, 0).damaged == 0
+    assert looks == [idx for idx in range(FILLED) for _ in range(2)]
+    monkeypatch.undo()
+    monkeypatch.setattr(inspection, "_PIECE", 7)  # smaller than a sample
+    assert inspection.find_damage(folder, 0).damaged == 0
+    flip(folder / "samples", DATA_OFFSET + 3 * ROOM + 14)
+    assert inspection.find_damage(folder, 0).damaged == 1
+
+
+def test_rm_removes_a_folder_that_is_not_in_use(run, folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    for command in ("rm", "stat"):  # a name, as ever
+        assert run(command, "photos").output.endswith(" The folder is ./photos\n")
+    for path in ("photos/", "./photos"):
+        open_cache(folder).close()
+        result = run("rm", path)
+        assert (result.exit_code, result.output, folder.exists()) == (0, f"removed {path}\n", False)
+
+
+@pytest.mark.linux
+def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_use_it(run, live):
+    result = run("rm", live.disk)
+    assert result.exit_code == 1
+    assert f"{live.disk} is in use by process {os.getpid()} (" in result.output
+    assert result.output.endswith(f"To remove it anyway: stocache rm --force {live.disk}\n")
+    assert sorted(os.listdir(live.disk)) == ["cache.json", "index", "lock", "samples"]
+    assert run("rm", "--force", live.disk).exit_code == 0
+    assert not os.path.exists(live.disk)
+    with open_cache(live.disk) as other:
+        assert other.get_slot(3) is None
+        other.set_slot(3, sample(4))
+        assert torch.equal(live.get_slot(3), sample(3))
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_rm_spares_folders_with_other_files_and_does_not_follow_links(run, folder, force):
+    link = folder.parent / "link"
+    link.symlink_to(folder)
+    for path in (link, f"{link}/"):
+        result = run("rm", *force, path)
+        assert (result.exit_code, result.output) == (1, f"{link} is a symbolic link. Give the folder itself.\n")
+    assert rows(run("stat", link))["samples"] == "12 of 20 are there"
+    (folder / "notes.txt").write_text("x")
+    result = run("rm", *force, folder)
+    assert (result.exit_code, result.output) == (1, f"{folder} is not the folder of a disk cache: it holds 'notes.txt'.\n")
+    assert len(os.listdir(folder)) == 5
+
+
+@pytest.mark.linux
+def test_rm_removes_several_but_those_of_others_and_says_which_it_could_not(run, folder, tmp_path, monkeypatch):
+    half = tmp_path / "half"  # its making was interrupted
+    half.mkdir()
+    (half / "lock").write_text("")
+    for command in ("stat", "check", "rm"):
+        result = run(command, half)
+        assert result.exit_code == 1
+        assert "cache.json is missing: the cache is being made, or its making was interrupted." in result.output
+        assert result.output.endswith(f"To remove it: stocache rm --force {half}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+        result = run("rm", folder)
+    assert result.exit_code == 1
+    assert f"{folder} belongs to user {folder.stat().st_uid}. To remove it anyway: stocache rm --force" in result.output
+    result = run("rm", "--force", tmp_path / "nothing", folder, half, "also-nothing")
+    assert (result.exit_code, half.exists(), f"removed {folder}\n" in result.output) == (1, False, True)
+    assert "nothing is not the folder of a disk cache: No such file" in result.output
+    assert "there is no cache 'also-nothing'." in result.output
+
+
+def about(path, **options):
+    """What the doctor says of a path."""
+    findings = doctor.examine(**options)
+    return [(finding.kind, finding.what, finding.remedy) for finding in findings if str(path) in finding.what]
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("is_live", [True, False])
+def test_doctor_says_where_a_disk_cache_lies(tmp_path, monkeypatch, is_live):
+    path = tmp_path / "photos"
+    network = "is on a network file system (nfs4): it may be as slow as the source."
+    with open_cache(path) if is_live else contextlib.nullcontext():
+        for kind, what in (("ext4", None), ("", None), ("tmpfs", "is on tmpfs, which is memory."), ("nfs4", network)):
+            monkeypatch.setattr(inspection, "filesystem_of", lambda fd, kind=kind: kind)
+            expected = [("problem", f"the disk cache {path} {what}", "give a folder on a local disk: disk=...")] if what else []
+            assert about(path, disk=None if is_live else str(path)) == expected
+    assert path.exists() == is_live
+
+
+def test_doctor_says_that_a_disk_has_no_room_or_a_path_cannot_be_used(run, tmp_path):
+    path = tmp_path / "a" / "b"
+    result = run("doctor", "--disk", path, "--disk-limit", "9000TB")
+    assert result.exit_code == 1
+    room = rf"the disk cache {re.escape(str(path))} has room for [\d.]+ .iB, its limit is 8381903.2 GiB\."
+    remedy = r"\n    do: remove other files from that disk, or lower disk_limit to "
+    assert re.search(rf"^problem: {room}{remedy}", result.stdout, re.M)
+    assert " room for " not in run("doctor", "--disk", path, "--disk-limit", "1KB").stdout
+    (tmp_path / "file").write_text("x")
+    problem = f"{tmp_path / 'file'} is not the folder of a disk cache: Not a directory."
+    assert problem in [finding["what"] for finding in json.loads(run("doctor", "--disk", tmp_path / "file", "--json").stdout)]
+    result = run("doctor", "--disk-limit", "1GB")
+    assert (result.exit_code, "--disk-limit needs --disk FOLDER." in result.output) == (2, True)
+
+
+@pytest.mark.linux
+def test_doctor_counts_what_the_cache_itself_takes_as_room(live, monkeypatch):
+    taken = os.stat(Path(live.disk, "samples")).st_blocks * 512
+    free = os.statvfs_result([4096, 4096, 10**6, 10**6, 100, 0, 0, 0, 0, 255])
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: free)
+    assert inspection.place_of(live.disk)[1] == 409600 + taken
+    assert any(" has room for " in what for _, what, _ in about(live.disk))  # 1 MB

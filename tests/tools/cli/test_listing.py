@@ -1,0 +1,308 @@
+"""The commands over named caches: ls, stat, rm, top and doctor."""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stocache import SharedCacheDDP
+from stocache.shm import layout, named, registry
+from stocache.shm.locks import ROW_LOCKS
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, CgroupMemory, Memory
+from stocache.tools.cli import doctor, listing, top
+from tests.support.processes import in_child
+from tests.support.records import FOLDER
+from tests.support.terminals import in_terminal
+
+N, DIMS = 10, (4,)
+
+
+def make(name, **options):
+    return SharedCacheDDP(1, N, DIMS, name=name, **options)
+
+
+def fill(cache, count=N):
+    for idx in range(count):
+        if cache.get_slot(idx) is None:
+            cache.set_slot(idx, torch.zeros(DIMS, dtype=torch.uint8))
+
+
+def leave_behind(name, uid=None):
+    """Have a killed process leave a cache of 3 samples."""
+
+    def act():
+        cache = make(name)
+        fill(cache, 3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(act, uid=uid) == signal.SIGKILL
+
+
+@pytest.fixture
+def four(tmp_path, clean):
+    """One cache of each state: live, kept, dead, bad."""
+    cache = make("a-live", fingerprint="v1")
+    fill(cache, 5)
+    for idx in range(3):
+        cache.get_slot(idx)
+    make("b-kept", persist=True).close()
+    leave_behind("c-dead")
+    (FOLDER / "d-bad").symlink_to(tmp_path)
+    yield cache
+    cache.close()
+
+
+def names():
+    return sorted(path.name for path in FOLDER.iterdir()) if FOLDER.exists() else []
+
+
+def test_find_returns_all_there_is_to_say(four):
+    live, kept, dead, bad = listing.find()
+    assert [cache.state for cache in (live, kept, dead, bad)] == ["live", "kept", "dead", "bad"]
+    assert (live.name, live.alive, live.persistent, live.fingerprint, live.samples) == ("a-live", True, False, "v1", "uint8[4]")
+    assert [(holder.pid, sys.executable.split("/")[-1] in holder.command) for holder in live.holders] == [(os.getpid(), True)]
+    assert live.stats == four.stats()
+    assert (live.stats.hits, live.stats.misses, live.stats.filled) == (3, 5, 5)
+    assert live.memory_bytes == os.stat(live.path).st_blocks * 512
+    assert abs(live.created - time.time()) < 1000
+    assert (kept.persistent, kept.holders, kept.stats.filled) == (True, [], 0)
+    assert (dead.stats.filled, dead.holders) == (3, [])
+    assert "is a symbolic link" in bad.problem
+    status = os.stat(live.path)  # looking does not touch the locks of this process
+    assert os.getpid() in registry.lock_owners(ROW_LOCKS, layout.COUNTER_ROWS)[status.st_dev, status.st_ino]
+    fill(four)
+    assert four.stats().filled == N
+
+
+def test_ls_shows_a_row_for_each(run, request):
+    assert run("ls").stdout == "no named caches\n"
+    assert json.loads(run("ls", "--json").stdout) == []
+    request.getfixturevalue("four")
+    result = run("ls")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if re.match(r" ?[abcd]-", line)}
+    assert list(rows) == ["a-live", "b-kept", "c-dead", "d-bad"]
+    age = r"\d+ (s|min)"
+    assert re.search(rf"\d+\.0 KiB .*50% +5 of 10 +37\.5% +live +no +{age} +{os.getpid()} ", rows["a-live"])
+    assert re.search(rf"0% +0 of 10 +- +kept +yes +{age} +nobody", rows["b-kept"])
+    assert re.search(r"30% +3 of 10 +0\.0% +dead +no", rows["c-dead"])
+    assert "is a symbolic link" in rows["d-bad"]
+    caches = json.loads(run("ls", "--json").stdout)
+    assert (caches[0]["stats"]["filled"], caches[0]["hit_rate"]) == (5, 3 / 8)
+    assert caches[0]["holders"][0]["pid"] == os.getpid()
+
+
+def test_stat_shows_one(run, four):
+    def rows():
+        return dict(re.split(r" {2,}", line, maxsplit=1) for line in run("stat", "a-live").stdout.splitlines())
+
+    found = rows()
+    assert (found["filled"], found["fingerprint"]) == ("5 of 10 slots, 50.0% of the dataset", "v1")
+    assert found["held by"].startswith(f"{os.getpid()} ")
+    assert json.loads(run("stat", "c-dead", "--json").stdout)["state"] == "dead"
+    assert "is a symbolic link" in run("stat", "d-bad").stdout
+    missing = run("stat", "e")
+    assert (missing.exit_code, "there is no cache 'e'. 'stocache ls' lists all caches." in missing.output) == (1, True)
+
+    fill(four)  # the reserved memory holds counters and states too, and comes in whole pages
+    shown = re.fullmatch(r"(.*) reserved, at most (.*): up to (.*) of samples, the rest for .*", rows()["memory"])
+    reserved, bound, samples = (limits.parse_size(text) for text in shown.groups())
+    assert samples <= reserved <= bound
+    live = listing.find()[0]
+    assert live.memory_bytes == live.max_memory_bytes > live.stats.capacity_bytes == N * 4
+
+
+def test_age_in_the_largest_unit(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 10**9)
+    for seconds, shown in ((1, "1 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200000, "2 d")):
+        assert listing.NamedCache("x", "me", "/", created=10**9 - seconds).age == shown
+    assert listing.NamedCache("x", "me", "/").age == ""
+
+
+def test_rm_dead_removes_leftovers_only(run, four, monkeypatch):
+    found = [dataclasses.replace(cache, alive=False) for cache in listing.find()]
+    with monkeypatch.context() as patched:  # "a-live" came into use since it looked
+        patched.setattr(listing, "find", lambda uid: found)
+        result = run("rm", "--dead", "--force")  # which is for those of other users
+    assert result.exit_code == 1
+    assert "cache 'a-live' is in use by processes" in result.output
+    assert names() == ["a-live", "b-kept", "d-bad"]
+    leave_behind("c-dead")
+    result = run("rm", "--dead")
+    assert (result.exit_code, "1 dead cache, " in result.output) == (0, True)
+    assert names() == ["a-live", "b-kept", "d-bad"]
+
+
+def test_rm_spares_what_is_in_use_without_force(run, four):
+    result = run("rm", "a-live", "b-kept", "e")
+    assert result.exit_code == 1
+    assert (
+        f"cache 'a-live' is in use by processes {os.getpid()}. To remove it anyway: stocache rm --force a-live" in result.output
+    )
+    assert "there is no cache 'e'" in result.output
+    assert "is a symbolic link" in run("rm", "d-bad").output
+    assert names() == ["a-live", "c-dead", "d-bad"]
+    assert run("rm", "--force", "a-live", "d-bad").exit_code == 0
+    assert names() == ["c-dead"]
+    fill(four)  # it goes on without its file
+    assert four.stats().filled == N
+
+
+def test_what_the_commands_cannot_do(run):
+    for command, message in {
+        "rm": "say which: stocache rm NAME..., or stocache rm --dead",
+        "rm --dead x": "say which",
+        "rm .x": "name='.x' cannot name a cache",
+        "rm --user all x": "--user all works with --dead only",
+        "ls --user no-such-user": "there is no user 'no-such-user' on this machine",
+        "top": "top needs a terminal. In scripts: stocache ls --json",
+        "top --interval 0": "Invalid value for '--interval'",
+        "doctor --size-limit-gib much": "size_limit_gib='much' is not a size",
+        "doctor --disk x --disk-limit many": "disk_limit='many' is not a size.",
+    }.items():
+        result = run(*command.split())
+        assert result.exit_code in (1, 2), command
+        assert message in " ".join(result.output.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_caches_of_another_user(run):
+    leave_behind("theirs", uid=12345)
+    assert json.loads(run("ls", "--json").stdout) == []
+    (cache,) = json.loads(run("ls", "--json", "--user", "12345").stdout)
+    assert (cache["user"], cache["state"], cache["stats"]["filled"]) == ("12345", "dead", 3)
+    assert "12345" in run("ls", "--user", "all").stdout
+
+    def look():
+        (cache,) = listing.find(12345)
+        assert "root can look" in cache.problem
+
+    assert in_child(look, uid=12346) == 0
+    for arguments in (["theirs", "--user", "12345"], ["--dead", "--user", "12345"], ["--dead", "--user", "all"]):
+        refused = run("rm", *arguments)
+        assert refused.exit_code == 1
+        assert "belongs to user 12345. To remove it anyway: --force" in refused.output
+    assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
+    assert not Path(registry.directory_of(12345)).exists()
+
+
+def test_top_shows_hits_and_leaves_on_q(four):
+    fill(four)
+    seen = r"a-live.*10 of 10 +█{10} +100% .*[1-9]\d* +10 +1 +live"  # when it has seen hits in an interval
+    lines = in_terminal(120, "top", "--interval", "0.1", until=seen, meanwhile=lambda: four.get_slot(1))
+    assert any("quit with q" in line for line in lines)
+    rates = top.Rates()  # hits per second between two looks
+    assert set(rates.update(listing.find(), 10.0).values()) == {0.0}
+    for _ in range(30):
+        four.get_slot(0)
+    after = rates.update(listing.find(), 12.0)
+    assert (after[str(FOLDER / "a-live")], after[str(FOLDER / "c-dead")]) == (15.0, 0.0)
+
+
+@pytest.fixture
+def healthy(monkeypatch, tmp_path):
+    """A machine with nothing to find."""
+    facts = {"shm_total": 64 * GIB, "shm_free": 60 * GIB, "memory": Memory(128 * GIB, 100 * GIB)}
+    facts |= {"cgroup_memory": None, "memfd_huge_policy": "advise", "has_memfd": True}
+    for name, fact in facts.items():
+        monkeypatch.setattr(limits, name, lambda fact=fact: fact)
+    monkeypatch.setattr(doctor, "_SEATS", tmp_path / "seats")
+    monkeypatch.setattr(doctor, "filesystem_of", lambda device: "tmpfs")
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (65536, 65536) if what == resource.RLIMIT_NOFILE else (-1, -1))
+
+
+FILES = {resource.RLIMIT_NOFILE: (1024, 4096), resource.RLIMIT_AS: (-1, -1)}
+SPACE = {resource.RLIMIT_NOFILE: (65536, 65536), resource.RLIMIT_AS: (GIB, GIB)}
+JOB = CgroupMemory(16 * GIB, 8 * GIB, "/sys/fs/cgroup/job")
+JOBS_LIMITS = "docker run --memory=34g; in Slurm --mem=34G; or size_limit_gib=12"
+FEW_FREE = Memory(64 * GIB, 20 * GIB)
+SICK = [
+    (doctor, "SHM_DIR", "/nonexistent", "there is no", "mount -t tmpfs tmpfs"),
+    (os, "access", lambda *_: False, "/dev/shm cannot be written", "mount -o remount,rw /dev/shm"),
+    (
+        doctor,
+        "filesystem_of",
+        lambda device: "ext4",
+        "/dev/shm is ext4, not tmpfs",
+        "mount -t tmpfs -o size=50% tmpfs /dev/shm",
+    ),
+    (limits, "shm_total", lambda: 64 * MIB, "is small: 64.0 MiB, a named cache of 32.0 GiB needs 42.7", "--shm-size=43g"),
+    (limits, "shm_free", lambda: GIB, "nearly full: 1.0 GiB free of 64.0 GiB", "stocache rm --dead"),
+    (limits, "cgroup_memory", lambda: JOB, "job allows 16.0 GiB, the cache is to have 32.0 GiB", JOBS_LIMITS),
+    (limits, "memory", lambda: FEW_FREE, "20.0 GiB of memory are available", "lower size_limit_gib; 'auto' takes"),
+    (limits, "memfd_huge_policy", lambda: "never", "2 MiB of page tables per GiB", "echo advise >"),
+    (limits, "has_memfd", lambda: False, "memfd_create is forbidden", "seccomp"),
+    (resource, "getrlimit", FILES.get, "a process may open 1024 files", "ulimit -n 4096"),
+    (resource, "getrlimit", SPACE.get, "a process may map 1.0 GiB", "ulimit -v unlimited"),
+]
+
+
+def test_doctor_finds_nothing_on_a_healthy_machine_and_names_the_remedy_on_others(healthy, run, monkeypatch):
+    assert doctor.examine(32 * GIB) == []
+    result = run("doctor", "--size-limit-gib", "32")
+    assert (result.exit_code, result.stdout) == (0, "0 problems found\n")
+    assert json.loads(run("doctor", "--json").stdout) == []
+    for owner, name, value, what, remedy in SICK:
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            (finding,) = doctor.examine(32 * GIB)
+            assert what in finding.what
+            assert remedy in finding.remedy
+            result = run("doctor", "--size-limit-gib", "32GiB")
+            assert result.exit_code == (finding.kind == "problem")
+            assert f"{finding.kind}: {finding.what}\n    do: {finding.remedy}\n" in result.stdout
+            assert json.loads(run("doctor", "--size-limit-gib", "32", "--json").stdout) == [vars(finding)]
+
+
+def test_doctor_finds_leftovers_and_damage(healthy, four, monkeypatch):
+    dead, bad = doctor.examine()
+    assert dead.what.startswith("left behind by processes that were killed: c-dead (")
+    assert dead.remedy == "stocache rm --dead"
+    assert "d-bad is a symbolic link" in bad.what
+    assert bad.remedy == "stocache rm --force d-bad"
+    problems = ("/dev/shm/x is closed.", "is closed.")  # of which only one names the path
+    monkeypatch.setattr(listing, "find", lambda: [listing.NamedCache("x", "me", "/dev/shm/x", problem=p) for p in problems])
+    assert [finding.what for finding in doctor.examine()] == ["/dev/shm/x is closed.", "/dev/shm/x: is closed."]
+
+
+def test_doctor_finds_a_file_deleted_in_use(healthy):
+    with make("lost"):
+        (FOLDER / "lost").unlink()
+        FOLDER.rmdir()
+        (finding,) = doctor.examine()
+        assert f"processes {os.getpid()} use a named cache whose file was deleted" in finding.what
+        assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
+
+
+@pytest.mark.parametrize(("files", "on"), [
+    ({}, True),
+    ({"etc/logind.conf": "#RemoveIPC=no\n"}, True),
+    ({"etc/logind.conf": "[Login]\nRemoveIPC=no\n"}, False),
+    ({"etc/logind.conf": "RemoveIPC=no\n", "usr/logind.conf": "RemoveIPC=yes"}, False),
+    ({"usr/logind.conf": "RemoveIPC=no", "etc/logind.conf.d/50.conf": "RemoveIPC = yes"}, True),
+    ({"etc/logind.conf.d/10.conf": "RemoveIPC=yes", "usr/logind.conf.d/20.conf": "RemoveIPC=off"}, False),
+    ({"usr/logind.conf.d/10.conf": "RemoveIPC=yes", "etc/logind.conf.d/10.conf": "RemoveIPC=0"}, False),
+    ({"linger/12345": ""}, False),
+    (None, False),
+])  # fmt: skip
+def test_doctor_knows_what_logind_does_at_logout(healthy, monkeypatch, tmp_path, files, on):
+    monkeypatch.setattr(doctor, "_LOGIND", [str(tmp_path / "etc"), str(tmp_path / "usr")])
+    monkeypatch.setattr(doctor, "_LINGER", tmp_path / "linger")
+    if files is not None:
+        (tmp_path / "seats").mkdir()
+    for name, text in (files or {}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    findings = doctor.examine()
+    assert ["systemd deletes your files in /dev/shm when you log out" in finding.what for finding in findings] == [True] * on
+    assert all("loginctl enable-linger 12345" in finding.remedy for finding in findings)

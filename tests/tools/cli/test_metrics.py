@@ -1,0 +1,454 @@
+"""What named caches and loaders count, as metrics: their values, how they are served, and the dashboard over them."""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP, cli
+from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
+from stocache.observe.recording.record import (
+    COLLATE_NS,
+    CPU_NS,
+    HAND_OVER_NS,
+    LOAD_NS,
+    MAKE_NS,
+    QUEUED_NS,
+    TIMING_ROW_WORDS,
+    WAIT_NS,
+    TimingRecord,
+)
+from stocache.shm import registry
+from stocache.system.waiting import wait_until
+from stocache.tools.cli import listing
+from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
+
+pytest.importorskip("prometheus_client", reason="needs the extra metrics")
+from prometheus_client import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
+from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
+
+from stocache.tools.cli import metrics, metrics_server
+
+PAGES = Path(cli.__file__).parent
+DASHBOARD = json.loads((PAGES / "grafana.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+COUNTED = ("_total", "_bucket", "_sum", "_count")
+QUANTITIES = {"wait": WAIT_NS, "load": LOAD_NS, "collate": COLLATE_NS, "hand_over": HAND_OVER_NS}
+OF_CACHE = {f"{name}_total": name for name in ("hits", "misses", "fills", "races", "refused", "rejected", "damaged")} | {
+    "load_seconds_total": "load_s", "read_seconds_total": "read_s", "dataset_samples": "dataset_len",
+    "capacity_samples": "slots", "filled_samples": "filled", "filled_bytes": "filled_bytes", "capacity_bytes": "capacity_bytes",
+}  # fmt: skip
+
+
+def samples_of(text, parse=parse):
+    """The samples of a text by name and labels; each must be there once."""
+    found = [sample for family in parse(text) for sample in family.samples]
+    values = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in found}
+    assert len(values) == len(found)
+    return values
+
+
+def scrape():
+    return samples_of(metrics.text_of())
+
+
+def values(samples, metric, **labels):
+    """The samples of a metric that have these labels, and maybe others."""
+    return [number for (name, held), number in samples.items() if name == metric and labels.items() <= dict(held).items()]
+
+
+def value(samples, metric, **labels):
+    (found,) = values(samples, metric, **labels)
+    return found
+
+
+def buckets(samples, metric):
+    """The cumulative counts of a histogram by upper bound."""
+    found = {float(dict(held)["le"]): number for (name, held), number in samples.items() if name == f"{metric}_bucket"}
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize(
+    ("workers", "least"), [({}, 0), ({"num_workers": 2}, 12), ({"num_workers": 2, "worker_method": "thread"}, 6)], ids=str
+)
+def test_the_metrics_are_what_the_cache_and_the_loader_say(run, workers, least):
+    with CachedDataset(SQUARES, 0.001, name="squares") as dataset:
+        loader = DataLoader(dataset, batch_size=4, **workers)
+        for _ in range(2):
+            assert [len(batch) for batch in loader] == [4] * 6
+        samples, cache, stats = samples_of(run("metrics").stdout), dataset.cache.stats(), loader.stats()
+
+        for metric, name in OF_CACHE.items():
+            assert value(samples, f"stocache_cache_{metric}", name="squares", kind="memory") == getattr(cache, name), metric
+        assert (cache.dataset_len, cache.filled, cache.load_s > 0) == (24, 24, True)
+        assert value(samples, "stocache_cache_memory_bytes") == os.stat(FOLDER / "squares").st_blocks * 512
+        assert (value(samples, "stocache_cache_alive"), value(samples, "stocache_cache_processes")) == (1, 1)
+
+        labels = {"cache": "squares", "loader": f"squares.loader-{os.getpid()}-0", "rank": "0", "pid": str(os.getpid())}
+        assert value(samples, "stocache_loader_alive", **labels) == 1
+        assert value(samples, "stocache_loader_workers", **labels) == loader.num_workers
+        assert value(samples, "stocache_loader_batches_total", **labels) == stats.batches == 12
+        assert value(samples, "stocache_loader_samples_total", **labels) == 48
+        assert 0 < value(samples, "stocache_loader_wait_seconds_sum", **labels) <= stats.waited_s  # this with ends of epochs
+        for name in QUANTITIES:
+            metric, expected = f"stocache_loader_{name}_seconds", getattr(stats, name)
+            assert value(samples, f"{metric}_count", **labels) == expected.count
+            assert math.isclose(value(samples, f"{metric}_sum", **labels), expected.count * expected.mean_s, rel_tol=1e-9)
+        by_worker = values(samples, "stocache_loader_worker_batches_total")
+        assert len(by_worker) == loader.num_workers
+        assert least <= sum(by_worker) <= (12 if workers else 0)  # the loop may gather what is cached itself
+        assert value(samples, "stocache_unreadable_files") == 0
+        del loader
+
+
+def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
+    kept = TimingRecord(2, False, "c")
+    durations = np.exp(np.random.default_rng(7).uniform(math.log(100), math.log(4e12), 500)).astype(int).tolist()
+    for word, share in zip(QUANTITIES.values(), (500, 400, 300, 200), strict=True):
+        for number, duration_ns in enumerate(durations[:share]):
+            kept.row(number % 5).add(word, duration_ns)
+    for number, word in enumerate((MAKE_NS, CPU_NS, QUEUED_NS)):  # without a histogram
+        kept.row(1)._words[word] = (number + 1) * 10**9
+    kept.main.add_look(True)
+    kept.main.add_look(False)
+    samples = scrape()
+    names = ("make_seconds", "cpu_seconds", "queued_seconds", "gil_looks", "gil_held")
+    assert [value(samples, f"stocache_loader_{name}_total") for name in names] == [1, 2, 3, 2, 1]
+    for name, share in zip(QUANTITIES, (500, 400, 300, 200), strict=True):
+        coarse = buckets(samples, f"stocache_loader_{name}_seconds")
+        assert coarse[math.inf] == value(samples, f"stocache_loader_{name}_seconds_count") == share
+        assert value(samples, f"stocache_loader_{name}_seconds_sum") == sum(durations[:share]) / 1e9
+        fine = np.searchsorted([bucket_of(each) for each in sorted(durations[:share])], np.arange(BUCKETS), side="right")
+        for bound, count in list(coarse.items())[:-1]:
+            bucket = int(np.abs(BOUNDS_S - bound).argmin())
+            assert math.isclose(BOUNDS_S[bucket], bound, rel_tol=1e-5)
+            assert count == fine[bucket]
+    *bounds, _ = coarse
+    assert bounds[0] < 1e-5 < 100 < bounds[-1]
+    assert all(1.9 < after / before < 2.1 for before, after in itertools.pairwise(bounds))
+    del kept
+
+
+def test_loaders_of_several_ranks_are_apart_and_the_dead_are_shown_until_they_are_removed(run, clean):
+    kept = [TimingRecord(0, False, "c", 0), TimingRecord(1, False, "c", 0)]
+    for number in range(2):
+        kept[number].row(number).add(WAIT_NS, (number + 1) * 10**9)
+    leave_loader_behind("c", rank=1)
+    samples = scrape()
+    names = [f"c.loader-{os.getpid()}-{number}" for number in range(2)]
+    assert [value(samples, "stocache_loader_wait_seconds_sum", cache="c", loader=name) for name in names] == [1, 2]
+    assert values(samples, "stocache_loader_alive", rank="0", pid=str(os.getpid())) == [1, 1]
+    assert value(samples, "stocache_loader_alive", cache="c", rank="1") == 0
+    assert value(samples, "stocache_loader_wait_seconds_count", rank="1") == 1
+    assert run("rm", "--dead").exit_code == 0
+    assert values(scrape(), "stocache_loader_alive") == [1, 1]
+    del kept
+
+
+def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name(run, tmp_path, clean):
+    text = run("metrics").stdout
+    assert text.endswith("\n# EOF\n")
+    assert samples_of(text) == {("stocache_unreadable_files", frozenset()): 0}
+    SharedCacheDDP(0.001, 4, (2,), name="c", persist=True).close()
+    samples = scrape()
+    assert (value(samples, "stocache_cache_alive"), value(samples, "stocache_cache_processes")) == (0, 0)
+    shutil.rmtree(FOLDER)
+    with DiskCache(tmp_path / "kept", "1MB", 24):
+        kept = TimingRecord(0, False, os.path.basename(listing.find()[0].path))
+        samples = scrape()
+        assert value(samples, "stocache_cache_alive", kind="disk", name=str(tmp_path / "kept")) == 1
+        assert value(samples, "stocache_loader_alive", cache=str(tmp_path / "kept")) == 1
+        del kept
+    names = metrics._Names()
+    assert [names.unique("c", kind) for kind in ("memory", "disk")] == ["c", "c"]
+    assert [names.unique(name, "memory") for name in ("c (3)", "c", "c")] == ["c (3)", "c (2)", "c (4)"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_users_are_a_label_where_several_are_shown(run):
+    leave_loader_behind("c", uid=12345)
+    with SharedCache(0.001, 4, (2,), name="c"):
+        kept = TimingRecord(0, False, "c")
+        samples = samples_of(run("metrics", "--user", "all").stdout)
+        assert value(samples, "stocache_loader_alive", user="12345") == 0
+        assert value(samples, "stocache_loader_alive", user="root", cache="c") == 1
+        assert value(samples, "stocache_cache_alive", user="root", name="c") == 1
+        for one in (samples_of(run("metrics", "--user", "12345").stdout), scrape()):
+            assert not any("user" in dict(labels) for _, labels in one)
+        del kept
+    shutil.rmtree(registry.directory_of(12345))
+
+
+def test_hostile_files_are_reported_and_hide_no_other(clean):
+    forge(size=70000)
+    forge("c", {"samples": "x"}, size=100)
+    forge('c\x1b[2J\n"} 1.loader-1-0')
+    forge(os.fsdecode(b"c\xff.loader-1-0"), {"loader": "c", "cache": "c", "rank": 0, "pid": 1})
+    identity = {"loader": "c", "cache": '\x1b[2J"} 1\n# EOF\\', "rank": 0, "pid": 1}
+    control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * TIMING_ROW_WORDS // 2)
+    forge("good.loader-1-0", identity, rows=3, control=control)
+    for number in range(24):
+        forge(f"d.loader-1-{number}", size=0)
+    samples = scrape()
+    expected = [dict(labels) for name, labels in samples if name == "stocache_unreadable_file_info"]
+    assert (value(samples, "stocache_unreadable_files"), len(expected)) == (28, 20)
+    for labels in expected:
+        assert labels["file"].startswith((f"{FOLDER}/c", f"{FOLDER}/d"))
+        assert labels["problem"]
+        assert (labels["file"] + labels["problem"]).isprintable()
+    assert samples_of(generate_latest(metrics.registry_of()).decode(), parse_prometheus)
+    assert all(0 <= number < math.inf for number in samples.values())
+    for name in QUANTITIES:
+        coarse = list(buckets(samples, f"stocache_loader_{name}_seconds").values())
+        assert coarse == sorted(coarse)
+        assert coarse[-1] == value(samples, f"stocache_loader_{name}_seconds_count")
+    assert value(samples, "stocache_loader_workers", cache='\\x1b[2J"} 1\\n# EOF\\') == 1
+
+
+@pytest.fixture(scope="module")
+def exported():
+    """The labels of every name that a cache, a loader with workers and an unreadable file export."""
+    forge("bad", size=0)
+    with CachedDataset(SQUARES, 0.001, name="squares"):
+        kept = TimingRecord(1, False, "squares")
+        samples = scrape()
+        del kept
+    shutil.rmtree(FOLDER)
+    return {name: set(dict(labels)) for name, labels in samples}
+
+
+def test_every_metric_is_described_exported_and_on_the_page_of_commands(exported):
+    suffixes = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
+    described = {f"{metric.name}{suffix}" for metric in metrics.Collector().describe() for suffix in suffixes[metric.type]}
+    assert exported.keys() == described
+    rows = re.findall(r"^\| `(stocache_\w+)`", (PAGES / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    assert set(rows) == {name.removesuffix("_bucket") for name in described if not re.search(r"_seconds_(sum|count)$", name)}
+    for metric in metrics.Collector().describe():
+        assert metric.name.endswith(f"_{metric.unit}" if metric.unit else "")
+        assert bool(metric.unit) == metric.name.endswith(("_seconds", "_bytes"))
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_the_dashboard_asks_for_metrics_and_labels_that_exist(exported, panel):
+    assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+    for target in (panel, *panel["targets"]):
+        assert target["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    for target in panel["targets"]:
+        expr = target["expr"]
+        names = set(re.findall(r"\bstocache_\w+", expr))
+        assert set() < names <= exported.keys()
+        grouped = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", expr) for label in group.split(",")}
+        filters = re.findall(r"\{([^}]*)\}", expr)
+        matched = {label for group in filters for label in re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", group)}
+        assert all(grouped | matched <= exported[name] for name in names)
+        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= grouped
+        assert {name for name in names if name.endswith(COUNTED)} == set(re.findall(r"rate\((stocache_\w+)", expr))
+        assert ("histogram_quantile" in expr) == any(name.endswith("_bucket") for name in names) == ("le" in grouped)
+        assert expr.count("(") == expr.count(")")
+
+
+def test_panels_and_variables_of_the_dashboard_are_apart_and_used(exported):
+    for key in ("id", "title"):
+        assert len({panel[key] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    cells = [(at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])]
+    assert len(cells) == len(set(cells))
+    assert max(cells)[0] < 24
+    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
+    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", "prometheus")
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"]))) - {"__rate_interval"}
+    assert used == variables.keys()
+    for variable in variables.values():
+        if variable["type"] == "query":
+            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
+            assert label in exported[metric]
+            assert variable["definition"] == variable["query"]["query"]
+
+
+def test_the_extra_is_named_where_it_is_missing_but_the_dashboard_is_printed(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for name in ("metrics", "metrics_server"):
+        monkeypatch.delitem(sys.modules, f"stocache.tools.cli.{name}")
+        monkeypatch.delattr(cli, name)
+    result = run("metrics", "--listen", "0")
+    expected = "This command needs prometheus-client: pip install 'stocache[metrics]'\n"
+    assert (result.exit_code, result.stderr) == (2, expected)
+    result = run("metrics", "--dashboard")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, DASHBOARD)
+
+
+BAD = {
+    "65536": "write HOST:PORT or PORT, with a port up to 65535", "localhost:http": "write HOST:PORT", "٩١٠٨": "write HOST:PORT",
+    "127.0.0.1": "write HOST:PORT", "": "write HOST:PORT", "::1:9108": "IPv6 as [::1]:9108",
+    "no-such-host.invalid:0": "there is no host 'no-such-host.invalid'", f"{'x' * 300}:0": "there is no host",
+    "0.0.0.0:0": "others can reach 0.0.0.0", "[::]:0": "others can reach ::",
+    "192.0.2.1:0": "others can reach 192.0.2.1, and the metrics have no password",
+}  # fmt: skip
+
+
+def test_what_the_command_cannot_do_is_one_line(run, monkeypatch):
+    getaddrinfo = socket.getaddrinfo
+
+    def offline(host, *arguments, **options):
+        if host == "no-such-host.invalid":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return getaddrinfo(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", offline)
+    for arguments, message in [
+        *((("--listen", listen), message) for listen, message in BAD.items()),
+        (("--allow-remote",), "--allow-remote needs --listen HOST:PORT"),
+        (("--dashboard", "--listen", "0"), "--dashboard goes alone"),
+    ]:
+        result = run("metrics", *arguments)
+        assert (result.exit_code, message in result.output, result.output.count("\n")) == (2, True, 1), arguments
+
+
+def test_names_lead_to_addresses_of_this_machine_alone(monkeypatch):
+    for listen in ("9108", ":9108", "127.0.0.1:9108"):
+        assert metrics_server.resolve(listen, False) == [(socket.AF_INET, ("127.0.0.1", 9108))]
+    assert {address[1] for _, address in metrics_server.resolve("localhost:9108", False)} == {9108}
+    [(family, address)] = metrics_server.resolve("[::1]:9108", False)
+    assert (family, address[:2]) == (socket.AF_INET6, ("::1", 9108))
+    infos = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)), (socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: infos)
+    with pytest.raises(metrics_server.ListenError, match=r"others can reach 192\.0\.2\.7"):
+        metrics_server.resolve("both:0", False)
+    assert len(metrics_server.resolve("both:0", True)) == 2
+
+
+def test_an_address_that_cannot_be_bound_is_one_line_and_exit_code_1(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("metrics", "--listen", port)
+    expected = f"--listen {port}: Address already in use. Choose another port, or end what uses this one.\n"
+    assert (result.exit_code, result.output) == (1, expected)
+    result = run("metrics", "--listen", "192.0.2.7:9108", "--allow-remote")
+    assert (result.exit_code, result.output) == (1, "--listen 192.0.2.7:9108: Cannot assign requested address.\n")
+
+
+def fetch(url, accept=None):
+    request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return answer.read().decode(), answer.headers["Content-Type"]
+
+
+def test_the_command_serves_without_torch_until_it_is_ended():
+    code = "import sys; sys.modules['torch'] = None; from stocache.tools.cli.app import app; app(['metrics', '--listen', '0'])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:
+        try:
+            url = re.fullmatch(r"serving (http://127\.0\.0\.1:\d+/metrics) until Ctrl-C\n", process.stdout.readline())[1]
+            with SharedCache(0.001, 4, (2,), name="c") as cache:
+                cache.get_slot(1)
+                text, kind = fetch(url, "application/openmetrics-text; version=1.0.0")
+                assert kind.startswith("application/openmetrics-text; version=1.0.0")
+                assert value(samples_of(text), "stocache_cache_misses_total", name="c") == 1
+                cache.get_slot(1)
+                text, kind = fetch(url)
+                assert kind.startswith("text/plain")
+                assert value(samples_of(text, parse_prometheus), "stocache_cache_misses_total", name="c") == 2
+            assert "stocache_cache_misses_total{" not in fetch(url)[0]
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_a_block_that_is_ended_by_ctrl_c_is_left_without_an_error():
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+    with metrics_server.until_ended():
+        raise KeyboardInterrupt
+    assert signal.getsignal(signal.SIGTERM) == at_sigterm
+
+
+def test_a_signal_within_a_finalizer_ends_the_server(monkeypatch):
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)  # the error of its handler is lost here
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: None)
+    opened = metrics_server.open_server(metrics_server.resolve("0", False), metrics.registry_of())
+    with metrics_server.until_ended(), opened:
+        Dying()
+        opened.serve_forever(poll_interval=0.02)
+
+
+@pytest.fixture
+def server():
+    """A server of this process."""
+    with metrics_server.open_server(metrics_server.resolve("0", False), metrics.registry_of()) as opened:
+        thread = threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield opened
+        opened.shutdown()
+        thread.join()
+        wait_until(lambda: opened._free._value == metrics_server._MOST, 60)
+
+
+def test_ipv6_is_served_where_there_is_ipv6():
+    with contextlib.suppress(OSError):
+        with metrics_server.open_server(metrics_server.resolve("[::1]:0", False), metrics.registry_of()) as opened:
+            assert opened.url.startswith("http://[::1]:")
+
+
+def test_other_paths_lead_to_the_metrics_and_a_scrape_that_fails_gets_an_answer_and_one_line(server, monkeypatch, caplog):
+    def fail(uid):
+        raise ValueError("\x1b[2J")
+
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        fetch(server.url.replace("/metrics", "/"))
+    assert caught.value.read() == b"The metrics are at /metrics.\n"
+    caught.value.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(listing, "find", fail)
+        with pytest.raises(urllib.error.HTTPError, match="500") as caught:
+            fetch(server.url)
+        caught.value.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "a scrape failed: ValueError: \\x1b[2J (stocache explain W23)"
+    ]
+    text, _ = fetch(f"{server.url}?name[]=stocache_unreadable_files")
+    assert (text.splitlines()[-1], text.count("\n")) == ("stocache_unreadable_files 0.0", 3)
+
+
+def connect(server):
+    return socket.create_connection(server.server_address[:2], timeout=60)
+
+
+def test_clients_that_send_nothing_are_cut_off_and_make_room_for_others(server, monkeypatch):
+    monkeypatch.setattr(server, "_free", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.2)
+    with connect(server) as first, connect(server) as second:
+        first.sendall(b"GET /metr")
+        second.sendall(b"GET /metr")
+        assert fetch(server.url)
+        assert first.recv(1) == b""  # it was cut off
+    assert wait_until(lambda: server._free._value == 2, 60)  # before monkeypatch sets it
+
+
+def test_a_client_that_goes_away_does_not_matter(server, capfd):
+    for sent in (b"", b"GET", b"GET /metrics HTTP/1.0\r\n", b"\0\xff\r\n\r\n", b"GET /metrics HTTP/1.0\r\n\r\n"):
+        with connect(server) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # it closes with a reset
+            client.sendall(sent)
+    assert fetch(server.url)
+    assert wait_until(lambda: server._free._value == metrics_server._MOST, 60)
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,349 @@
+"""The commands prepare, inspect and check: what they make, show and find; what is wrong is said in one or two lines."""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import stocache
+from stocache import OnDiskBlockDataStorage, prepare
+from stocache.storage.preparation import prepare as preparing
+from stocache.storage.preparation.sources import ImageFolder
+from stocache.system import limits
+from stocache.system.limits import Memory
+from stocache.tools.cli.app import app
+from tests.support.preparing import damage
+from tests.support.processes import in_child
+
+ANOTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
+
+
+def command(*arguments):
+    """Return the exit code of a command, and the lines that it prints, without progress bars."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, lines_of(result.output)
+
+
+def lines_of(output):
+    return [text for line in output.splitlines() if (text := re.split(r"/s\]|s/\w+\]", line)[-1].strip())]
+
+
+def run_prepare(*arguments, blocks=2, workers=0):
+    return command("prepare", *arguments, "--block-size", blocks, "--workers", workers)
+
+
+def fails(outcome, message):
+    """Whether a command failed with one line that says so."""
+    code, lines = outcome
+    assert (code, len(lines), message in "".join(lines)) == (1, 1, True), lines
+    return True
+
+
+@pytest.fixture
+def place():
+    """A folder that another user may use, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+
+
+@pytest.fixture
+def photos(place):
+    """10 files that are called photos."""
+    (place / "photos").mkdir()
+    for number in range(10):
+        (place / "photos" / f"{number}.jpg").write_bytes(bytes([number]) * 100)
+    return place / "photos"
+
+
+@pytest.fixture
+def out(place):
+    return place / "out"
+
+
+@pytest.fixture
+def prepared(photos, out):
+    """A prepared folder of 5 blocks."""
+    assert run_prepare(photos, out)[0] == 0
+    return out
+
+
+def blocks_of(out):
+    return sorted((out / "blocks").iterdir())
+
+
+def everything(out):
+    with OnDiskBlockDataStorage(out) as storage:
+        return [storage.load_sample(idx) for idx in range(len(storage))]
+
+
+def numbers(out):
+    """The photos in a prepared folder."""
+    return [int(sample["name"].removesuffix(".jpg")) for sample in everything(out)]
+
+
+def test_prepare_says_how_to_use_what_it_made(place, out):
+    for number in range(4):
+        folder = place / "classes" / ("odd" if number % 2 else "even")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.jpg").write_bytes(bytes([number]))
+    code, [line] = run_prepare(place / "classes", out, blocks=3)
+    size = limits.format_size(sum(path.stat().st_size for path in blocks_of(out)))
+    expected, _, call = line.partition(" In Python: ")
+    assert (code, expected) == (0, f"{out}: 4 samples in 2 blocks of 3, {size}.")
+    dataset = eval(call, {"stocache": stocache})
+    assert dataset[1] == {"image": b"\2", "name": "even/2.jpg", "label": 0}
+    assert dataset.storage.load_dataset_info() == {"classes": ["even", "odd"]}
+
+
+GIVEN = "--workers", 0, "--block-bytes", 1000, "--shuffle-seed", 3, "--fingerprint", "v1", "--on-error", "skip"
+GIVEN += "--no-resume", "--again"
+TAKEN = {"num_workers": 0, "block_bytes": 1000, "shuffle_seed": 3, "fingerprint": "v1", "resume": False, "again": True}
+TAKEN |= {"on_error": "skip", "repair": False, "block_size": None, "engine": "local", "address": None, "info": {"classes": []}}
+
+
+def test_prepare_takes_the_options_of_prepare(photos, out, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        preparing, "prepare", lambda *places, **options: taken.append(options) or prepare(*places, progress=False)
+    )
+    assert command("prepare", photos, out, *GIVEN)[0] == 0
+    code, [line] = command("prepare", photos, out, "--repair", "--block-size", 2)
+    assert (code, line.startswith(f"{out} is whole: 10 samples in 1 block of ")) == (0, True)
+    assert taken[0] == TAKEN
+    assert (taken[1]["repair"], taken[1]["block_size"], taken[1]["resume"], taken[1]["again"]) == (True, 2, True, False)
+
+
+def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, out):
+    image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
+    folder = place / "png"
+    folder.mkdir()
+    for number in range(4):
+        image.new("RGB", (40, 40), (number, 0, 0)).save(folder / f"{number}.png")
+    os.truncate(folder / "1.png", 60)
+    assert fails(run_prepare(folder, out, "--size", 8), "1.png cannot be read as an image")
+    skipping = (folder, out, "--on-error", "skip", "--size")
+    assert run_prepare(*skipping, 8)[0] == 0
+    images = [sample["image"] for sample in everything(out)]
+    assert [(int(pixels[0, 0, 0]), pixels.shape) for pixels in images] == [(number, (3, 8, 8)) for number in (0, 3, 2)]
+    assert f"{out} was prepared already: 3 samples" in run_prepare(*skipping, 8)[1][-1]
+    code, [first, second] = run_prepare(*skipping, 9)
+    assert (code, first.endswith("is prepared in another way: size of images of the source: 8, now 9.")) == (1, True)
+    assert "--again" in second
+
+
+def test_prepare_explains_what_it_cannot_do(place, photos, out):
+    assert fails(command("prepare", place / "none", out), "does not exist. Accepted: a folder of images")
+    assert fails(command("prepare", photos, photos), "which stocache did not write. Give a new folder.")
+    assert fails(command("prepare", photos, photos / "1.jpg"), "File exists")
+    assert fails(command("prepare", photos, out, "--block-bytes", "much"), "'much' is not a size")
+    for options, message in (
+        (("--block-bytes", "1MB", "--block-size", 3), "give --block-size or --block-bytes, not both"),
+        (("auto",), "auto is one argument too many, or the address of a Ray: then give --ray too."),
+    ):
+        code, lines = command("prepare", photos, out, *options)
+        assert (code, message in " ".join(lines)) == (2, True), lines
+    assert not out.exists()
+
+
+def test_a_broken_image_stops_or_is_skipped_which_one_line_of_stderr_says(run, photos, out, monkeypatch):
+    for name, value in (("propagate", False), ("handlers", [])):  # as in a process of its own
+        monkeypatch.setattr(logging.getLogger("stocache"), name, value)
+    (photos / "4.jpg").write_bytes(b"")
+    message = f"{photos}/4.jpg cannot be read as an image: it is empty. Repair, convert or remove it."
+    for workers in (0, 1):
+        assert run_prepare(photos, out, "--on-error", "stop", workers=workers) == (1, [message])
+    result = run("prepare", photos, out, "--on-error", "skip", "--workers", 0, "--block-size", 2)
+    assert (result.exit_code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
+    notice = f"{out} lacks 1 of the 10 samples of the source, which cannot be loaded: {out}/skipped.json lists them."
+    notice += " (stocache explain W17)"
+    assert (result.stdout.count("\n"), lines_of(result.stderr)) == (1, [notice])
+    assert f"{out}: 9 samples in 5 blocks of 2" in result.stdout
+    with OnDiskBlockDataStorage(out) as storage:
+        [sample] = storage.load_skipped()
+    assert (sample.index, sample.name, sample.reason) == (4, f"{photos}/4.jpg", f"StorageError: {message}")
+    assert fails(run_prepare(photos, out), f"{out} lacks 1 of 10 samples, which could not be loaded: see skipped.json. Accept")
+    assert any("1 of the source, see skipped.json" in line for line in command("inspect", out)[1])
+    assert command("check", out, "--workers", 0)[0] == 0
+    (photos / "4.jpg").write_bytes(b"4")
+    assert run_prepare(photos, out, "--on-error", "skip")[0] == 1  # the source has changed
+    assert run_prepare(photos, out, "--again")[0] == 0
+    assert numbers(out) == list(range(10))
+    assert not (out / "skipped.json").exists()
+
+
+def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, out):
+    arrow = pytest.importorskip("pyarrow", reason="comes with the extra test")
+    from pyarrow.parquet import read_metadata, write_table
+
+    path = place / "table.parquet"
+    write_table(arrow.table({"n": list(range(100))}), path, row_group_size=20, use_dictionary=False)
+    begin = read_metadata(path).row_group(2).column(0).data_page_offset
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(20))
+    assert fails(run_prepare(path, out), "table.parquet cannot be read as parquet")
+    shuffled = run_prepare(path, out, "--on-error", "skip", "--shuffle-seed", 3)
+    assert fails(shuffled, "Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed")
+    assert run_prepare(path, out, "--on-error", "skip", blocks=16)[0] == 0
+    assert sorted(sample["n"] for sample in everything(out)) == [*range(40), *range(60, 100)]
+    with OnDiskBlockDataStorage(out) as storage:
+        skipped = storage.load_skipped()
+    assert [skipped[0].name, skipped[-1].name] == [f"{path}, row 40", f"{path}, row 59"]
+
+
+def as_another_user(place, *commands):
+    """Run commands as a user who is not root; return their exit codes and lines."""
+    command("prepare", place / "photos", place / "photos")  # imports what that user may not be able to read
+
+    def act():
+        (place / "outcome").write_text(json.dumps([command(*arguments) for arguments in commands]))
+
+    assert in_child(act, uid=ANOTHER_USER) == 0
+    return json.loads((place / "outcome").read_text())
+
+
+def test_what_may_not_be_read_or_written_is_one_line(place, photos, out):
+    (photos / "4.jpg").chmod(0)
+    arguments = ("prepare", photos, out, "--workers", 0, "--block-size", 2)
+    stopped, [code, _] = as_another_user(place, arguments, (*arguments, "--on-error", "skip"))
+    assert fails(stopped, "4.jpg cannot be read as an image: [Errno 13] Permission denied")
+    assert (code, numbers(out)) == (0, [0, 1, 2, 3, 9, 5, 6, 7, 8])
+    with OnDiskBlockDataStorage(out) as storage:
+        assert "Permission denied" in storage.load_skipped()[0].reason
+
+    (place / "classes" / "cats").mkdir(parents=True)
+    (place / "table.csv").write_text("a\n1\n")
+    (place / "table.npy").write_bytes(b"")
+    (place / "mine").mkdir(mode=0o555)
+    np.save(place / "own.npy", np.zeros((1, 1)))
+    sources = {"classes/cats": "classes", "table.csv": "table.csv", "table.npy": "table.npy", "photos": "photos"}
+    commands = [(name, ("prepare", place / source, place / f"new-{source}", "--workers", 0, "--on-error", "skip"))
+                for name, source in sources.items()]  # fmt: skip
+    commands += [("out", ("check", out)), ("out", ("inspect", out))]
+    commands += [("mine", ("prepare", place / "own.npy", place / "mine", "--workers", 0))]
+    for name in (*sources, "out"):
+        (place / name).chmod(0)
+    outcomes = as_another_user(place, *(arguments for _, arguments in commands))
+    for (name, _), outcome in zip(commands, outcomes, strict=True):
+        assert fails(outcome, "Permission denied")
+        assert str(place / name) in outcome[1][0]
+
+
+def test_an_image_that_goes_while_the_folder_is_prepared_is_told_and_not_skipped(photos, out, monkeypatch):
+    read = ImageFolder._image
+
+    def remove_and_read(source, path):
+        (photos / "7.jpg").unlink(missing_ok=True)
+        return read(source, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageFolder, "_image", remove_and_read)
+        outcome = run_prepare(photos, out, "--on-error", "skip")
+    assert fails(outcome, "7.jpg cannot be read as a part of the source: [Errno 2] No such file")
+    assert not (out / "skipped.json").exists()
+    assert run_prepare(photos, out, "--on-error", "skip")[0] == 0  # of what is another source now
+    assert numbers(out) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+
+
+def test_inspect_shows_a_tree(tmp_path):
+    samples = [{"image": torch.zeros(3, 4, number + 1), "tokens": [1] * number, "meta": ("x", None if number else 1.5)}
+               for number in range(3)]  # fmt: skip
+    prepare(samples, tmp_path / "out", info={"classes": ["cat"] * 1000}, fingerprint="v1", progress=False)
+    rows = [line.split(maxsplit=1) for line in command("inspect", tmp_path / "out")[1]]
+    assert ["samples", "3"] in rows
+    assert ["info", "{'classes': ['cat', 'cat', 'cat', 'cat', 'cat', 'cat', ...]}"] in rows
+    assert any(name == "plan" and "fingerprint 'v1'" in plan for name, plan in rows)
+    assert rows[5:] == [
+        ["structure", "dict"], ["'image'", "tensor float32 ?x?x?"],
+        ["'tokens'", "one of"], ["or", "list"], ["or", "list of int ?"],
+        ["'meta'", "tuple"], ["0", "str"], ["1", "one of"], ["or", "float"], ["or", "None"],
+    ]  # fmt: skip
+    prepare([], tmp_path / "none", progress=False)
+    assert "structure  no samples" in command("inspect", tmp_path / "none")[1]
+    assert command("check", tmp_path / "none", "--workers", 0)[1] == ["0 blocks, 0 samples, no damage"]
+    made_of = {
+        "tensor bfloat16 2x3": torch.zeros(2, 3, dtype=torch.bfloat16), "array >i2 2x3": np.zeros((2, 3), ">i2"), "dict": {},
+        "scalar <f4": np.float32(1), "list of float 2": [1.5, 2.5], "list of any length": ["x"] * 17, "pickled": Memory,
+    }  # fmt: skip
+    for line, sample in made_of.items():
+        prepare([sample], tmp_path / line, progress=False, allow_pickle=True)
+        assert command("inspect", tmp_path / line)[1][5].split(maxsplit=1) == ["structure", line]
+
+
+def test_inspect_as_json_is_in_bytes_and_whole_and_reads_no_blocks(prepared):
+    size = sum(path.stat().st_size for path in blocks_of(prepared))
+    shutil.rmtree(prepared / "blocks")
+    facts = json.loads("".join(command("inspect", prepared, "--json")[1]))
+    assert (facts["samples"], facts["blocks"], facts["block_size"], facts["bytes"]) == (10, 5, 2, size)
+    assert facts["structure"]["keys"] == ["image", "name"]
+    assert facts["plan"]["source"] == "ImageFolder"
+
+
+def test_inspect_shows_an_info_that_is_no_json_and_none_that_is_pickled(tmp_path):
+    prepare([1], tmp_path / "tensor", info={"mean": torch.ones(1)}, progress=False)
+    prepare([1], tmp_path / "pickled", info={"mean": Memory}, progress=False, allow_pickle=True)
+    assert "info       {'mean': tensor([1.])}" in command("inspect", tmp_path / "tensor")[1]
+    facts = json.loads("".join(command("inspect", tmp_path / "tensor", "--json")[1]))
+    assert facts["info"] == "{'mean': tensor([1.])}"
+    assert any("not shown: " in line for line in command("inspect", tmp_path / "pickled")[1])
+    os.truncate(tmp_path / "tensor" / "info.safetensors", 50)
+    assert fails(command("inspect", tmp_path / "tensor"), "info.safetensors is damaged")
+
+
+def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
+    unused = prepared / "blocks" / "000005.safetensors"
+    for workers in (0, 1):
+        assert command("check", prepared, "--workers", workers) == (0, ["5 blocks, 10 samples, no damage"])
+    first, second, *_ = blocks_of(prepared)
+    damage(prepared, first)
+    second.unlink()
+    unused.write_bytes(b"")
+    said = [f"{first} is damaged", f"{second} is missing.", f"{unused} is not in the index: nothing reads it"]
+    for workers in (0, 1):
+        result = run("check", prepared, "--workers", workers)
+        assert (result.exit_code, f"stocache prepare SRC {prepared} --repair" in result.stderr) == (1, True)
+        assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == said
+
+    prepare([1], tmp_path / "out", info={"mean": torch.ones(100)}, progress=False)
+    path = tmp_path / "out" / "info.safetensors"
+    arguments = ("check", tmp_path / "out", "--workers", 0)
+    assert command(*arguments)[0] == 0
+    damage(tmp_path, path)
+    assert f"{path} is damaged" in command(*arguments)[1][-1]
+    path.unlink()
+    code, lines = command(*arguments)
+    assert (code, f"{path} is missing" in lines[-1]) == (1, True)
+
+    def check(storage, number):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(OnDiskBlockDataStorage, "check", check)
+    expected = ".safetensors cannot be read: [Errno 5] Input/output error."
+    assert any(expected in line for line in command(*arguments)[1])
+
+
+def test_a_folder_that_is_not_prepared_or_damaged_is_named_as_an_error_or_as_what_check_finds(run, prepared):
+    index = prepared / "index.json"
+    text = index.read_text()
+    for damaged in (text[:-10], text.replace('"samples": 10', '"samples": 11'), "", "[]"):
+        index.write_text(damaged)
+        assert all(fails(command(name, prepared), "index.json is ") for name in ("inspect", "check"))
+    index.unlink()
+    assert fails(command("check", prepared / "nothing"), "index.json is missing")
+    inspected, checked = run("inspect", prepared), run("check", prepared)
+    wrong = f"{index} is missing: nothing was prepared there, or not completely. Prepare it.\n"
+    assert (inspected.exit_code, inspected.stdout, inspected.stderr) == (1, "", wrong)
+    assert (checked.exit_code, checked.stdout, checked.stderr) == (1, wrong, "")
+    index.mkdir()
+    assert all(fails(command(name, prepared), "Is a directory") for name in ("inspect", "check"))

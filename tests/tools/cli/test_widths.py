@@ -1,0 +1,121 @@
+"""The screens of the command line on terminals of several widths."""
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+from stocache import DiskCache, SharedCacheDDP
+from stocache.cache.stats import CacheStats
+from stocache.tools.cli import output, top
+from stocache.tools.cli.app import app
+from stocache.tools.cli.listing import Holder, NamedCache
+from tests.support.terminals import in_terminal, shown
+
+LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 letters and one
+STATS = CacheStats(10**7, 1281167, 1281167, 0, 0, 0, 0, 1281167, 1281167, 1281167, 3072, 3072 * 1281167, 3072 * 1281167)
+HELD = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "holders": [Holder(123456, "python " + "train.py " * 30)] * 3}
+IN_MEMORY = NamedCache(LONG, "somebody", f"/dev/shm/{LONG}", stats=STATS, **HELD)
+CACHES = [
+    IN_MEMORY,
+    replace(IN_MEMORY, name="short", path="/dev/shm/short", stats=replace(STATS, filled=5000)),
+    NamedCache("broken", "root", "/dev/shm/broken", problem="/dev/shm/broken is a symbolic link, so it is not used."),
+]
+ON_DISK = replace(IN_MEMORY, name=f"/data/{LONG}", folder=f"/data/{LONG}", limit_bytes=500 * 10**9)
+ON_DISK = replace(ON_DISK, stats=replace(STATS, reserved_bytes=500 * 10**9))
+
+
+@pytest.mark.parametrize("caches", [CACHES, CACHES[1:], [ON_DISK, *CACHES], []], ids=["all", "short", "disk", "none"])
+def test_tables_are_never_wider_than_the_terminal(caches):
+    rates = {cache.path: 12345.6 for cache in caches}
+    if not caches:
+        assert "no named caches" in " ".join(shown(top.live_table([], {}, 80), 80))
+    for width in range(50, 241, 13):
+        for view in (top.table(caches, width), top.table(caches, width, users=True), top.live_table(caches, rates, width)):
+            lines = shown(view, width)
+            assert max(map(len, lines)) <= width
+            named = [line for line in lines if re.match(r"(\w+ +)?(/data|imagenet|short|broken)", line)]
+            states = [re.search(r"\b(live|bad)\b", line)[0] for line in named]
+            assert sorted(states) == sorted(cache.state for cache in caches)
+
+
+COLUMNS = {
+    ("ls", 50): "name, memory, filled, hit rate, state",
+    ("ls", 80): "name, memory, filled, hit rate, state, held by",
+    ("ls", 200): "name, memory, filled, samples, hit rate, state, keep, age, held by",
+    ("top", 50): "name, full, hit rate, hits/s, state",
+    ("top", 80): "name, memory, bar, full, hit rate, hits/s, processes, state",
+    ("top", 200): "name, memory, samples, bar, full, hit rate, hits/s, misses, processes, state",
+    ("ls, disk", 50): "name, size, filled, state",
+    ("ls, disk", 80): "name, kind, size, filled, hit rate, state, held by",
+    ("ls, disk", 200): "name, kind, size, limit, filled, samples, hit rate, state, keep, age, held by",
+    ("top, disk", 50): "name, full, hit rate, hits/s, state",
+    ("top, disk", 80): "name, size, limit, full, hit rate, hits/s, processes, state",
+    ("top, disk", 200): "name, kind, size, limit, samples, bar, full, hit rate, hits/s, misses, processes, state",
+}
+
+
+@pytest.mark.parametrize(("what", "width"), COLUMNS)
+def test_columns_that_have_no_room_are_left_out(what, width):
+    caches = [ON_DISK] if "disk" in what else CACHES
+    if what.startswith("ls"):
+        heading, _, *rows = shown(top.table(caches, width), width)
+        first = rows[0]
+    else:
+        title, heading, _, *rows = shown(top.live_table(caches, {cache.path: 9.0 for cache in caches}, width), width)
+        assert title == "stocache top: quit with q"
+        assert rows[0].startswith("broken") or "disk" in what  # of equal rates, by name
+        first = rows["disk" not in what]
+    assert re.split(r" {2,}", heading.strip()) == COLUMNS[what, width].split(", ")
+    name = re.split(r" {2,}", first)[0]
+    assert name.endswith(LONG) if width == 200 else re.match(r".*(imagenet|/data).*….*flo", first)
+    if what == "ls":
+        assert len(rows) == 3 + (width == 80)  # the problem takes two lines
+        assert rows[1].split()[:2] == ["short", "3.7"]
+    if what == "ls" and width > 50:
+        assert re.search(r"123456 \(\+2\) python.*…$", first)
+        assert "is a symbolic link" in " ".join(rows[2:])
+
+
+def test_top_shows_the_busiest_first_and_names_shortened_in_the_middle():
+    rates = dict(zip((cache.path for cache in CACHES), (2.0, 3.0, 1.0), strict=True))
+    _, _, _, *rows = shown(top.live_table(CACHES, rates, 200), 200)
+    assert [row.split()[0] for row in rows] == ["short", LONG, "broken"]
+    assert [top._shorten("abcdefgh", width) for width in (8, 7, 4)] == ["abcdefgh", "abc…fgh", "ab…h"]
+
+
+@pytest.mark.parametrize("width", [50, 80, 200])
+def test_texts_are_broken_between_words(run, tmp_path, monkeypatch, width):
+    monkeypatch.setattr(output, "terminal_width", lambda err=False: width)
+    with SharedCacheDDP(1, 10, (4,), name=LONG), DiskCache(tmp_path / LONG, "1MB", 10) as cache:
+        doctor = ["doctor", "--size-limit-gib", "32", "--disk", cache.disk]
+        for arguments in (["info"], doctor, ["stat", LONG], ["stat", cache.disk], ["stat", "nothing"], ["rm", cache.disk]):
+            for line in run(*arguments).output.splitlines():  # a path may be longer
+                assert len(line) <= width or LONG in line or " " not in line.strip(), (arguments, line)
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_help_shows_whole_summaries(run, width):
+    def help_of(*command):
+        return in_terminal(50, *command, "--help") if width == 50 else run(*command, "--help").stdout.splitlines()
+
+    lines = help_of()
+    assert max(map(len, lines)) <= width
+    words = " ".join(" ".join(lines).split())
+    for command in app.registered_commands:
+        sentence = " ".join(command.callback.__doc__.split("\n\n")[0].split()).partition(". ")[0].removesuffix(".")
+        assert f"{command.callback.__name__} {sentence}." in words
+    lines = help_of("bench")
+    assert max(map(len, lines)) <= width
+    assert any(re.match("  --batch-size N  +Samples in a batch", line) for line in lines)
+
+
+def test_rows_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
+    rows = [("plan", "one two three"), ("path", "/a/path/that-is/too-long"), ("info", "")]
+    output.print_rows(rows)
+    assert capsys.readouterr().out == "plan  one two three\npath  /a/path/that-is/too-long\ninfo  \n"
+    monkeypatch.setenv("COLUMNS", "14")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    output.print_rows(rows)
+    assert capsys.readouterr().out == "plan  one two\n      three\npath  /a/path/that-is/too-long\ninfo  \n"
