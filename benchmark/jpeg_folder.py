@@ -30,7 +30,7 @@ from stocache.cache.shared import SharedCache
 from stocache.samples.spec import Structure
 from stocache.shm.claims import Claims
 from stocache.shm.segment import Segment
-from stocache.tools.cli import bench
+from stocache.tools import bench
 
 CLAIM = "Filling the cache costs the first epoch at most 3 %; warm time falls in a straight line with the cached share."
 NEEDS = (

@@ -21,7 +21,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`;
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "--portable" in sys.argv:
-    os.environ["PYTHONPATH"] = os.pathsep.join([f"{Path(__file__).parent}/platform/portable", os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [f"{Path(__file__).parent}/system/platform/portable", os.environ.get("PYTHONPATH", "")]
+    )
     import tests.system.platform.portable.sitecustomize  # noqa: F401  # processes that are started import it by themselves
 
 import numpy as np

@@ -164,8 +164,6 @@ class SharedCache(MemoryCache[_T]):
         room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
         self._share(segment, dataset_len, self._columns, str(structure), room, own, dataset_len)
 
-    # ------------------------------------------------------------------------------------------------ many samples
-
     def get_slots(self, indices: Sequence[int] | Tensor, *, out: Any = None) -> tuple[Any, Tensor]:
         """Return the samples ``indices`` in one gather, and which of them are cached.
 
@@ -322,8 +320,6 @@ class SharedCache(MemoryCache[_T]):
         columns, count = self._columns, len(index)
         encode, each = partial(columns.buffers, items, count), partial(columns.samples, items, count)
         self._set_many(index, encode, each, allow_oob_idx, allow_overwrite)
-
-    # ------------------------------------------------------------------------------------------------ the memory itself
 
     @property
     def array(self) -> Any:

@@ -314,8 +314,6 @@ def as_bytes(batch: Any) -> NDArray[np.uint8]:
 _COLUMNS: dict[type[Leaf], Any] = {TensorLeaf: _TensorColumn, ArrayLeaf: _ArrayColumn, NumberLeaf: _NumberColumn}
 _COLUMNS[NarrowLeaf] = _NarrowColumn
 
-# ---------------------------------------------------------------------------------------------------- all columns
-
 
 class SlotArrays:
     """The `SampleStore` of a SharedCache: the columns of all slots, one after the other in the data of a segment.

@@ -117,8 +117,6 @@ class Audit:
         self._assemble(*arguments)
         self._attributes = attributes
 
-    # ------------------------------------------------------------------------------------------------ changes of the dataset
-
     @property
     def changed(self) -> bool:
         """Whether cached samples are not served any more."""
@@ -155,8 +153,6 @@ class Audit:
         logger.warning(
             "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
         )
-
-    # ------------------------------------------------------------------------------------------------ comparing
 
     def meet_workers(self, started: bool) -> None:
         """Note that a loop with persistent workers begins. Warn where an attribute was set since they ``started``."""
@@ -290,8 +286,6 @@ class Audit:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""
         names = _differing(self._attributes, _small_attributes(self._dataset))
         return [name for name in names if _holder_of(name) not in self._set_by_loads]
-
-    # ------------------------------------------------------------------------------------------------ random numbers
 
     def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""

@@ -268,8 +268,6 @@ class CachedDataset(DatasetProxy[_T]):
         load_many = undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load))
         return self._tiers.behind(load_many)
 
-    # ------------------------------------------------------------------------------------------------ samples
-
     def __len__(self) -> int:
         """Return the number of samples.
 
@@ -446,8 +444,6 @@ class CachedDataset(DatasetProxy[_T]):
         """Have the storage read blocks ahead, except those that are cached. A `BlockSampler` calls it."""
         self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
 
-    # ------------------------------------------------------------------------------------------------ filling ahead
-
     def warm(self, num_workers: int = 1, progress: bool = True) -> DatasetStats:
         """Fill the cache now, and return `stats`.
 
@@ -497,8 +493,6 @@ class CachedDataset(DatasetProxy[_T]):
                 self._loader.copy_samples(batch)
             self._tiers.fill(batch, self._loader.load_many)
             yield len(batch)
-
-    # ------------------------------------------------------------------------------------------------ life
 
     def stats(self) -> DatasetStats:
         """Return the counts of all processes, in total and for each epoch; after `close` those of that moment."""

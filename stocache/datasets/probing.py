@@ -214,9 +214,6 @@ def log_draws_without_effect(dataset: object, idx: int, drawn: str = "") -> None
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- loading
-
-
 def _load_all(
     dataset: object,
     load: Callable[[int], object],

@@ -98,8 +98,6 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         self._cache_options, self._loader_options = dict(cache_options or {}), loader_options
         self.datasets: dict[str, Dataset[Any]] = {}
 
-    # ------------------------------------------------------------------------------------------------ samples
-
     def prepare_data(self) -> None:
         """Prepare the samples if they are not. Lightning calls this in one process per machine; for a URL, in one process."""
         storage = self.storage
@@ -172,8 +170,6 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             options = {"name": f"datamodule-{checksum(key.encode())}", "fingerprint": same} | options
         return CachedDataset(dataset, limit, transform=transform, **options)
 
-    # ------------------------------------------------------------------------------------------------ loaders
-
     def train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training samples, shuffled."""
         return self._loader("train", shuffle=True)
@@ -213,8 +209,6 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             rank=None if trainer is None else trainer.global_rank,
             world_size=None if trainer is None else trainer.world_size,
         )
-
-    # ------------------------------------------------------------------------------------------------ life
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: a checksum of the split. The loaders have their own states."""

@@ -245,8 +245,6 @@ class DataLoader(ResumableLoader[_T]):
     _stage: "DeviceStage | None"
     _unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost`
 
-    # ------------------------------------------------------------------------------------------------ iterating
-
     def __iter__(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
         order = self._order()
@@ -463,8 +461,6 @@ class DataLoader(ResumableLoader[_T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | _fresh()
-
-    # ------------------------------------------------------------------------------------------------ observing
 
     @property
     def log(self) -> EpochLog:

@@ -109,8 +109,6 @@ class ResumableLoader(TorchLoader[_T]):
         own: dict[str, Any] = {"_progress": progress, "_worker_states": WorkerStates(1), "_promised": False}
         return vars(self) | own | dict.fromkeys(("_iterator", "_iterable", "_worker_group", "_workers_made"))
 
-    # ------------------------------------------------------------------------------------------------ new iterators
-
     def _next_progress(self) -> Progress:
         """Return the progress of the epoch that begins, or is resumed."""
         sample_epoch = None if self.sample_seed is None else self._next_sample_epoch()
@@ -176,8 +174,6 @@ class ResumableLoader(TorchLoader[_T]):
     def _stateful_iterable(self, source: object, states: list[WorkerState | None], turn: int) -> StatefulIterable:
         wrapper = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
         return wrapper(source, states, turn, self.batch_size or 1, self.drop_last)
-
-    # ------------------------------------------------------------------------------------------------ states
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.

@@ -356,9 +356,6 @@ def _each(get: Callable[[Any], object], indices: Sequence[object], before_each: 
     return samples
 
 
-# ---------------------------------------------------------------------------------------------------- collating
-
-
 class SeededCollate:
     """Calls a collate function with generators that were seeded for the batch."""
 

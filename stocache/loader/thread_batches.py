@@ -168,8 +168,6 @@ class ThreadMaker:
             if shared_seed is not None and isinstance(worker.dataset, IterDataPipe):
                 worker.reseed(shared_seed)
 
-    # ------------------------------------------------------------------------------------------------ whole batches
-
     def _fetch(self, batch: Batch, _: int) -> None:
         """Make a batch of a bound worker, as torch's worker process does."""
         number = batch.maker = batch.stream
@@ -208,8 +206,6 @@ class ThreadMaker:
 
     def _pinned(self, data: object) -> Any:
         return data if self._pin is None else _pin_memory(data, self._pin)
-
-    # ------------------------------------------------------------------------------------------------ runs of samples
 
     def find_cached(self, batches: list[Batch]) -> Group | None:
         """Look for the samples of several batches at once. Return them as a group; None unless all are cached."""

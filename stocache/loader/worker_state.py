@@ -104,9 +104,6 @@ class StateBatch(NamedTuple):
     dropped: bool = False
 
 
-# ---------------------------------------------------------------------------------------------------- in workers
-
-
 _FILLER = object()
 """A sample of a batch that is dropped."""
 
@@ -281,9 +278,6 @@ class StatefulInit:
         state = self.states[number] if self.states else None
         if not iterable and state is not None:
             restore(info.dataset, state.dataset)
-
-
-# ---------------------------------------------------------------------------------------------------- in the loader's process
 
 
 @dataclass

@@ -240,8 +240,6 @@ class _Parts:
         each = self._each(stats.batches, "batch", self.hand_over_s)
         return "hand-over", f"handing over {each} is the limit; larger batches, or worker_method='thread', cost less"
 
-    # ------------------------------------------------------------------------------------------------ the effect of a change
-
     def _share_with(self, work_s: float, workers: int) -> float:
         """Return the predicted share of waiting, with ``work_s`` of work in an epoch."""
         wait_s = steady_wait_s(work_s / self.stats.batches, workers, self.step_s)
@@ -278,8 +276,6 @@ class _Parts:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
         load, idle = self.stats.load, self.work_s < _IDLE * self.workers * self.stats.seconds
         return self.facts.workers > 1 and idle and load.count > 0 and load.p99_s > _SLOW * load.p50_s
-
-    # ------------------------------------------------------------------------------------------------ the texts
 
     def _each(self, count: int, noun: str, seconds: float) -> str:
         return f"{plural(count, noun)} of {format_seconds(seconds / max(1, count))} each"

@@ -137,8 +137,6 @@ class DataLoader2:
             datapipe = datapipe if adapt is None else adapt(datapipe)
         return datapipe
 
-    # ------------------------------------------------------------------------------------------------ iterating
-
     def __iter__(self) -> "DataLoader2Iterator":
         """Begin the next epoch, unless no element of the current one was taken here. Older iterators become invalid.
 
@@ -250,8 +248,6 @@ class DataLoader2:
             if act is not None:
                 act(pipe)
 
-    # ------------------------------------------------------------------------------------------------ ending
-
     def shutdown(self) -> None:
         """End the service, with its processes and threads. The loader cannot be iterated afterwards."""
         if self._terminated:
@@ -270,8 +266,6 @@ class DataLoader2:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # __init__ may have raised
             self.shutdown()
-
-    # ------------------------------------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, after the elements it has delivered, for a checkpoint.

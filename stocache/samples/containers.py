@@ -98,8 +98,6 @@ _LEAF = Container("none", type(None), ())
 _SEQUENCES = {cls: Container(cls.__name__, cls, ()) for cls in (list, tuple)}
 
 
-# ---------------------------------------------------------------------------------------------------- keys
-
 _PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write as they are; of others they write the type, too
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{cls: (cls, cls) for cls in (str, int, bytes, bool)},

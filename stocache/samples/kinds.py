@@ -265,9 +265,6 @@ def no_bytes(value: object) -> Unfit:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- tensors
-
-
 def _stream_of(alignment: int) -> int:
     """Return the stream of values whose addresses should be multiples of ``alignment``."""
     return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
@@ -324,9 +321,6 @@ class _TensorKind(Kind):
 
 def _given(order: DimOrder) -> tuple[DimOrder, ...]:
     return () if order is None else (order,)
-
-
-# ---------------------------------------------------------------------------------------------------- numpy
 
 
 class _ArrayKind(Kind):
@@ -518,8 +512,6 @@ def dtype_from_key(key: object) -> np.dtype[Any]:
 _plain_dtype = functools.lru_cache(maxsize=1024)(numpy_dtype)
 
 
-# ---------------------------------------------------------------------------------------------------- Python's numbers
-
 NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
 """The dtype and the stream of each type of numbers."""
 
@@ -625,9 +617,6 @@ def sequence_class(name: object) -> type:
     if name not in ("list", "tuple"):
         raise ValueError(f"{name!r:.50} is not a list or tuple")
     return list if name == "list" else tuple
-
-
-# ---------------------------------------------------------------------------------------------------- bytes
 
 
 class _BytesKind(Kind):
@@ -760,8 +749,6 @@ class _PickleKind(_BytesKind):
             raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
         return pickle.loads
 
-
-# ---------------------------------------------------------------------------------------------------- all kinds
 
 _ALL: tuple[type[Kind], ...] = (
     *(_EnumKind, _TensorKind, _ScalarKind, _ArrayKind, _NarrowKind),  # of several bases the first counts

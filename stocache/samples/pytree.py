@@ -555,9 +555,6 @@ def check_image(parts: Any) -> None:
         raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
 
 
-# ---------------------------------------------------------------------------------------------------- trees
-
-
 def tree_map(function: Callable[[Any], object], tree: object) -> Any:
     """Return a tree of containers with ``function`` applied to each leaf."""
     found = flatten_one(tree)
@@ -595,9 +592,6 @@ def _joiner(parts: Parts) -> Callable[[Iterator[Any]], Any]:
         return next
     unflatten, joins = parts[0], list(map(_joiner, parts[1]))
     return lambda leaves: unflatten([join(leaves) for join in joins])
-
-
-# ---------------------------------------------------------------------------------------------------- the path to a part
 
 
 def sample_error(error: Unfit, where: str, root: str = "sample", pickles: bool = False) -> SampleError:

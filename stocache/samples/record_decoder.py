@@ -242,8 +242,6 @@ class _Items:
         return count * self._bare + sum(sizes)
 
 
-# ---------------------------------------------------------------------------------------------------- records by themselves
-
 _FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef
 _READERS = 1024  # readers of treedefs that are kept
 

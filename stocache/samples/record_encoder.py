@@ -59,8 +59,6 @@ _WIDTHS = "BHIQ"  # of 1, 2, 4 and 8 bytes
 COMPRESSED = 4
 """A bit of `EncodedRecord.packed`, between the width of the integers and their count."""
 
-# ---------------------------------------------------------------------------------------------------- writing
-
 
 class EncodedSample(Leaves):
     """A sample in parts.
@@ -308,9 +306,6 @@ def pack_integers(integers: list[int]) -> tuple[bytes, int]:
 def integers_codec(packed: int) -> struct.Struct:
     """Return the layout of integers, given the number for the head."""
     return struct.Struct(f"<{packed >> 3}{_WIDTHS[packed & 3]}")
-
-
-# ---------------------------------------------------------------------------------------------------- treedefs
 
 
 @functools.lru_cache(maxsize=1024)

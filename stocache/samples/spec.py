@@ -41,8 +41,6 @@ private copy. Else it may keep the buffer: tensors and arrays are views of it.""
 BARE_NODES = 1 << 16
 """See NOTE [ Items without bytes ]."""
 
-# ---------------------------------------------------------------------------------------------------- leaves
-
 
 class _FixedLeaf:
     """A leaf of a fixed dtype and shape."""
@@ -507,9 +505,6 @@ def check_dtype(dtype: Any) -> torch.dtype:
     if str(dtype).startswith(("torch.qint", "torch.quint")):
         raise SampleError(f"dtype {dtype} cannot be cached: quantized tensors hold their scale outside of their bytes.")
     return dtype
-
-
-# ---------------------------------------------------------------------------------------------------- structure
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,6 @@ def a(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-# ---------------------------------------------------------------------------------------------------- looking up
-
-
 def is_class(value: object) -> bool:
     """Return whether a value is a class; unlike isinstance it never asks the value."""
     return type in mro(type(value))
@@ -186,8 +183,6 @@ def name_of(cls: Any) -> str:
     return name
 
 
-# ---------------------------------------------------------------------------------------------------- factories
-
 _OWN = (list, dict, set, int, float, complex, str, tuple, frozenset, bool, bytes, bytearray)
 FACTORIES: dict[str, Any] = {f"builtins:{cls.__name__}": cls for cls in _OWN} | {
     f"collections:{cls.__name__}": cls for cls in (OrderedDict, deque, Counter)
@@ -211,9 +206,6 @@ def factory_of(name: object, trusted: bool) -> Any:
     if not trusted:
         raise Unresolved(f"its samples have the default_factory {name!s:.300}. To call it, pass allow_pickle=True.")
     return resolve(name, trusted)
-
-
-# ---------------------------------------------------------------------------------------------------- enum members
 
 
 def enum_class(name: object, trusted: bool) -> Any:
@@ -278,8 +270,6 @@ def _combines(cls: type) -> bool:
         and static_attribute(type(cls), "__call__") is attributes_of_class(EnumMeta)["__call__"]
     )
 
-
-# ---------------------------------------------------------------------------------------------------- dtypes
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

@@ -139,9 +139,6 @@ def users() -> list[int]:
     return []
 
 
-# ---------------------------------------------------------------------------------------------------- the directory
-
-
 def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = False) -> _Result:
     """Return ``work(descriptor)``, with the lock of a directory held.
 
@@ -300,9 +297,6 @@ def _check_mode(path: str, status: os.stat_result, remedy: str) -> None:
         raise SegmentError(f"{path} is open to others (mode {status.st_mode & 0o777:o}). If it is yours: {remedy} {path}")
 
 
-# ---------------------------------------------------------------------------------------------------- files in it
-
-
 def key_of(at: int, path: str) -> FileKey | None:
     """Return the key of the file ``path`` in the directory ``at``; None if it does not exist.
 
@@ -404,9 +398,6 @@ def enter_child() -> None:
         with contextlib.suppress(OSError):
             os.close(fd)
     _momentary.clear()
-
-
-# ---------------------------------------------------------------------------------------------------- processes and their files
 
 
 def lock_owners(first: int, count: int) -> dict[FileKey, list[int]]:

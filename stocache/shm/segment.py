@@ -184,8 +184,6 @@ class Segment:
                 logger.debug("cannot map the segment in %s: %s", backing, error)
         return _blank(control_bytes)
 
-    # ------------------------------------------------------------------------------------------------ memory
-
     def tensor(self, offset: int, nbytes: int) -> "Tensor":
         """Return the uint8 tensor over ``nbytes`` of data from ``offset``. It keeps the memory mapped, also after this object.
 
@@ -264,8 +262,6 @@ class Segment:
             return False
         return self.backing == "memfd" and limits.memfd_huge_policy() in _HUGE_POLICIES
 
-    # ------------------------------------------------------------------------------------------------ holders and counters
-
     def is_held(self, holder: int) -> bool:
         """Return whether the process of a `holder` is attached: its row is locked, and has the same generation."""
         if holder == self.holder:
@@ -302,8 +298,6 @@ class Segment:
         """Return the sums of the `counters` of all processes, also of those that have exited."""
         return sum_rows(self._bytes[COUNTERS_AT:EXTENTS_AT])
 
-    # ------------------------------------------------------------------------------------------------ crossing processes
-
     def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
         """Pickle as a handle: a descriptor for a process that is being spawned, the path of ours for a running process."""
         if not self._fds:
@@ -311,8 +305,6 @@ class Segment:
         spawning = get_spawning_popen() is not None
         handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
         return _attach, (self._key, handle, self.backing, self.path, self.rank)
-
-    # ------------------------------------------------------------------------------------------------ names
 
     @property
     def key(self) -> FileKey:

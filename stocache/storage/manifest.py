@@ -91,9 +91,6 @@ def block_name(number: int) -> str:
     return f"{_BLOCKS}/{number:06d}.safetensors"
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
 def parse_index(text: bytes, path: str) -> Index:
     """Return the index in the content of the file ``path``.
 
@@ -180,9 +177,6 @@ def open_block(
             f"prepared again. {REPAIR}"
         )
     return block
-
-
-# ---------------------------------------------------------------------------------------------------- writing
 
 
 OTHER_SAMPLES = "the source gives other samples now. Prepare the folder again (again=True, --again)."

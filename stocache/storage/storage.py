@@ -225,8 +225,6 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._locks: dict[int, Any] = {}  # by process: in a forked child that of its parent may be held for ever
         self._last_block = -1
 
-    # ------------------------------------------------------------------------------------------------ writing
-
     def is_prepared(self) -> bool:
         """Return whether the folder is complete."""
         return self._folder.exists(INDEX)
@@ -265,8 +263,6 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._writing.finish(info)
         self._writing = None
         self._forget()
-
-    # ------------------------------------------------------------------------------------------------ reading
 
     @property
     def index(self) -> Index:

@@ -149,9 +149,6 @@ def seed_all(numbers: Iterable[int]) -> None:
         seed_generator(generator, number)
 
 
-# ---------------------------------------------------------------------------------------------------- while a sample is made
-
-
 _LoadMany: TypeAlias = Callable[[list[int]], Iterable[Any]]
 
 
@@ -196,9 +193,6 @@ def undrawn(load: Callable[[int], object]) -> Callable[[int], Any]:
 def undrawn_many(load_many: _LoadMany, load: Callable[[int], object]) -> _LoadMany:
     """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
     return load_many if _here.keep is None else partial(map, partial(_load_kept, _here.keep, load))
-
-
-# ---------------------------------------------------------------------------------------------------- of a dataset
 
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6

@@ -43,9 +43,6 @@ def checksum(*parts: BytesLike) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------- functions
-
-
 def callable_text(function: Any) -> str:
     """Return a text that identifies a callable, the same in all processes with one version of Python.
 

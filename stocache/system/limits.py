@@ -74,9 +74,6 @@ def format_size(n: float) -> str:
     return f"{int(n)} B"
 
 
-# ---------------------------------------------------------------------------------------------------- shared memory
-
-
 def shm_total() -> int:
     """Return the size of /dev/shm in bytes; 0 if it does not exist."""
     return _statvfs_bytes("f_blocks")
@@ -133,9 +130,6 @@ def memfd_huge_policy() -> str:
     except OSError:
         return "never"
     return match[1] if match else "never"
-
-
-# ---------------------------------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True)
@@ -254,9 +248,6 @@ def _machine_memory() -> Memory:
     return Memory(machine.total, machine.available)
 
 
-# ---------------------------------------------------------------------------------------------------- limits
-
-
 def shared_memory_room(named: bool = False) -> int:
     """Return the bytes that the largest cache could hold now, with a name or without.
 
@@ -301,9 +292,6 @@ def warn_short(limit: int, fitting: str, named: bool) -> None:
         fitting,
         remedy,
     )
-
-
-# ---------------------------------------------------------------------------------------------------- mounts
 
 
 class Mount(NamedTuple):

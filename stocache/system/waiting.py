@@ -144,9 +144,6 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text)
 
 
-# ---------------------------------------------------------------------------------------------------- locks of files
-
-
 def identify(fd: int) -> FileKey:
     """Return the key of the file that a descriptor has open."""
     status = os.fstat(fd)

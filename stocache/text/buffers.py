@@ -106,8 +106,6 @@ class Buffers:
     def _disk(self) -> DiskCache | None:
         return None if self.cache is None else self.cache.disk
 
-    # ------------------------------------------------------------------------------------------------ where they begin
-
     def position(self, number: int) -> LinePosition | None:
         """Return where a buffer begins; None if that is not known."""
         found = self._known.get(number)
@@ -206,8 +204,6 @@ class Buffers:
             where = f"byte {offset} of file {file}"
             raise StateError(f"the files have changed since the state was taken: no line begins where {where} was.")
         self._publish(number, position)
-
-    # ------------------------------------------------------------------------------------------------ their rows
 
     def fetch(self, number: int, copy: bool) -> RowBuffer | list[TextChunk] | None:
         """Return a buffer from the cache, or its text if it is not cached; None after the last.
@@ -335,8 +331,6 @@ class Buffers:
             if not bad and isinstance(self.parser, Custom):
                 raise
             return tree, bad
-
-    # ------------------------------------------------------------------------------------------------ life
 
     def flush(self) -> None:
         """Wait until the disk has the buffers that this process has parsed, so that the next epoch finds them; 60 s at most."""

@@ -139,8 +139,6 @@ class Lines:
         nbytes, rows = self._seen
         return nbytes / rows
 
-    # ------------------------------------------------------------------------------------------------ shares
-
     def share_of(self, rank: int, world_size: int) -> "Lines":
         """Return the share of another rank."""
         other = copy.copy(self)
@@ -239,8 +237,6 @@ class Lines:
             _, position = self.read(position)
         return rows
 
-    # ------------------------------------------------------------------------------------------------ reading
-
     def read(self, start: LinePosition, rows: int | None = None) -> tuple[list[TextChunk], LinePosition]:
         """Return the next ``rows`` rows, by default a buffer of them, and the position after them."""
         want = self.buffer_size if rows is None else rows
@@ -309,8 +305,6 @@ class Lines:
     def close(self) -> None:
         """Close the open file. Reading opens it again."""
         self._reader.close()
-
-    # ------------------------------------------------------------------------------------------------ positions
 
     def where(self, location: LineLocation) -> str:
         """Return the path and the line number, from 1, for an error message. Reads the file up to there."""

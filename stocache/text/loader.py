@@ -225,8 +225,6 @@ class StreamLoader(IterableDataset[Any]):
                 "cache=CacheOptions(…, fingerprint=…), and change the fingerprint with the function."
             )
 
-    # ------------------------------------------------------------------------------------------------ files
-
     def _open(self, files: list[TextFile], cached: bool = True) -> None:
         """Set the windows for these files, and count their rows if asked to."""
         full = [file for file in files if file.size]
@@ -301,8 +299,6 @@ class StreamLoader(IterableDataset[Any]):
             logger.warning("this epoch runs uncached: %s", str(error))
             self._open(files, cached=False)
         return self._current()
-
-    # ------------------------------------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the batches of the next epoch, or over the rest of one that was resumed."""
@@ -399,8 +395,6 @@ class StreamLoader(IterableDataset[Any]):
                 total % size, total, size,
             )  # fmt: skip
 
-    # ------------------------------------------------------------------------------------------------ state
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the next iterator delivers."""
         check_integer("epoch", epoch, 0)
@@ -468,8 +462,6 @@ class StreamLoader(IterableDataset[Any]):
         cache = self._current().buffers.cache
         memory, disk = (None, None) if cache is None else cache.stats()
         return StreamStats(**self._totals, cache=memory, disk=disk)
-
-    # ------------------------------------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """End the workers, close the files and release the memory. May be called twice."""

@@ -106,9 +106,6 @@ def _parsed_kind(dtype: Any) -> str:
     return "f8" if dtype.kind == "f" else "i8"
 
 
-# ---------------------------------------------------------------------------------------------------- kinds of rows
-
-
 class RowParser(ABC):
     """Base class of parsers. Each subclass reads one format."""
 
@@ -361,9 +358,6 @@ class Custom(RowParser):
 
 def _split(data: bytes) -> list[str]:
     return [row.removesuffix("\r") for row in data.decode(errors="surrogateescape").split("\n")[:-1]]
-
-
-# ---------------------------------------------------------------------------------------------------- arrays
 
 
 def join_trees(trees: Sequence[object]) -> Any:

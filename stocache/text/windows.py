@@ -75,8 +75,6 @@ class Windows:
     def __post_init__(self) -> None:
         self._order: Any = None, None  # the key of an epoch, and the order of its buffers
 
-    # ------------------------------------------------------------------------------------------------ order
-
     def _generator(self, key: Sequence[int], *more: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *key, self.rank, *more])
 
@@ -104,8 +102,6 @@ class Windows:
 
     def _batches_before(self, window: int) -> int:
         return window * self.window * (self.buffers.lines.buffer_size // self.batch_size)
-
-    # ------------------------------------------------------------------------------------------------ batches
 
     def fetch(self, key: ShuffleKey, window: int) -> Fetched | None:
         """Return the buffers of a window, as text where they are not cached; None after the last window."""
@@ -145,8 +141,6 @@ class Windows:
             batches.append(tree_map(lambda array: next(tensors), tree))  # noqa: B023  called at once
         return batches
 
-
-# ---------------------------------------------------------------------------------------------------- threads and processes
 
 Deliveries = Generator[tuple[int, WindowBatches], None, None]
 

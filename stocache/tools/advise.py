@@ -202,9 +202,6 @@ def _advised(forecast: Forecast, cached: str, collate_fn: object) -> Advised:
     return Advised(forecast, limit, code)
 
 
-# ---------------------------------------------------------------------------------------------------- the report
-
-
 def _describe(advice: Advice) -> list[str]:
     costs = advice.costs
     loads = sorted(costs.loads_s)

@@ -92,9 +92,6 @@ def drop_pages(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-# ---------------------------------------------------------------------------------------------------- the experiment
-
-
 class PartlyCached(Dataset[Any]):
     """A map-style dataset, of which a share of the samples, evenly spread, is in a `CachedDataset`.
 
@@ -213,9 +210,6 @@ def sweep(
                         epochs.append(EpochTiming(fraction, phase, seconds, length, reads - before))
                     del loader  # its workers use the cache too
     return epochs
-
-
-# ---------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler, de
 
 import stocache
 from stocache import CachedDataset
-from stocache.loader import dataloader
-from stocache.observe import epochs
+from stocache.loader import dataloader, epochs
 from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N

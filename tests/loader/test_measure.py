@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from stocache import DatasetError
+from stocache.loader.choice import measure, trials
 from stocache.loader.choice.measure import fit_costs
 from stocache.loader.choice.model import UNCACHED, Costs, Setting, WayCosts, predict, simulate
 from stocache.loader.choice.trials import EpochRun, FilledCache, nbytes_of, time_busy_loads, time_loads
-from stocache.observe import measure, trials
 from stocache.system.loading.children import SlowError
 
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 import stocache
 from stocache import CachedDataset, SampleSeed
+from stocache.loader.choice import choice
 from stocache.loader.choice.choice import GilTrial, choose_method
-from stocache.observe import choice
 from tests.support.images import Images, N
 
 

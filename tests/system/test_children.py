@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from stocache import CachedDataset, DatasetError, RaggedCache, SharedCache, WorkerError, prepare
 from stocache.datasets import probing
-from stocache.system import children
+from stocache.system.loading import children
 from stocache.system.loading.children import ChildError, in_children
 from stocache.system.platform import here
 from tests.support.processes import wait_until

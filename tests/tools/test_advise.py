@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
+from stocache.loader.choice import measure, trials
 from stocache.loader.choice.model import UNCACHED, BatchCosts, Costs, Setting, WayCosts
 from stocache.loader.choice.trials import EpochRun, EpochTrials, FilledCache, run_epochs
-from stocache.observe import measure, trials
 
 CORES, PACKS = len(os.sched_getaffinity(0)), find_spec("lz4") is not None
 CHEAP, FREE = BatchCosts(1e-5, 1e-5), BatchCosts(0.0, 0.0)

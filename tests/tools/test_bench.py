@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from stocache.tools import bench
 from stocache.tools.bench import EpochTiming, SweepRow
-from stocache.tools.cli import app, bench
+from stocache.tools.cli import app
 
 image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
 ROWS = [SweepRow(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), SweepRow(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]

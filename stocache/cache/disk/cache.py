@@ -217,8 +217,6 @@ class DiskCache(ListCache[_T]):
         """The folder."""
         return self._options.disk
 
-    # ------------------------------------------------------------------------------------------------ behind a cache in memory
-
     def has_rows(self, indices: _Indices) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
         return self.set_among(indices) if self._fills_batches else np.zeros(len(indices), bool)
@@ -305,8 +303,6 @@ class DiskCache(ListCache[_T]):
     def flush(self) -> None:
         """Wait until all samples that `serve` has loaded in this process are written; 60 seconds at most."""
         self._writer.flush()
-
-    # ------------------------------------------------------------------------------------------------ life
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""

@@ -126,8 +126,6 @@ class Folder:
         mode = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY  # without one of them, all samples are misses
         self.index, self.samples = (self._open_file(name, mode) for name in (INDEX_FILE, SAMPLES_FILE))
 
-    # ------------------------------------------------------------------------------------------------ the checks
-
     def _open_directory(self) -> None:
         try:
             self._at = here.Directory(self.path)
@@ -165,8 +163,6 @@ class Folder:
                 f"the disk cache {printable(self.path)} is for other samples: {'; '.join(wrong)}. Give another folder, or "
                 f"remove it: stocache rm {printable(self.path)}"
             )
-
-    # ------------------------------------------------------------------------------------------------ the lock
 
     def _take_lock(self) -> None:
         """Lock the folder: alone, or together with other processes of this machine. See NOTE [ Who uses a folder ]."""
@@ -229,8 +225,6 @@ class Folder:
                 return self._open_file(LOCK_FILE, os.O_RDONLY)
             except FileNotFoundError:
                 raise error from None
-
-    # ------------------------------------------------------------------------------------------------ the files
 
     def _has(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -190,9 +190,6 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:
         return filesystem_of(at.stat().st_dev), at.free_bytes() + taken
 
 
-# ---------------------------------------------------------------------------------------------------- the files
-
-
 class _Files(NamedTuple):
     path: str
     at: here.Directory
@@ -284,9 +281,6 @@ def _users(at: here.Directory) -> list[int]:
         finally:
             os.close(lock)
     return []
-
-
-# ---------------------------------------------------------------------------------------------------- the samples
 
 
 def _index(files: _Files) -> Iterator[tuple[int, _Numbers]]:

@@ -91,8 +91,6 @@ class DiskStore:
         """See `SampleStore`: one by one."""
         return None
 
-    # ------------------------------------------------------------------------------------------------ writing
-
     def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
         """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
         if self.file is None or not self._writable:
@@ -171,8 +169,6 @@ class DiskStore:
         """Return whether all of these samples fit."""
         rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
         return rooms <= self._capacity - self.used
-
-    # ------------------------------------------------------------------------------------------------ reading
 
     def load(self, idx: int, copy: bool) -> Any:
         """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
@@ -270,8 +266,6 @@ class DiskStore:
                 first = self._segment.extents.first_to_warn(DISK_WARNING)
             if first:
                 logger.warning("the disk cache %s %s", self._path, problem)
-
-    # ------------------------------------------------------------------------------------------------ the others
 
     def clear(self) -> None:
         """Give all room back to the disk."""

@@ -171,8 +171,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
     def stopped(self, stopped: bool) -> None:
         self._table.stopped = stopped
 
-    # ------------------------------------------------------------------------------------------------ reading
-
     def get(self, key: _K, default: Any = None, *, copy: bool = True) -> Any:
         """Return the value of a key, or ``default`` where it is not cached.
 
@@ -254,8 +252,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
         self._segment.count(HITS)
         self._keep([key], [value], strict=False, on_disk=True)
         return value
-
-    # ------------------------------------------------------------------------------------------------ loading
 
     def get_or_load(
         self, key: _K, load: Callable[[_K], _T], *, copy: bool = True, strict: bool = True, timeout_s: float = 10.0
@@ -379,8 +375,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
         """Return whether another key may be cached. A process without its own counter row caches nothing."""
         has_room = not (self._full or self._arena.refused) or (self._disk is not None and self._disk.takes)
         return has_room and self._segment.holder > 0
-
-    # ------------------------------------------------------------------------------------------------ writing
 
     def put(self, key: _K, value: _T) -> bool:
         """Cache the value of a key. Return whether it is cached now: not if the cache is full.
@@ -520,8 +514,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
             raise BusyError(
                 f"clear: {describe_process(self._segment.pid_of(self._claims.writer()))} is writing a value. Resume or end it."
             )
-
-    # ------------------------------------------------------------------------------------------------ statistics
 
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. ``dataset_len`` and ``slots`` are the cached keys."""

@@ -233,8 +233,6 @@ class CachedFunction:
             found = getattr(found, name, None)
         return self._function.__qualname__ if found is self else super().__reduce_ex__(protocol)
 
-    # ------------------------------------------------------------------------------------------------ calling
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result for the arguments: from the cache, or from the function, which is then cached."""
         if self._object is not None:
@@ -331,8 +329,6 @@ class CachedFunction:
             known = value, length, checksum(repr(describe(value, strides=False)).encode("utf-8", "surrogatepass"))
             self._digests[name, id(obj)] = known
         return known[2]
-
-    # ------------------------------------------------------------------------------------------------ checking
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, and notice if it draws random numbers."""

@@ -157,9 +157,6 @@ def _add_operators() -> None:
 _add_operators()
 
 
-# ---------------------------------------------------------------------------------------------------- conversions
-
-
 def _conversions() -> Iterator[tuple[Any, str]]:
     """Yield the functions without a protocol such as ``__torch_function__``: by the module, and the name in it."""
     yield from ((torch, name) for name in ("as_tensor", "asarray", "from_numpy", "tensor"))

@@ -98,9 +98,6 @@ def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], object], li
     return choose
 
 
-# ---------------------------------------------------------------------------------------------------- formats that widen
-
-
 def warn_of_widening(dataset: Any, sample: Any) -> None:
     """Warn if a Hugging Face dataset has a format that makes its samples much larger than stored; say how to avoid that.
 
@@ -172,9 +169,6 @@ def _arrays(value: object) -> Iterator[Any]:
             yield from _arrays(item)
     elif isinstance(value, Tensor | np.ndarray) and value.ndim:
         yield value
-
-
-# ---------------------------------------------------------------------------------------------------- transforms at reading
 
 
 class ReadTransform:

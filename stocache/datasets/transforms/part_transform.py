@@ -97,8 +97,6 @@ def _replace(sample: Any, key: Any, new: Any) -> Any:
     return changed
 
 
-# ---------------------------------------------------------------------------------------------------- parts by their path
-
 Path: TypeAlias = tuple[Any, ...]
 """Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
 

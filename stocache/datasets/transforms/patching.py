@@ -107,9 +107,6 @@ def find_transform(dataset: object, site: Site) -> Any:
         return None
 
 
-# ---------------------------------------------------------------------------------------------------- patching
-
-
 def patch(dataset: object, transforms: Mapping[Site, object]) -> Any:
     """Return a patched dataset that has ``transforms`` at their sites; see NOTE [ Patched datasets ].
 
@@ -152,9 +149,6 @@ def _make_property(name: str, value: object) -> property:
         vars(self)[name] = new
 
     return property(lambda self: value, set_original)
-
-
-# ---------------------------------------------------------------------------------------------------- stand-ins
 
 
 class StandIn:

@@ -188,9 +188,6 @@ def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequenc
     return join
 
 
-# ---------------------------------------------------------------------------------------------------- for users
-
-
 def split_transforms(transform: object) -> tuple[Any, Any]:
     """Split a transform in two: its deterministic beginning, and the rest from the first step on that may be random.
 
@@ -271,9 +268,6 @@ class CallableWrapper:
 
     def __repr__(self) -> str:
         return repr(self.transform)
-
-
-# ---------------------------------------------------------------------------------------------------- steps
 
 
 def step_name(step: object) -> str:

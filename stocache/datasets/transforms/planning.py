@@ -79,9 +79,6 @@ def warn_of_random_steps(dataset: object, reason: str) -> None:
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------- where to cut
-
-
 class Option(NamedTuple):
     """A place to cut: the cut of each transform that is called, the bytes of a sample, and the seconds a cached one saves."""
 
@@ -193,9 +190,6 @@ def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], 
     usual = next((option for option in options if share(option.size) == 1.0), smallest)
     best = max(options, key=saved_s)
     return best if saved_s(best) > 2 * saved_s(usual) and saved_s(best) - saved_s(usual) > _NEGLIGIBLE_S else usual
-
-
-# ---------------------------------------------------------------------------------------------------- planning
 
 
 def plan_split(

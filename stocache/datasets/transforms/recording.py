@@ -40,9 +40,6 @@ class Deviation(Exception):
     """A sample is not made as planned."""
 
 
-# ---------------------------------------------------------------------------------------------------- programs
-
-
 @dataclass(frozen=True)
 class Ref:
     """The result of an earlier step."""
@@ -235,9 +232,6 @@ def _checked(step: Step, result: object) -> Any:
 
 def _same(one: object, other: object) -> bool:
     return one is other or (type(one) is type(other) and repr(one) == repr(other))
-
-
-# ---------------------------------------------------------------------------------------------------- recording
 
 
 class Recorder:

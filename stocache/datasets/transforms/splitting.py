@@ -72,9 +72,6 @@ class UnplannedSample:
         raise TypeError("it was made in another way than those that were probed")
 
 
-# ---------------------------------------------------------------------------------------------------- at run time
-
-
 class BoundPlan:
     """A plan, applied to one dataset in one process.
 

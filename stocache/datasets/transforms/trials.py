@@ -240,9 +240,6 @@ def _bound(
     return bounds[number], kind, leaf_idx
 
 
-# ---------------------------------------------------------------------------------------------------- measuring
-
-
 class _Meter:
     """Loads samples of a leaf, and measures each step of the deterministic beginnings of their transforms."""
 

@@ -108,9 +108,6 @@ def _price(forecast: Forecast) -> tuple[bool, int, int, float]:
     return setting.codec is not None, setting.workers, forecast.memory_bytes, forecast.epoch_s
 
 
-# --------------------------------------------------------------------------------------------------- the number of workers
-
-
 def with_chosen_workers(dataset: object, arguments: Mapping[str, Any], make_loader: MakeLoader) -> dict[str, Any]:
     """Return arguments of torch's DataLoader with a number in place of ``num_workers="auto"``, and log why.
 

@@ -143,8 +143,6 @@ class CostStudy:
         self._report("done")
         return costs
 
-    # ------------------------------------------------------------------------------------------------ the children
-
     def _load_first(self) -> Loads:
         """Return the first load of one sample."""
         patience_s = self._left_s * _FIRST_SHARE
@@ -218,8 +216,6 @@ class CostStudy:
         except (ChildError, WorkerError) as error:
             self._missing.append(f"loads with all CPUs were not timed: {error}")
 
-    # ------------------------------------------------------------------------------------------------ in a child
-
     @property
     def _load_many(self) -> LoadMany:
         return SampleLoader(self.dataset).load_many if self._split is None else self._split.load_many
@@ -259,8 +255,6 @@ class CostStudy:
     def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
         with _quiet():
             yield from time_busy_loads(self._load_many, parts, self._group, budget_s)
-
-    # ------------------------------------------------------------------------------------------------ the costs
 
     def _assemble(self, first: Loads) -> Costs:
         loads = self._of(Loads) or [first]

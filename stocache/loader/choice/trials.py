@@ -42,9 +42,6 @@ _WARM_UP, _WARM_UP_S = 2, 0.2  # epochs that are not timed; and seconds, up to w
 _CHUNK = 32  # samples that are put into a cache together
 
 
-# ---------------------------------------------------------------------------------------------------- loads
-
-
 class Loads(NamedTuple):
     """The times of some loads.
 
@@ -119,9 +116,6 @@ def _time(
         for sample in samples:
             keep(sample)
     return tuple(seconds), time.process_time() - cpu_s
-
-
-# ---------------------------------------------------------------------------------------------------- epochs
 
 
 class FilledCache(NamedTuple):

@@ -268,8 +268,6 @@ class DeviceGatherer:
 
         return RowSource("from_host", positions, np.arange(len(positions)), sent)
 
-    # ------------------------------------------------------------------------------------------------ the tier
-
     def _open_tier(self) -> DeviceTier | None:
         if self._tier is None and self._limit:
             words = [self._cache.slot_arrays.columns[number].words for number in self._large]
@@ -301,8 +299,6 @@ class DeviceGatherer:
         else:
             tier.release()
         return True
-
-    # ------------------------------------------------------------------------------------------------ figures
 
     @property
     def _mapped(self) -> MappedSegment:

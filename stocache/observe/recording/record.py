@@ -375,9 +375,6 @@ class Counted:
         return self.rows[:, begin : begin + BUCKETS].sum(0)  # type: ignore[no-any-return]
 
 
-# ---------------------------------------------------------------------------------------------------- named records
-
-
 def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
     """Return the segment of a new named record, beside the cache of that name; None if it cannot be made.
 

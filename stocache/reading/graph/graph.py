@@ -94,9 +94,6 @@ def remove_dp(graph: DataPipeGraph, datapipe: DataPipe) -> DataPipeGraph:
     return traverse_dps(removed(_end_of(graph), datapipe))
 
 
-# ---------------------------------------------------------------------------------------------------- below the public ones
-
-
 def _end_of(graph: DataPipeGraph) -> DataPipe:
     ((end, _),) = graph.values()
     return end
@@ -227,9 +224,6 @@ def _unshared(value: object) -> Any:
     if isinstance(value, list) and _pipes_in([value]):
         return [_unshared(content) for content in value]
     return copy.copy(value)
-
-
-# ---------------------------------------------------------------------------------------------------- kinds of pipes
 
 
 def is_random(datapipe: DataPipe) -> bool:

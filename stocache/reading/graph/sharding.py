@@ -117,9 +117,6 @@ def _is_fed(datapipe: DataPipe) -> bool:
     return any(isinstance(pipe, Feed) for pipe in pipes_of(datapipe))
 
 
-# -------------------------------------------------------------------------------------- see NOTE [ Three parts of a graph ]
-
-
 def replicable_end(datapipe: DataPipe) -> DataPipe:
     """Return the last pipe before those that stay in the main process.
 

@@ -74,8 +74,6 @@ class WorkerStream(Stream):
         super().begin_epoch(epochs, begun)
         self._dispatched = dispatched
 
-    # ------------------------------------------------------------------------------------------------ asking
-
     def _next_request(self) -> "Request | None":
         if all(state.ended for state in self._states):
             return None
@@ -114,8 +112,6 @@ class WorkerStream(Stream):
         if number == _IN_FLIGHT:
             return _pickled(self._dispatched)
         return None if self._all_dispatched else GO_ON
-
-    # ------------------------------------------------------------------------------------------------ merging
 
     def __iter__(self) -> Iterator[Any]:
         try:

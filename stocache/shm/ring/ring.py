@@ -167,8 +167,6 @@ class Ring:
         """Return a private copy of bytes of the buffers, in any process that has the ring."""
         return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
 
-    # ------------------------------------------------------------------------------------------------ iterations
-
     def begin(self) -> int:
         """Return the number of a new iteration, live until its `end`; 0, which gets no lane, if too many are live."""
         number = next(self._iterations)
@@ -184,8 +182,6 @@ class Ring:
             for at in range(_LIVE):
                 if self._live[at] == iteration:
                     self._live[at] = 0
-
-    # ------------------------------------------------------------------------------------------------ sending
 
     def lane(self, iteration: int) -> "Lane | None":
         """Return the lane of this process, taken at the first call; None if no lane is free."""
@@ -209,8 +205,6 @@ class Ring:
                 owner[0], owner[1], owner[2] = iteration, os.getpid(), 0
             return Lane(self.key, segment, self._address, first, owner, words)
         return None
-
-    # ------------------------------------------------------------------------------------------------ receiving
 
     def receive(
         self, slot: int, batch: int, nbytes: int, places: list[tuple[int, int]], payload: bytes | tuple[int, int]

@@ -26,9 +26,6 @@ def share_scipy(matrix: Any) -> Any:
     return made
 
 
-# ---------------------------------------------------------------------------------------------------- Arrow
-
-
 class SharedArrow:
     """An Arrow table or column in shared memory: it is indexed, sliced and walked through as that, and has its attributes.
 
@@ -86,8 +83,6 @@ class SharedArrow:
 
 
 share_pyarrow = SharedArrow.of
-
-# ---------------------------------------------------------------------------------------------------- pandas
 
 
 def share_pandas(value: Any) -> Any:

@@ -378,8 +378,6 @@ class _Preparation:
                 f"the source was changed while {self._writer.path} was prepared: {'; '.join(changes)}. Prepare it again."
             )
 
-    # ------------------------------------------------------------------------------------------------ a dataset
-
     def write_dataset(self, dataset: Any, info: Any) -> None:
         """Write the blocks of a map-style dataset that are missing, in any order."""
         blocks = self._blocks_of(dataset)
@@ -450,8 +448,6 @@ class _Preparation:
         else:  # at a URL a child process only loads and encodes: some connections do not work after a fork
             with closing(in_children_or_here(blocks.dataset, [partial(blocks.encode_all, missing)])) as encoded:
                 yield from in_threads(blocks.save, encoded, 1)
-
-    # ------------------------------------------------------------------------------------------------ a preparer
 
     def write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
         """Write the blocks that are missing of the samples that a `DataPreparer` yields, in order."""

@@ -143,9 +143,6 @@ def _result(number: int, task: Any) -> tuple[int, Any]:
     return result
 
 
-# ---------------------------------------------------------------------------------------------------- in a worker
-
-
 def _run(job: RayJob, call: bytes) -> tuple[int, Any]:
     """Write a block."""
     global _loaded

@@ -241,9 +241,6 @@ class _Child:
         )
 
 
-# ---------------------------------------------------------------------------------------------------- in the child
-
-
 def signal_name(number: int) -> str:
     """Return the name of a signal, also of a real-time one."""
     try:
@@ -321,9 +318,6 @@ def _reopen_files() -> None:
             os.lseek(again, position, os.SEEK_SET)
             os.dup2(again, fd, inheritable=os.get_inheritable(fd))
             os.close(again)
-
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 
 PackedError: TypeAlias = tuple[bytes | None, str, str]

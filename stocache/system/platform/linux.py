@@ -32,9 +32,6 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: kind, whence, start, length, process
 
 
-# ---------------------------------------------------------------------------------------------------- locks
-
-
 def lock_byte(fd: int, offset: int) -> bool:
     """Take the lock of one byte of a file for this process; False if another process has it."""
     try:
@@ -68,9 +65,6 @@ def lock_file(fd: int, shared: bool = False) -> bool:
 def unlock_file(fd: int) -> None:
     """Release the lock of an open file."""
     fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-# ---------------------------------------------------------------------------------------------------- memory and files
 
 
 def reserve(fd: int, at: int, nbytes: int) -> None:
@@ -187,9 +181,6 @@ def limit_of(name: str) -> tuple[int, int]:
     """Return a limit of this process, such as "NOFILE", and the most to which it can be raised; `sys.maxsize` for none."""
     soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
     return (soft if soft >= 0 else sys.maxsize), (hard if hard >= 0 else sys.maxsize)
-
-
-# ---------------------------------------------------------------------------------------------------- processes
 
 
 def user() -> int:

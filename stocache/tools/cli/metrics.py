@@ -43,8 +43,6 @@ BUCKET_BOUNDS = tuple(str(float(f"{bound:.6g}")) for bound in BOUNDS_S[_LAST])
 
 _MOST_PROBLEMS = 20  # that are described
 
-# ---------------------------------------------------------------------------------------------------- metrics
-
 _Of: TypeAlias = Callable[[Any], Any]
 
 
@@ -184,9 +182,6 @@ def _metrics(users: bool, caches: Sequence[NamedCache] = (), loaders: Sequence[N
         about = {"problem": file.problem.removeprefix(f"{file.path} ")}
         described.add_metric([file.path, *([file.user] if users else [])], about)
     yield from (unreadable, described)
-
-
-# ---------------------------------------------------------------------------------------------------- the collector
 
 
 class Collector:

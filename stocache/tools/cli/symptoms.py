@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-_PAGE = Path(__file__).parents[1] / "SYMPTOMS.md"
+_PAGE = Path(__file__).parents[2] / "SYMPTOMS.md"
 _GAP = "…"  # of a message on the page
 
 

@@ -196,8 +196,6 @@ class ProgramLoaders:
             known = self._datasets[id(dataset)] = _Dataset(dataset)
         return known
 
-    # ------------------------------------------------------------------------------------------------ caching
-
     def served(self, loader: ProgramLoader[Any], keeps_iterator: bool = False) -> CachedDataset | None:
         """Return the cached dataset for the next iterator of a loader; None if it iterates over the dataset itself.
 
@@ -237,8 +235,6 @@ class ProgramLoaders:
             limit = f"{max(0, total - sum(cached.cache.settle() for cached in self._kept))}B"
         disk = None if options.disk is None else os.path.join(options.disk, str(len(self._kept)))
         return CacheOptions(limit, disk=disk, disk_limit=options.disk_limit)
-
-    # ------------------------------------------------------------------------------------------------ reporting
 
     def epochs(self) -> "list[tuple[_Loader, tuple[LoaderEpochStats, ...]]]":
         """Return the figures of the loaders that had epochs."""

@@ -89,9 +89,6 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-# ---------------------------------------------------------------------------------------------------- the program
-
-
 _NAMES: dict[str, Any] = {"__builtins__": sys.modules["builtins"]}  # of each main module
 if sys.version_info < (3, 14):
     _NAMES["__annotations__"] = {}
@@ -216,9 +213,6 @@ def _follow_spawned(options: dict[str, Any]) -> None:
         return data
 
     spawn.get_preparation_data = with_options
-
-
-# ---------------------------------------------------------------------------------------------------- the report
 
 
 def _observe(everywhere: Everywhere, given: argparse.Namespace) -> None:

@@ -234,7 +234,7 @@ def test_a_real_ray_loses_workers_and_its_own_is_quiet_and_ends_with_the_prepara
     # Its workers hardly run on a busy machine with the niceness of 15, Ray's own choice
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"RAY_worker_niceness": "0"}
     arguments = "-m", "tests.support.ray_programs", function, tmp_path
-    done = run_python(*arguments, cwd=Path(__file__).parents[2], env=environment, timeout_s=240)
+    done = run_python(*arguments, cwd=Path(__file__).parents[3], env=environment, timeout_s=240)
     if function == "in_its_own_ray":
         assert (done.stdout, done.stderr) == ("", "")
         assert content(tmp_path) == prepared(Images(), tmp_path / "here")

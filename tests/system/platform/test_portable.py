@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.processes import run_python
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HIDING = os.pathsep.join([str(Path(__file__).parent / "portable"), str(ROOT)])
 
 BEGIN = """

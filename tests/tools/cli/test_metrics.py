@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP, cli
+from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP
 from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
 from stocache.observe.recording.record import (
     COLLATE_NS,
@@ -34,6 +34,7 @@ from stocache.observe.recording.record import (
 )
 from stocache.shm import registry
 from stocache.system.waiting import wait_until
+from stocache.tools import cli
 from stocache.tools.cli import listing
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
@@ -236,7 +237,7 @@ def test_every_metric_is_described_exported_and_on_the_page_of_commands(exported
     suffixes = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
     described = {f"{metric.name}{suffix}" for metric in metrics.Collector().describe() for suffix in suffixes[metric.type]}
     assert exported.keys() == described
-    rows = re.findall(r"^\| `(stocache_\w+)`", (PAGES / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(stocache_\w+)`", (PAGES.parent / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
     assert set(rows) == {name.removesuffix("_bucket") for name in described if not re.search(r"_seconds_(sum|count)$", name)}
     for metric in metrics.Collector().describe():

@@ -6,10 +6,10 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from stocache.observe.advice import advise
 from torch._utils import ExceptionWrapper
 
 from stocache.errors import LimitError
+from stocache.tools import advise
 from stocache.tools.bench import PartlyCached, sweep
 from stocache.tools.cli.dataset import describe_error
 

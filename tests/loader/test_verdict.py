@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stocache.loader import epochs
 from stocache.loader.epochs import EpochLog
-from stocache.observe import epochs
 from stocache.observe.recording import record
 from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, judge
 from stocache.system.limits import GIB
