@@ -1,7 +1,7 @@
 """The exceptions of stocache that a caller catches. Each is also a built-in exception, named in parentheses.
 
 Errors defined in other modules are subclasses of these, or stay inside the package. Only the reading services
-raise `GraphError`, and `stocache` does not export it.
+raise `GraphError`.
 
 StocacheError
 ├── LimitError        (ValueError)                  a size limit is not a size, or is too small for one slot

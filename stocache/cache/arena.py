@@ -29,8 +29,10 @@ _LOCK = 1  # of the owner's locks; 0 is that of the claims
 WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, MEMORY_REFUSED = -1, -2
-"""`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full. NO_MEMORY: the machine gives no more memory,
-or another process does not release the lock."""
+"""`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full.
+
+MEMORY_REFUSED: the machine gives no more memory, or another process does not release the lock.
+"""
 
 _TREEDEF = struct.Struct("<QII")  # offset of the treedef before, plus 1; number; bytes of text
 
@@ -85,14 +87,14 @@ class Arena:
         return used < self.capacity and self._segment.extents.refused(used, used + 1)
 
     def append(self, blob: bytes) -> int:
-        """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or NO_MEMORY. With the segment's guard held."""
+        """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or MEMORY_REFUSED. With the segment's guard held."""
         at = self.run_locked(lambda: self.take(len(blob)), MEMORY_REFUSED)
         if at >= 0:
             self._segment.write(at, blob, len(blob))
         return at
 
     def take(self, nbytes: int) -> int:
-        """Take room at a multiple of 8. Return its offset, or NO_ROOM or NO_MEMORY. With the arena's lock held."""
+        """Take room at a multiple of 8. Return its offset, or NO_ROOM or MEMORY_REFUSED. With the arena's lock held."""
         at = self._words[_USED]
         end = at + (nbytes + 7 & ~7)
         if end > self.capacity:
@@ -103,7 +105,7 @@ class Arena:
         return at
 
     def number_of(self, text: bytes) -> int:
-        """Return the number of a treedef, or NO_ROOM or NO_MEMORY. Store it if it is new. With the arena's lock held."""
+        """Return the number of a treedef, or NO_ROOM or MEMORY_REFUSED. Store it if it is new. With the arena's lock held."""
         if self._generation != self._words[_GENERATION]:
             self._generation = self._words[_GENERATION]
             self._numbers.clear()

@@ -25,7 +25,7 @@ _unpack_head = HEAD.unpack_from
 _READERS = 4096  # readers of treedefs that a process keeps
 _JOINED = 2048  # mean bytes of buffers, below which joining them costs less than passing each to the kernel (measured)
 _MANY = 64  # records, for which room is taken at once
-_NOT_ADMITTED = -3  # in place of an offset, beside NO_ROOM and NO_MEMORY
+_NOT_ADMITTED = -3  # in place of an offset, beside NO_ROOM and MEMORY_REFUSED
 
 
 def control_bytes(dataset_len: int, options: CacheOptions) -> int:

@@ -40,7 +40,7 @@ class CacheStats:
         load_s: seconds in which samples that were missed were loaded, the sum over all processes and threads.
         read_s: seconds in which samples were read from a disk, the sum over all. Memory is not timed.
 
-    Free-threaded Python may lose counts if threads share a cache; otherwise they are exact.
+    Counts are exact, also if threads share a cache.
     """
 
     hits: int

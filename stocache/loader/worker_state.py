@@ -30,7 +30,7 @@ from stocache.errors import StateError
 from stocache.loader.requests import NoIndices, current_request
 from stocache.system.objects import attribute_of, has_state
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("stocache")
 
 
 def state_of(value: Any) -> Any:

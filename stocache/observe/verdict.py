@@ -227,7 +227,7 @@ class _Parts:
             if more and self._share_with(self.work_s, self.needed) < _SILENT:
                 return self._more_workers()
             each = f"making {self._each(stats.samples, 'uncached sample', self.make_s)}"
-            return "source", f"{each} is the limit; CachedDataset would make them once"
+            return "source", f"{each} is the limit; CachedDataset makes those once that draw no random numbers"
         if more and facts.workers < facts.cores and largest != "collate":
             return self._more_workers()
         if largest == "make":

@@ -76,7 +76,7 @@ class Columns:
         allow_pickle: whether to pickle objects that have no bytes of their own.
 
     Raises:
-        SampleError: as `record_encoder.Record`.
+        SampleError: as `EncodedRecord`.
     """
 
     def __init__(self, samples: Sequence[object], first: int = 0, allow_pickle: bool = False) -> None:

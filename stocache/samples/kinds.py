@@ -138,8 +138,8 @@ class Leaves:
 Step: TypeAlias = tuple[int, int, int, Callable[..., Any]]
 """How a leaf is read from a record: its stream; how many sizes it has; bytes of one value; and a `Make`.
 
-In place of the number of sizes: NUMBER, and the last is `Struct.unpack_from` of one number; TEXT, one size, and the last makes
-a value of its bytes; ITEMS, a list, and the last is the function that reads it.
+In place of the number of sizes: NUMBER, and the last is `struct.Struct.unpack_from` of one number; TEXT, one size, and the
+last makes a value of its bytes; ITEMS, a list, and the last is the function that reads it.
 """
 
 NUMBER, TEXT, ITEMS = -1, -2, -3

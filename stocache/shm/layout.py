@@ -4,7 +4,7 @@ A *segment* is a file in memory that processes share. Its *owner* is the cache o
 part of the data that is reserved at a time.
 
     0            header: magic, format version, sizes, checksum; a descriptor in JSON; words that may change
-    ROWS_AT      `COUNTER_ROWS` counter rows of `COUNTER_WORDS` words, one row for each attached process
+    after it     `COUNTER_ROWS` counter rows of `COUNTER_WORDS` words, one row for each attached process
     EXTENTS_AT   extent states, one byte for each extent of the data
     control      bytes of the owner, reserved from the start (a cache keeps one state byte per sample here)
     data         data of the owner, at a multiple of 2 MiB, reserved extent by extent

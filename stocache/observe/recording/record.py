@@ -331,7 +331,7 @@ class Counted:
     """The counts of a record at one moment, or between two.
 
     Attributes:
-        rows: of shape (1 + 2 workers, ROW_WORDS).
+        rows: of shape (1 + 2 workers, TIMING_ROW_WORDS).
     """
 
     def __init__(self, rows: "NDArray[np.int64]") -> None:

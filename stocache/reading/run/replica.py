@@ -1,6 +1,6 @@
 """Run one replica of a graph in a process: seed it for each epoch, resume it, and take elements from it.
 
-NOTE [ Keys ]
+NOTE [ Keys of elements ]
     Each element has a key. The elements of all workers are delivered in the order of (key, worker). If the graph has one shard,
     and makes at most one element from each that the shard passes on, then the key counts the elements the shard passed on: the
     order is that of the graph before sharding, for any number of workers. Otherwise the key counts the elements of the worker:
@@ -88,7 +88,7 @@ class Elements(NamedTuple):
     """Elements that a replica has made.
 
     Attributes:
-        elements, keys: see NOTE [ Keys ].
+        elements, keys: see NOTE [ Keys of elements ].
         until: the least key that the next element can have.
         ended: whether these are the last elements.
         ordered: whether keys count the elements that the shard passed on.
@@ -116,7 +116,7 @@ class Replica:
         end: the last pipe of the graph as it is now.
         iterator: of the current epoch.
         count: elements made in this epoch.
-        clock: the pipe whose elements keys count, or None; see NOTE [ Keys ].
+        clock: the pipe whose elements keys count, or None; see NOTE [ Keys of elements ].
         replaying: returns the context in which elements are made again.
     """
 
@@ -297,7 +297,7 @@ def clock_of(datapipe: DataPipe) -> Any:
 
     A function with a random number generator can make different results from one element, so it has none before it.
     """
-    # see NOTE [ Keys ]
+    # see NOTE [ Keys of elements ]
     pipe: Any = datapipe
     while type(pipe) in _AT_MOST_ONE and holds_no_generator(getattr(pipe, "filter_fn", None) or getattr(pipe, "fn", None)):
         pipe = pipe.datapipe

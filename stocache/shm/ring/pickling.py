@@ -22,7 +22,7 @@ _ANY = pickle.PickleBuffer(bytearray())  # stands for bytes that are already pla
 
 
 def pack(batch: object, place: PlaceBytes) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Pack a batch with a new `RingPickler`; see `Packer.pack`."""
+    """Pack a batch with a new `RingPickler`; see `RingPickler.pack`."""
     return RingPickler().pack(batch, place)
 
 

@@ -84,7 +84,7 @@ class LoaderLines:
 
 def _of_command(verdict: str) -> str:
     """Return a verdict with the option of ``stocache run`` in place of the class that it stands for."""
-    return verdict.replace("CachedDataset would", "--cache auto would")
+    return verdict.replace("CachedDataset makes", "--cache auto makes")
 
 
 def lines_of(loaders: Sequence[LoaderLines]) -> list[str]:
