@@ -24,19 +24,22 @@ class MovedFinder(MetaPathFinder, Loader):
     """Finds the module itself, not a second one of the same code: a class has one identity."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how to import a module by a former name; None if it is none."""
+        """Return how to import a module by a former name; None for any other name."""
         return ModuleSpec(name, self) if _place_of(name) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module by its present name."""
+        """Return the module, imported by its present name; for a folder an empty module, below which this finder is asked."""
         module = importlib.import_module(_place_of(spec.name))
+        if hasattr(module, "__path__"):
+            module = ModuleType(spec.name, module.__doc__)
+            module.__path__ = []
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is: it has run. Python has given it the spec of the former name."""
+        """Give the module its own spec again: Python has given it the spec of the former name."""
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state
+        module.__spec__ = module.__spec__.loader_state or module.__spec__
 
 
 def _place_of(name: str) -> str:
