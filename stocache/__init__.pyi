@@ -6,7 +6,7 @@ from . import errors as errors
 from . import loader as loader
 
 # Caching
-from .cache.options import CacheOptions as CacheOptions
+from .cache.options import AuditOptions as AuditOptions, CacheOptions as CacheOptions, SampleOptions as SampleOptions
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
 from .cache.shared import SharedCache as SharedCache, SharedCacheDDP as SharedCacheDDP

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
@@ -33,11 +34,10 @@ from hypothesis import given, settings
 from hypothesis.strategies import none
 from tqdm import tqdm
 
-from stocache import CachedDataset
 from stocache.cache.base import SampleCache
+from stocache.cache.options import AuditOptions
 from stocache.cache.states import SlotState
 from stocache.errors import CacheNameError
-from stocache.reading.graph.caching import SharedCacher
 from stocache.system.platform import here
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
@@ -137,13 +137,11 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _unaudited(request: pytest.FixtureRequest):
     """Turn the audit off for tests that count the loads of a dataset."""
-    inits = [cls.__init__ for cls in (CachedDataset, SharedCacher)]
-    before = [init.__kwdefaults__ for init in inits]
-    for init, defaults in zip(inits, before, strict=True):
-        init.__kwdefaults__ = defaults | {"audit": 0} if request.node.get_closest_marker("unaudited") else defaults
+    init: Any = AuditOptions.__init__.__wrapped__
+    before = init.__kwdefaults__
+    init.__kwdefaults__ = before | {"audit": 0} if request.node.get_closest_marker("unaudited") else before
     yield
-    for init, defaults in zip(inits, before, strict=True):
-        init.__kwdefaults__ = defaults
+    init.__kwdefaults__ = before
 
 
 @pytest.hookimpl(tryfirst=True)

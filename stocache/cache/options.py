@@ -1,9 +1,21 @@
-"""CacheOptions: the size of a cache, the name by which other processes find it, and how samples of varying size are kept."""
+"""The options of caches: where samples are kept and who shares them, which samples are cached, and how that is checked.
 
+NOTE [ Options ]
+    Each option is a field of one class here. It is spelled out, ``CachedDataset(photos, 32, name="photos", audit=0)``, or given
+    in an object of its class, ``CachedDataset(photos, CacheOptions(32, name="photos"), AuditOptions(audit=0))``, but not both.
+"""
+
+import difflib
+import functools
+import inspect
 import os
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, Literal, TypeAlias, TypeVar
 
+from typing_extensions import dataclass_transform
+
+from stocache.cache.placement import Placement
 from stocache.errors import CacheNameError, LimitError
 from stocache.samples.codecs import Codec
 from stocache.system.limits import parse_size
@@ -11,8 +23,47 @@ from stocache.system.limits import parse_size
 OnBusy: TypeAlias = Literal["uncached", "raise"]
 """What to do when another process holds the lock of the named caches."""
 
+OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
+"""What to do when samples are found to depend on more than their index."""
 
-@dataclass(frozen=True)
+SHARING = "name", "persist", "fingerprint", "on_busy", "share_ranks"
+"""The options of caches whose samples have one shape; `RECORDS` are those of values that are stored one by one."""
+
+RECORDS = "admission", "codec", "allow_pickle", "narrow"
+
+_T = TypeVar("_T")
+
+_owners: dict[str, str] = {}  # the class of each option
+
+
+@dataclass_transform(frozen_default=True)
+def _options(cls: type[_T]) -> type[_T]:
+    """Make a frozen dataclass of options; an option of a different class is an error that names that class."""
+    kind: Any = dataclass(frozen=True)(cls)
+    names, make = [field.name for field in fields(kind)], kind.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        _refuse_others(cls.__name__, given, {cls.__name__: names})
+        make(self, *args, **given)
+
+    kind.__init__ = __init__
+    _owners.update(dict.fromkeys(names, cls.__name__))
+    return kind  # type: ignore[no-any-return]
+
+
+def _refuse_others(owner: str, given: Collection[str], kinds: Mapping[str, Collection[str]]) -> None:
+    """Raise TypeError for an option that is not one of ``kinds``; name the class that has it, or a similar name."""
+    names = [name for names in kinds.values() for name in names]
+    for name in (name for name in given if name not in names):
+        close, place = difflib.get_close_matches(name, names, 1), _owners.get(name)
+        hint = (
+            f" It is an option of {place}." if place and place not in kinds else f" Did you mean {close[0]}?" if close else ""
+        )
+        raise TypeError(f"{owner} has no option {name!r}.{hint}")
+
+
+@_options
 class CacheOptions:
     """The options that caches have in common.
 
@@ -74,20 +125,6 @@ class CacheOptions:
     disk_limit: float | str | None = None
     share_ranks: bool = True
 
-    @classmethod
-    def of(cls, size_limit_gib: "float | str | CacheOptions", **options: Any) -> "CacheOptions":
-        """Return the options that are given one by one, or together in place of the size.
-
-        Raises:
-            LimitError: both are given.
-        """
-        if not isinstance(size_limit_gib, CacheOptions):
-            return cls(size_limit_gib, **options)
-        given = [name for name, value in options.items() if value != getattr(cls, name)]
-        if given:
-            raise LimitError(f"{given[0]} is one of the CacheOptions that were given. Give it there.")
-        return size_limit_gib
-
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":
             parse_size(self.size_limit_gib)
@@ -110,7 +147,103 @@ class CacheOptions:
             raise CacheNameError(f"fingerprint={self.fingerprint!r:.100} is a {kind}. Give a str, or None.")
 
 
-def check_share(share: object) -> None:
-    """Raise LimitError unless this is a share of the time."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise LimitError(f"audit={share!r} is not a share of the time. Use a number from 0 to 1.")
+@_options
+class SampleOptions:
+    """The options that say which samples of a dataset are cached, and in which form. `CachedDataset` describes them.
+
+    Raises:
+        LimitError: an option is unknown.
+    """
+
+    _: KW_ONLY
+    placement: Literal["prefix", "scattered"] | Placement = "scattered"
+    variable: bool | None = None
+    probe: int = 8
+    example: Any = None
+    copy: bool = True
+    split: bool = True
+    cut: Literal["latest", "smallest"] | None = None
+    store: Literal["decoded", "encoded"] = "decoded"
+
+    def __post_init__(self) -> None:
+        if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
+            raise LimitError(
+                f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
+            )
+
+
+@_options
+class AuditOptions:
+    """The options that say how cached samples are compared with the dataset. `CachedDataset` describes them.
+
+    Raises:
+        LimitError: ``audit`` is not a share of the time, or ``on_change`` is unknown.
+    """
+
+    _: KW_ONLY
+    audit: float = 0.01
+    on_change: OnChange = "uncached"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.audit, bool) or not isinstance(self.audit, int | float) or not 0 <= self.audit <= 1:
+            raise LimitError(f"audit={self.audit!r} is not a share of the time. Use a number from 0 to 1.")
+        if self.on_change not in ("uncached", "raise", "keep"):
+            raise LimitError(f"on_change={self.on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
+
+
+def take_options(
+    owner: str, objects: Collection[object], given: Mapping[str, Any], kinds: Mapping[Any, Collection[str]]
+) -> list[Any]:
+    """Return an object of each class of options, from objects of these classes and options that are spelled out.
+
+    Args:
+        owner: what takes them, for messages.
+        objects: those that are given; or the size in place of `CacheOptions`.
+        given: options that are spelled out.
+        kinds: the classes, and the names of the options that have an effect.
+
+    Raises:
+        TypeError: there is no such option.
+        LimitError: an option has no effect here, or is given twice.
+    """
+    _refuse_others(owner, given, {kind.__name__: names for kind, names in kinds.items()})
+    found: dict[type, Any] = {}
+    for value in objects:
+        kind = type(value) if type(value) in kinds else CacheOptions
+        if kind in found:
+            raise LimitError(f"{owner}: {kind.__name__} is given twice. Give each class of options once.")
+        found[kind] = value
+    return [_object_of(owner, kind, names, found, given) for kind, names in kinds.items()]
+
+
+def _object_of(owner: str, kind: type, names: Collection[str], found: Mapping[type, Any], given: Mapping[str, Any]) -> Any:
+    options, value = {name: option for name, option in given.items() if name in names}, found.get(kind)
+    if not isinstance(value, kind):
+        return kind(value, **options) if kind in found else kind(**options)
+    if options:
+        raise LimitError(f"{owner}: {next(iter(options))} is one of the {kind.__name__} that were given. Give it there.")
+    for field in fields(kind):
+        if field.name not in (*names, "size_limit_gib") and getattr(value, field.name) != field.default:
+            raise LimitError(f"{owner}: {field.name} of the {kind.__name__} has no effect here. Leave it out.")
+    return value
+
+
+def shows_options(*names: str) -> Callable[[_T], _T]:
+    """Show options in the signature of a function that takes them by name."""
+
+    def decorate(function: Any) -> Any:
+        signature = inspect.signature(function)
+        parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        for field in (field for kind in ALL_OPTIONS for field in fields(kind) if field.name in names):
+            parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default))
+        function.__signature__ = signature.replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
+ALL_OPTIONS: dict[Any, Collection[str]] = {
+    kind: [field.name for field in fields(kind) if field.name != "size_limit_gib"]
+    for kind in (CacheOptions, SampleOptions, AuditOptions)
+}
+"""The classes of options, and the names in each but the size."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from itertools import starmap
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache, SampleCache
-from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.options import RECORDS, SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
 from stocache.errors import SampleError
@@ -103,34 +103,11 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
 
     _RELEASED = (*SampleCache._RELEASED, "_records")
 
-    def __init__(
-        self,
-        size_limit_gib: float | str,
-        dataset_len: int,
-        *,
-        admission: Literal["all", "cost"] = "all",
-        codec: Literal["zstd", "lz4"] | None = None,
-        allow_pickle: bool = False,
-        narrow: bool = False,
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        on_busy: OnBusy = "uncached",
-        share_ranks: bool = True,
-    ) -> None:
-        options = CacheOptions(
-            size_limit_gib,
-            name=name,
-            persist=persist,
-            fingerprint=fingerprint,
-            on_busy=on_busy,
-            admission=admission,
-            codec=codec,
-            allow_pickle=allow_pickle,
-            narrow=narrow,
-            share_ranks=share_ranks,
-        )
-        self._open(options, dataset_len)
+    @shows_options(*RECORDS, *SHARING)
+    def __init__(self, size_limit_gib: float | str | CacheOptions, dataset_len: int, **options: Any) -> None:
+        names = {CacheOptions: (*RECORDS, *SHARING)}
+        (taken,) = take_options(type(self).__name__, [size_limit_gib], options, names)
+        self._open(taken, dataset_len)
 
     def _open(
         self, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache, SampleCache
-from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.options import SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays, as_bytes
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
@@ -88,23 +88,18 @@ class SharedCache(MemoryCache[_T]):
 
     _RELEASED = (*SampleCache._RELEASED, "_columns")
 
+    @shows_options(*SHARING)
     def __init__(
         self,
-        size_limit_gib: float | str,
+        size_limit_gib: float | str | CacheOptions,
         dataset_len: int,
         data_dims: Any,
         dtype: Any = torch.uint8,
         *,
         placement: Literal["prefix", "scattered"] | Placement = "prefix",
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        on_busy: OnBusy = "uncached",
-        share_ranks: bool = True,
+        **sharing: Any,
     ) -> None:
-        options = CacheOptions(
-            size_limit_gib, name=name, persist=persist, fingerprint=fingerprint, on_busy=on_busy, share_ranks=share_ranks
-        )
+        (options,) = take_options(type(self).__name__, [size_limit_gib], sharing, {CacheOptions: SHARING})
         self._open(options, dataset_len, data_dims, dtype, placement)
 
     def _open(

@@ -29,15 +29,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from stocache.cache.options import check_share
+from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
-from stocache.errors import DatasetError, LimitError
+from stocache.errors import DatasetError
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
@@ -46,7 +46,6 @@ from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 
-OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
 
 _VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes share
 _STRIDE = 5  # samples of a batch, by which the one that is compared moves on
@@ -64,8 +63,7 @@ class Audit:
     Args:
         dataset: makes the samples.
         length: how many samples it has.
-        share: of the time, for comparing more samples than the first of an epoch; 0 compares no samples.
-        on_change: see `CachedDataset`.
+        options: see `CachedDataset`.
         any_sample: whether the dataset can be asked for any sample; else only for those that are wanted.
 
     It has slots to hide its attributes from libraries that walk through a dataset and seed the objects that they find (MONAI).
@@ -77,12 +75,9 @@ class Audit:
         "_share", "_shared", "_took_s", "is_paused", "loads", "on_change",
     )  # fmt: skip
 
-    def __init__(self, dataset: Any, length: int, share: float, on_change: OnChange, any_sample: bool = True) -> None:
-        if on_change not in ("uncached", "raise", "keep"):
-            raise LimitError(f"on_change={on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
-        check_share(share)
-        self.on_change: OnChange = on_change
-        self._assemble(dataset, length, share, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
+    def __init__(self, dataset: Any, length: int, options: AuditOptions, any_sample: bool = True) -> None:
+        self.on_change: OnChange = options.on_change
+        self._assemble(dataset, length, options.audit, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
 
     def _assemble(self, dataset: object, length: int, share: float, any_sample: bool, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared

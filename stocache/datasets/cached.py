@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -17,12 +17,11 @@ from tqdm import tqdm
 from typing_extensions import TypeVar
 
 from stocache.cache.disk.tiers import Tiers
-from stocache.cache.options import CacheOptions, OnBusy
-from stocache.cache.placement import Placement
+from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, SampleOptions, shows_options, take_options
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING, DatasetStats
-from stocache.datasets.audit import Audit, OnChange
+from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.datasets.indexing import Collate, differ_in_size, find_collate, indices_in, pads
 from stocache.datasets.loaders import BlockLoader, SampleLoader
@@ -156,38 +155,19 @@ class CachedDataset(DatasetProxy[_T]):
     _hides_transforms = True  # of the wrapped dataset: they are split here
     _initialised = False
 
+    @shows_options(*chain.from_iterable(ALL_OPTIONS.values()))
     def __init__(
         self,
         dataset: "Dataset[_T] | MapStyle[_T]",
-        size_limit_gib: float | str | CacheOptions = "auto",
-        *,
+        size_limit_gib: float | str | CacheOptions | SampleOptions | AuditOptions = "auto",
+        *objects: CacheOptions | SampleOptions | AuditOptions,
         transform: Callable[[Any], Any] | Mapping[Any, Any] | None = None,
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        on_busy: OnBusy = "uncached",
-        share_ranks: bool = True,
         share: bool = False,
-        placement: Literal["prefix", "scattered"] | Placement = "scattered",
-        variable: bool | None = None,
-        probe: int = 8,
-        example: Any = None,
-        copy: bool = True,
-        split: bool = True,
-        cut: Literal["latest", "smallest"] | None = None,
-        store: Literal["decoded", "encoded"] = "decoded",
-        narrow: bool | Literal["auto"] = False,
-        admission: Literal["all", "cost"] = "all",
-        codec: Literal["zstd", "lz4"] | None = None,
-        allow_pickle: bool = False,
-        disk: str | os.PathLike[str] | None = None,
-        disk_limit: float | str | None = None,
-        audit: float = 0.01,
-        on_change: OnChange = "uncached",
+        **options: Any,
     ) -> None:
-        given = locals()
-        from stocache.datasets.wrapping import SampleOptions, check_dataset, wrap  # here: loaders start faster
+        from stocache.datasets.wrapping import check_dataset, wrap  # here: loaders start faster
 
+        where, samples, checks = take_options("CachedDataset", [size_limit_gib, *objects], options, ALL_OPTIONS)
         if share:
             from stocache.shm.tables.sharing import share as share_tables
 
@@ -198,18 +178,16 @@ class CachedDataset(DatasetProxy[_T]):
         self._len = check_dataset(dataset)
         self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
-        self._copies = copy
+        self._copies = samples.copy
         self._rows: Any = None  # of a view: its samples
         self._whole: Any = None  # of a view: the dataset that has all samples
         self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
         self._sizes_compared: set[type] = set()  # types of indices for which that was compared for samples of several sizes
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
-        options = CacheOptions.of(**_those_of(CacheOptions, given))
-        self._fingerprint = options.fingerprint
-        samples = SampleOptions(**_those_of(SampleOptions, given))
+        self._fingerprint = where.fingerprint
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
-        self._audit = Audit(dataset, self._len, 0 if checked else audit, on_change)
-        wrapped = wrap(dataset, self._len, options, samples)
+        self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
+        wrapped = wrap(dataset, self._len, where, samples)
         self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
         self._tiers = Tiers(self.cache, self.disk_cache)
         self._split, self._plan = wrapped.split, wrapped.plan
@@ -536,11 +514,6 @@ class CachedDataset(DatasetProxy[_T]):
     def __repr__(self) -> str:
         # Says nothing that reading changes: some compare it with that of the run that they resume
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
-
-
-def _those_of(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the given arguments that are fields of a class of options."""
-    return {field.name: given[field.name] for field in dataclasses.fields(options) if field.name in given}
 
 
 _SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})

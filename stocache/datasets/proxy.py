@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, MapDataPipe
 from typing_extensions import TypeVar
 
+from stocache.cache.options import AuditOptions
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit
@@ -103,7 +104,7 @@ class DatasetProxy(Dataset[_T]):
 
     def _leave(self, finding: str) -> None:
         """Have the dataset of a view make all samples itself, unless ``on_change`` is "keep"."""
-        audit = Audit(self.dataset, self._len, 0, self._audit.on_change)
+        audit = Audit(self.dataset, self._len, AuditOptions(audit=0, on_change=self._audit.on_change))
         audit.change(finding)
         if audit.changed:
             vars(self).update(_rows=None, _whole=None, _split=None, _audit=audit)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from stocache.cache.disk.cache import DiskCache, known_example
 from stocache.cache.disk.folder import manifest_of
-from stocache.cache.options import CacheOptions
+from stocache.cache.options import CacheOptions, SampleOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
@@ -34,29 +34,6 @@ from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit
 
 logger = logging.getLogger("stocache")
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """Which samples of a dataset are cached, and in which form. `CachedDataset` describes the options.
-
-    Raises:
-        LimitError: an option is unknown.
-    """
-
-    placement: Literal["prefix", "scattered"] | Placement = "scattered"
-    variable: bool | None = None
-    probe: int = 8
-    example: Any = None
-    split: bool = True
-    cut: Literal["latest", "smallest"] | None = None
-    store: Literal["decoded", "encoded"] = "decoded"
-
-    def __post_init__(self) -> None:
-        if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
-            raise LimitError(
-                f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
-            )
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
 
+import dataclasses
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
@@ -18,7 +18,7 @@ from stocache.cache.keyed.disk import DiskValues
 from stocache.cache.keyed.keys import Key, decode, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
 from stocache.cache.keyed.table import KeyTable
-from stocache.cache.options import CacheOptions, OnBusy
+from stocache.cache.options import CacheOptions, shows_options, take_options
 from stocache.cache.publishing import count_rejected
 from stocache.cache.records import RecordStore
 from stocache.cache.states import Attached
@@ -64,6 +64,10 @@ class KeyedStore(RecordStore):
         self._write(at, [key[0], head, *record.leaves, record.tail], len(key[0]) + record.room)
 
 
+KEYED = "name", "persist", "fingerprint", "on_busy", "codec", "allow_pickle", "disk", "disk_limit"
+"""The options of a `KeyedCache`."""
+
+
 class KeyedCache(Attached, Generic[_K, _T]):
     """A cache in shared memory for values that have keys: one copy for all samples and workers that need one.
 
@@ -104,32 +108,11 @@ class KeyedCache(Attached, Generic[_K, _T]):
 
     thread_safe = True  # worker threads share it
 
-    def __init__(
-        self,
-        size_limit_gib: float | str = "auto",
-        *,
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        on_busy: OnBusy = "uncached",
-        codec: Literal["zstd", "lz4"] | None = None,
-        allow_pickle: bool = False,
-        disk: str | os.PathLike[str] | None = None,
-        disk_limit: float | str | None = None,
-    ) -> None:
-        options = CacheOptions(
-            size_limit_gib,
-            name=name,
-            persist=persist,
-            fingerprint=fingerprint,
-            on_busy=on_busy,
-            codec=codec,
-            allow_pickle=allow_pickle,
-            disk=disk,
-            disk_limit=disk_limit,
-            share_ranks=fingerprint is not None,  # else nothing says that their values are equal
-        )
-        self._open(options, job=None)
+    @shows_options(*KEYED)
+    def __init__(self, size_limit_gib: float | str | CacheOptions = "auto", **options: Any) -> None:
+        (taken,) = take_options(type(self).__name__, [size_limit_gib], options, {CacheOptions: KEYED})
+        share_ranks = taken.fingerprint is not None  # else nothing says that their values are equal
+        self._open(dataclasses.replace(taken, share_ranks=share_ranks), job=None)
 
     def _open(self, options: CacheOptions, job: Job | None) -> None:
         codec, allow_pickle = options.codec, options.allow_pickle

@@ -25,14 +25,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.keyed.keys import key_of
-from stocache.cache.options import CacheOptions, check_share
+from stocache.cache.options import AuditOptions, CacheOptions, shows_options, take_options
 from stocache.cache.stats import MISSING, CacheStats
 from stocache.errors import CacheKeyError, DatasetError
 from stocache.shm.job import job_of_process_tree
@@ -49,20 +49,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_reads` is for one thread at a time
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
+_OPTIONS = "name", "persist", "fingerprint", "codec", "allow_pickle"
 _PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
 
 
+@shows_options(*_OPTIONS, "audit")
 def cached(
     size_limit_gib: float | str | Callable[..., Any] = "auto",
     *,
-    name: str | None = None,
-    persist: bool = False,
-    fingerprint: str | None = None,
-    codec: Literal["zstd", "lz4"] | None = None,
-    allow_pickle: bool = False,
     files: bool = False,
     key: Callable[..., Any] | None = None,
-    audit: float = 0.01,
+    **options: Any,
 ) -> Any:
     """Cache the results of a function or method in shared memory, once for all processes that this one starts.
 
@@ -101,26 +98,18 @@ def cached(
     """
     if callable(size_limit_gib) or isinstance(size_limit_gib, staticmethod | classmethod):
         return cached()(size_limit_gib)
-    check_share(audit)
+    names = {CacheOptions: _OPTIONS, AuditOptions: ("audit",)}
+    taken, checks = take_options("cached", [size_limit_gib], options, names)
 
     def decorate(function: Any) -> Any:
         if isinstance(function, staticmethod | classmethod):
             return type(function)(decorate(function.__func__))
         code = getattr(function, "__code__", None)
-        identity = f"{fingerprint or ''} {callable_text(function)} {code and checksum(code_text(code).encode())}"
-        options = CacheOptions(
-            size_limit_gib,
-            name=name,
-            persist=persist,
-            fingerprint=identity,
-            codec=codec,
-            allow_pickle=allow_pickle,
-        )
-        is_shared = name is not None or _is_described(function)  # else another process may close over something else
-        if not is_shared:
-            options = dataclasses.replace(options, fingerprint=None, share_ranks=False)
-        cache = KeyedCache.from_options(options, job_of_process_tree() if is_shared else None)
-        return CachedFunction(function, cache, files, key, audit)
+        identity = f"{taken.fingerprint or ''} {callable_text(function)} {code and checksum(code_text(code).encode())}"
+        is_shared = taken.name is not None or _is_described(function)  # else another process may close over something else
+        own = dataclasses.replace(taken, fingerprint=identity if is_shared else None, share_ranks=is_shared)
+        cache = KeyedCache.from_options(own, job_of_process_tree() if is_shared else None)
+        return CachedFunction(function, cache, files, key, checks.audit)
 
     return decorate
 

@@ -9,18 +9,19 @@ NOTE [ Parts of a stream ]
     With another number of workers, parts that were recorded to their end are divided among them. Else they are recorded again.
 """
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from typing_extensions import TypeVar
 
-from stocache.cache.keyed.cache import KeyedCache
+from stocache.cache.keyed.cache import KEYED, KeyedCache
 from stocache.cache.keyed.keys import key_of
-from stocache.cache.options import OnBusy
+from stocache.cache.options import CacheOptions, shows_options, take_options
 from stocache.cache.stats import MISSING, CacheStats
 from stocache.errors import DatasetError
 from stocache.system.describe import describe, difference
@@ -66,21 +67,15 @@ class CachedIterable(IterableDataset[_T]):
         [0, 1, 4, 9] [0, 1, 4, 9]
     """
 
+    @shows_options(*KEYED)
     def __init__(
         self,
         dataset: Iterable[_T],
-        size_limit_gib: float | str = "auto",
+        size_limit_gib: float | str | CacheOptions = "auto",
         *,
         shuffle: bool = False,
         seed: int = 0,
-        name: str | None = None,
-        persist: bool = False,
-        fingerprint: str | None = None,
-        on_busy: OnBusy = "uncached",
-        codec: Literal["zstd", "lz4"] | None = None,
-        allow_pickle: bool = False,
-        disk: Any = None,
-        disk_limit: float | str | None = None,
+        **options: Any,
     ) -> None:
         used_up = isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset)  # LitData's streams are both
         if used_up or not hasattr(type(dataset), "__iter__"):
@@ -89,11 +84,12 @@ class CachedIterable(IterableDataset[_T]):
                 f"A map-style dataset goes into CachedDataset."
             )
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        options: dict[str, Any] = {"persist": persist, "fingerprint": fingerprint, "on_busy": on_busy}
-        samples: dict[str, Any] = {"disk": disk, "disk_limit": disk_limit, "allow_pickle": allow_pickle, "codec": codec}
-        marks: dict[str, Any] = {} if disk is None else {"disk": os.path.join(disk, "lengths"), "disk_limit": _MARKS}
-        self.cache: KeyedCache[Any, _T] = KeyedCache(size_limit_gib, name=name, **samples, **options)
-        self._marks = KeyedCache(_MARKS, name=name and f"{name}.lengths", **marks, **options)  # there when the cache is full
+        (taken,) = take_options("CachedIterable", [size_limit_gib], options, {CacheOptions: KEYED})
+        self.cache: KeyedCache[Any, _T] = KeyedCache(taken)
+        marks = {"size_limit_gib": _MARKS, "name": taken.name and f"{taken.name}.lengths"}
+        if taken.disk is not None:
+            marks |= {"disk": os.path.join(taken.disk, "lengths"), "disk_limit": _MARKS}
+        self._marks = KeyedCache(dataclasses.replace(taken, **marks))  # has room when the cache is full
         self.epoch: int | None = None
         self._ranks: tuple[int, ...] = 0, 1
         self._passes = 0

@@ -18,9 +18,9 @@ from torch.utils.data.datapipes.iter import Mapper, ShardingFilter, Shuffler
 
 from stocache.cache.disk.cache import DiskCache
 from stocache.cache.disk.tiers import Tiers
-from stocache.cache.options import CacheOptions
+from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, take_options
 from stocache.cache.ragged import RaggedCache
-from stocache.datasets.audit import Audit, OnChange
+from stocache.datasets.audit import Audit
 from stocache.errors import DatasetError
 from stocache.reading.graph.graph import DataPipe, is_random, pipes_of, relink, removed, replaced, sources
 from stocache.reading.graph.pipes import Prefetcher, register
@@ -94,12 +94,10 @@ class SharedCacher(IterDataPipe[Any]):
         self,
         datapipe: IterDataPipe[Any],
         key_fn: Callable[[Any], int] | None,
-        size_limit_gib: float | str = "auto",
+        size_limit_gib: float | str | CacheOptions = "auto",
         *,
         dataset_len: int | None = None,
         maps: "list[Mapper[Any]] | None" = None,
-        audit: float = 0.01,
-        on_change: OnChange = "uncached",
         **options: Any,
     ) -> None:
         before: Any = datapipe
@@ -113,10 +111,12 @@ class SharedCacher(IterDataPipe[Any]):
             dataset_len = length_of(datapipe)
             if dataset_len is None:
                 raise DatasetError("shared_cache needs the number of keys, and the pipe has no length. Pass dataset_len=.")
-        self._tiers = Tiers.of_any_size(CacheOptions(size_limit_gib, **options), dataset_len)
+        kinds = {kind: ALL_OPTIONS[kind] for kind in (CacheOptions, AuditOptions)}
+        where, checks = take_options("shared_cache", [size_limit_gib], options, kinds)
+        self._tiers = Tiers.of_any_size(where, dataset_len)
         self._dataset_len = dataset_len
         self._maps = Maps(maps, dataset_len)
-        self._audit = Audit(self._maps, dataset_len, audit, on_change, any_sample=False)
+        self._audit = Audit(self._maps, dataset_len, checks, any_sample=False)
         self._warned = False
 
     @property
