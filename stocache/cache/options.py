@@ -94,8 +94,11 @@ class CacheOptions:
         allow_pickle: True lets a `RaggedCache` pickle values that it cannot store otherwise: other objects, sparse tensors,
             arrays of objects. A program that writes to such a cache can run code in the processes that read it: share its name
             only with programs that you trust.
-        narrow: True lets a `RaggedCache` keep numbers that are made of 8-bit or 16-bit integers as these, if they come back the
-            same to the last bit: images as floats, also normalised ones, and masks. Others are kept as they are.
+        narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
+            masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
+            bit before it is kept. A sample that is not made of such numbers is kept as it is if samples vary in size; it stays
+            uncached if all have one shape and the probed ones are narrow. "auto", for a `CachedDataset`, does so if not all
+            samples would fit.
 
     Raises:
         LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.
@@ -149,7 +152,28 @@ class CacheOptions:
 
 @_options
 class SampleOptions:
-    """The options that say which samples of a dataset are cached, and in which form. `CachedDataset` describes them.
+    """The options of a `CachedDataset` that say which samples are cached, and in which form.
+
+    Attributes:
+        placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
+            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
+            size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
+            samples of varying size, which are then scattered as well (NOTE [ Admitting blocks ]).
+        variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
+            `SharedCache`, which is faster, and needs samples of one structure with the same dtypes and shapes.
+        probe: how many samples, evenly spread, to load in a child process to find that out; fewer if loading takes long. They
+            are cached, unless they have to be timed for ``admission="cost"``. With 0, samples are cached as ones of varying
+            size.
+        example: a sample as the dataset returns it, in place of the probe: for datasets that are slow, or not ready yet
+            (``worker_init_fn`` makes them ready).
+        copy: False returns views of the cache if no transform runs after it: writing to one changes all later epochs. With
+            transforms after the cache, samples are copied in any case.
+        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
+        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
+            "smallest", the steps after which a sample is smallest. None takes the latest cut at which all samples fit, else the
+            smallest, but not one that saves next to nothing.
+        store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
+            ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
 
     Raises:
         LimitError: an option is unknown.
@@ -174,7 +198,15 @@ class SampleOptions:
 
 @_options
 class AuditOptions:
-    """The options that say how cached samples are compared with the dataset. `CachedDataset` describes them.
+    """The options of a `CachedDataset` that say how cached samples are compared with the dataset.
+
+    Attributes:
+        audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
+            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
+        on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
+            draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
+            itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
+            samples are served, without a warning.
 
     Raises:
         LimitError: ``audit`` is not a share of the time, or ``on_change`` is unknown.

@@ -73,49 +73,24 @@ class CachedDataset(DatasetProxy[_T]):
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
             tree of tensors, numpy arrays, numbers, str, bytes and None in containers (`RaggedCache` lists them), and comes back
             equal.
-        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare. Or `CacheOptions`,
-            which holds the options under *Where* and *Sharing*, too.
-
-    What to cache:
+        size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
         transform: called with each sample after the cache and after the dataset's own transforms; returns the final sample. It
             gets a private copy. Or a mapping from parts of the sample to functions of them: ``{0: augment}``,
             ``{"image": augment}``.
-        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
-        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
-            "smallest", those after which a sample is smallest. None takes the latest cut at which all samples fit, else the
-            smallest, but not one that saves next to nothing.
-        store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
-            ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
-        narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
-            masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
-            bit before it is kept. One that is made otherwise is kept as it is, if samples vary in size; it stays uncached, if
-            they have one shape and the probed ones are narrow. "auto" does so where not all samples would fit.
-        placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
-            size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
-            samples of varying size, which are then scattered as well (NOTE [ Admitting blocks ]).
-        audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
-            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
-        on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
-            draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
-            itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
-            samples are served, without a warning.
+        share: True wraps a copy of the dataset whose lists, dicts and arrays of 1 MiB and more lie in shared memory
+            (`stocache.share`).
+        objects: `CacheOptions` (also in place of the size), `SampleOptions` and `AuditOptions`. Their options can be spelled
+            out instead, as arguments of their own.
 
-    Where: ``admission``, ``codec``, ``allow_pickle``, ``disk`` and ``disk_limit`` are those of `CacheOptions`. Admission by
-    "cost" and a codec keep samples in a `RaggedCache`.
+    `CacheOptions` say where samples are kept and who shares them: ``name``, ``persist``, ``fingerprint``, ``on_busy``,
+    ``share_ranks``, ``admission``, ``codec``, ``allow_pickle``, ``narrow``, ``disk``, ``disk_limit``. Admission by "cost" and a
+    codec keep samples in a `RaggedCache`.
 
-    Sharing: ``name``, ``persist``, ``fingerprint``, ``on_busy`` and ``share_ranks`` are those of `CacheOptions`. ``share=True``
-    wraps a copy of the dataset whose lists, dicts and arrays of 1 MiB and more lie in shared memory (`stocache.share`).
+    `SampleOptions` say which samples are cached, and in which form: ``placement``, ``variable``, ``probe``, ``example``,
+    ``copy``, ``split``, ``cut``, ``store``.
 
-    Speed:
-        variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a
-            `SharedCache`, which is faster, and needs samples of one structure with the same dtypes and shapes.
-        probe: how many samples, evenly spread, to load in a child process to find that out; fewer where it takes long. They are
-            cached, unless they have to be timed for ``admission="cost"``. With 0, samples are cached as ones of varying size.
-        example: a sample as the dataset returns it, in place of the probe: for datasets that are slow, or not ready yet
-            (``worker_init_fn`` makes them ready).
-        copy: False returns views of the cache where no transform runs after it: writing to one changes all later epochs.
-            With transforms after the cache, samples are copied in any case.
+    `AuditOptions` say how cached samples are compared with the dataset, and what happens when one differs: ``audit``,
+    ``on_change``.
 
     Attributes:
         dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
