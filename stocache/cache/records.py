@@ -16,9 +16,9 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
+from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordEncoder
-from stocache.samples.type_lookup import NotImported
 from stocache.shm.segment import MOST_BUFFERS, Segment
 
 _unpack_head = HEAD.unpack_from

@@ -21,7 +21,8 @@ from torch import Tensor
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
-from stocache.samples.spec import ArrayLeaf, Leaf, NarrowLeaf, NumberLeaf, Structure, TensorLeaf
+from stocache.samples.leaves.fixed import ArrayLeaf, Leaf, NarrowLeaf, NumberLeaf, TensorLeaf
+from stocache.samples.spec import Structure
 from stocache.shm.layout import RESERVED_EXTENT
 from stocache.shm.pool import NUMPY_DTYPES, Pool
 from stocache.shm.private import PrivateViews

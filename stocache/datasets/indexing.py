@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.pytree import flatten_one
+from stocache.samples.flatten import flatten_one
 from stocache.samples.record_encoder import EncodedSample
 
 Collate: TypeAlias = Callable[[Sequence[Any]], Any]

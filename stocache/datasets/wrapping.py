@@ -27,8 +27,9 @@ from stocache.datasets.transforms.splitting import Split
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
+from stocache.samples.leaves.fixed import NarrowLeaf
 from stocache.samples.record_encoder import RecordEncoder
-from stocache.samples.spec import NarrowLeaf, Structure
+from stocache.samples.spec import Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import parse_size, recommended_limit

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from stocache.samples.column_encoder import Tree, bare_nodes
 from stocache.samples.containers import container_of, keys_from_json
-from stocache.samples.kinds import kind_in, sequence_class
+from stocache.samples.leaves.kinds import kind_in
+from stocache.samples.leaves.layout import BARE_NODES, Make
+from stocache.samples.leaves.plain_kinds import sequence_class
+from stocache.samples.leaves.type_lookup import check_dims, check_shape
 from stocache.samples.pytree import DEEP
-from stocache.samples.spec import BARE_NODES, Make
-from stocache.samples.type_lookup import check_dims, check_shape
 
 
 class Walk:

@@ -40,19 +40,12 @@ import torch
 from torch import Tensor
 
 from stocache.samples.containers import describe, keys_to_json, take_apart
-from stocache.samples.kinds import (
-    BULK_ENCODERS,
-    ENCODERS,
-    NUMBERS,
-    Encoded,
-    Kind,
-    encode_pickle,
-    kind_in,
-    kind_of,
-)
+from stocache.samples.leaves.kind import Encoded, Kind
+from stocache.samples.leaves.kinds import BULK_ENCODERS, ENCODERS, encode_pickle, kind_in, kind_of
+from stocache.samples.leaves.layout import BARE_NODES
+from stocache.samples.leaves.plain_kinds import NUMBERS
+from stocache.samples.leaves.type_lookup import Unfit, import_class
 from stocache.samples.pytree import DEEP, OBJECTS, Container, sample_error
-from stocache.samples.spec import BARE_NODES
-from stocache.samples.type_lookup import Unfit, import_class
 
 Tree: TypeAlias = dict[str, Any] | None
 _Key: TypeAlias = tuple[Any, ...]

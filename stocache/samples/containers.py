@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from stocache.samples.kinds import Encoded, encode_numbers, encode_other, encoder_of, member_bytes
-from stocache.samples.pytree import DEEP, Container, check_class, check_image, flatten_one
-from stocache.samples.type_lookup import (
+from stocache.samples.flatten import flatten_one
+from stocache.samples.leaves.kind import Encoded
+from stocache.samples.leaves.kinds import encode_other, encoder_of
+from stocache.samples.leaves.plain_kinds import encode_numbers, member_bytes
+from stocache.samples.leaves.type_lookup import (
     FACTORIES,
     Unfit,
     Unresolved,
@@ -19,6 +21,7 @@ from stocache.samples.type_lookup import (
     name_of,
     resolve,
 )
+from stocache.samples.pytree import DEEP, Container, check_class, check_image
 
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, type(None)})
 

@@ -9,7 +9,6 @@ items and its shape; a memmap of numpy, whose part is the array.
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
 
-import dataclasses
 import json
 import math
 import operator
@@ -18,8 +17,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
-from pathlib import PurePath
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,23 +26,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stocache.errors import SampleError
-from stocache.samples.type_lookup import (
+from stocache.samples.leaves.type_lookup import (
     MAX_DIMS,
     Unfit,
     Unresolved,
     check_shape,
     check_size,
+    class_text,
     derives,
     is_class,
-    name_of,
 )
-from stocache.system.objects import base_of, is_decoder, slots_of, static_attribute, vars_of
+from stocache.system.objects import base_of, is_decoder, static_attribute
 
 DEEP = 60
 """The most containers within each other."""
-
-_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
-_ATOMS = frozenset({int, float, bool, complex, str, bytes, type(None), np.bool_})  # immutable: a sample may hold one twice
 
 
 @dataclass(frozen=True)
@@ -81,12 +75,6 @@ class Container:
         return str(self.cls.__name__)
 
 
-def class_text(cls: Any) -> str:
-    """Return the name of a class or function; with its module unless it is one of Python's own types."""
-    module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
-    return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
-
-
 def _extra_text(extra: object) -> str:
     return class_text(extra) if callable(extra) else repr(extra)
 
@@ -104,190 +92,11 @@ def key_text(key: Any) -> str:
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
-def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
-    """Return the container and the parts of ``value``; None for a leaf, or where they would not make it again."""
-    cls = type(value)
-    if cls in _LEAVES:
-        return None
-    if cls is dict or cls is OrderedDict:
-        return Container("dict", cls, tuple(value)), list(value.values())
-    if cls is list or cls is tuple:
-        return Container(cls.__name__, cls, tuple(range(len(value)))), list(value)
-    if value is None:
-        return Container("none", cls, ()), []
-    if isinstance(value, Enum):
-        return None
-    if cls in _BY_TYPE:
-        return _BY_TYPE[cls](value)
-    if isinstance(value, tuple):
-        return _flatten_tuple(value) or _flatten_subclass(value)
-    if isinstance(value, Tensor):
-        try:
-            plain = value.as_subclass(Tensor)
-        except Exception:  # its data is elsewhere
-            return None
-        return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
-    if isinstance(value, Mapping) and (mapping := _flatten_mapping(value)) is not None:
-        return mapping
-    if _is_image(cls):
-        try:
-            return _flatten_image(value)
-        except Exception:  # its file is truncated, or was closed before it was read
-            return None
-    return _flatten_object(value) if base_of(cls) is object else _flatten_subclass(value)
-
-
-def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
-    cls = type(value)
-    if not _is_namedtuple(cls):
-        return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
-    return None if _attributes_of(value) else (Container("namedtuple", cls, value._fields), list(value))
-
-
-def _flatten_mapping(value: Any) -> tuple[Container, list[Any]] | None:
-    sized = static_attribute(type(value), "batch_size") is not None
-    try:
-        extra = tuple(value.batch_size) if sized else ()
-        container = Container("tensordict" if sized else "mapping", type(value), tuple(value.keys()), extra)
-        return _checked(container, [value[key] for key in container.keys], value)
-    except Exception:  # whatever the class raises
-        return None
-
-
-def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
-    """Return the state of an image; and its Exif data, where that is not in ``image.info`` but in its file, as of a TIFF."""
-    info, mode, size, *rest = image.__getstate__()
-    state = [info, mode, tuple(size), *rest]  # of a subclass of tuple where a library has replaced Image.size
-    container = Container("image", type(image), tuple(range(len(state))))
-    if "exif" in info or not (exif := image.getexif()):
-        return container, state
-    if exif.keys() & _IFDS:  # their tags are in the file
-        return None
-    return dataclasses.replace(container, keys=(*container.keys, "exif")), [*state, dict(exif)]
-
-
-_IFDS = {0x8769, 0x8825, 0xA005, 0x014A}  # tags of Exif that are places of further tags
-
-
 OBJECTS = {"object", "subclass", "dataclass"}
 """Kinds of containers that are pickled whole if a part has to be: the part may refer to them."""
 
 
-def _flatten_object(value: object) -> tuple[Container, list[Any]] | None:
-    """Return the attributes of an object; None where two of them are one, or it has only its identity."""
-    cls, attributes = type(value), _attributes_of(value)
-    if dataclasses.is_dataclass(cls):
-        names = [field.name for field in dataclasses.fields(cls) if field.name in attributes]
-        names += [name for name in attributes if name not in names]
-        return Container("dataclass", cls, tuple(names)), [attributes[name] for name in names]
-    if not attributes or not _is_object(cls) or not _are_apart(value):
-        return None
-    return Container("object", cls, tuple(attributes)), list(attributes.values())
-
-
-def _flatten_subclass(value: Any) -> tuple[Container, list[Any]] | None:
-    """Return the value without its class, and the attributes that the class does not give it; None where it has others."""
-    cls, base = type(value), base_of(type(value))
-    if base not in _SUBCLASSED or static_attribute(cls, "__del__") is not None:
-        return None
-    try:
-        plain = _SUBCLASSED[base].plain(value)
-        again = _SUBCLASSED[base].make(cls, plain)
-        own, given = _attributes_of(value), _attributes_of(again)
-        same = type(again) is cls and given.keys() <= own.keys() and (base is not np.ndarray or again.dtype == value.dtype)
-        own = {name: attribute for name, attribute in own.items() if not (name in given and _is_given(attribute, given[name]))}
-        for name in own:
-            _check_attribute(cls, cls.__name__, name)
-    except Exception:  # whatever the class raises for an array; or the attribute is a property
-        return None
-    return (Container("subclass", cls, ("data", "attributes")), [plain, own]) if same and _are_apart(value) else None
-
-
-def _flatten_objects(value: Any) -> tuple[Container, list[Any]] | None:
-    """Return the items and the shape of an array of objects; None where it has them in another order than that of C."""
-    if value.dtype.kind != "O" or not value.flags.c_contiguous:
-        return None
-    return Container("objects", np.ndarray, ("items", "shape")), [value.reshape(-1).tolist(), value.shape]
-
-
-def _attributes_of(value: object) -> dict[str, Any]:
-    """Return the attributes of an object, in its slots as well, without asking its class."""
-    attributes = dict(vars_of(value))
-    for slot, item in slots_of(value):
-        attributes.setdefault(slot.__name__, item)
-    return attributes
-
-
-def _is_given(attribute: object, given: object) -> bool:
-    return attribute is given or (type(attribute) is type(given) is dict and not attribute and not given)
-
-
-def _are_apart(value: object) -> bool:
-    """Return whether an object has no part twice, nor itself as a part: the copies would change apart from each other."""
-    seen, waiting = set[int](), [value]
-    while waiting:
-        part = waiting.pop()
-        is_own = base_of(type(part)) is object and not isinstance(part, _FIXED)
-        if is_own or isinstance(part, _CHANGING):
-            if id(part) in seen:
-                return False
-            seen.add(id(part))
-        if isinstance(part, dict):
-            waiting += dict.values(part)
-        elif isinstance(part, list | tuple) and not set(map(type, inner := _items_of(part))) <= _ATOMS:
-            waiting += inner
-        if is_own or isinstance(part, dict | list | tuple):
-            waiting += _attributes_of(part).values()
-    return True
-
-
-def _items_of(values: Any) -> list[Any]:
-    return list((list if isinstance(values, list) else tuple).__iter__(values))
-
-
-_FIXED = Enum, PurePath, Fraction
-_CHANGING = Tensor, np.ndarray, list, dict, set, deque, bytearray
-
-
-def _flatten_set(value: Any) -> tuple[Container, list[Any]]:
-    same = set(map(type, value)) <= {str} or set(map(type, value)) <= {int}
-    items = sorted(value, key=None if same else repr)  # so that equal samples make equal blocks
-    return Container("set", type(value), ("items",)), [items]
-
-
-def _flatten_defaultdict(value: Any) -> tuple[Container, list[Any]] | None:
-    if value.default_factory is not None:
-        try:
-            name_of(value.default_factory)
-        except Unfit:
-            return None
-    return Container("defaultdict", defaultdict, tuple(value), (value.default_factory,)), list(value.values())
-
-
-_BY_TYPE: dict[type, Callable[[Any], tuple[Container, list[Any]] | None]] = {
-    set: _flatten_set,
-    frozenset: _flatten_set,
-    deque: lambda value: (Container("deque", deque, ("items", "maxlen")), [list(value), value.maxlen]),
-    slice: lambda value: (Container("slice", slice, ("start", "stop", "step")), [value.start, value.stop, value.step]),
-    defaultdict: _flatten_defaultdict,
-    np.ndarray: _flatten_objects,
-    np.memmap: lambda value: (Container("memmap", np.memmap, ("data",)), [np.asarray(value)]),  # now in memory
-}
-
-
-def _checked(container: Container, parts: list[Any], value: object) -> tuple[Container, list[Any]] | None:
-    """Return container and parts; None where they would make a value that differs from ``value``."""
-    try:
-        again = container.unflatten_fn()(parts)
-        same = type(again) is type(value) and _state(again, container) == _state(value, container)
-        if isinstance(value, Mapping):
-            same = same and tuple(again.keys()) == container.keys
-    except Exception:  # the class is made in another way
-        return None
-    return (container, parts) if same else None
-
-
-def _state(value: object, container: Container) -> dict[str, Any]:
+def state_of(value: object, container: Container) -> dict[str, Any]:
     """Return the attributes of a container, without those that hold its parts."""
     return {
         name: attribute
@@ -313,6 +122,8 @@ def _unflatten_tuple(container: Container) -> Callable[[list[Any]], Any]:
 
 
 _BUILTIN: Any = type(len)
+
+
 _TUPLE_NEW: Any = tuple.__new__
 
 
@@ -373,9 +184,9 @@ def _unflatten_subclass(container: Container) -> Callable[[list[Any]], Any]:
 
     def join(parts: list[Any]) -> Any:
         plain, attributes = _plain_and_attributes(container, parts, base, base.__name__)
-        value = _SUBCLASSED[base].make(container.cls, plain)
+        value = SUBCLASSED[base].make(container.cls, plain)
         for name, attribute in attributes.items():
-            _check_attribute(container.cls, container.cls.__name__, name)
+            check_attribute(container.cls, container.cls.__name__, name)
             object.__setattr__(value, name, attribute)
         return value
 
@@ -432,7 +243,7 @@ def _mutable(base: Any) -> _Base:
     return _Base(lambda value: base(base.__iter__(value)), _filled(base))
 
 
-_SUBCLASSED: dict[Any, _Base] = {
+SUBCLASSED: dict[Any, _Base] = {
     **{base: _immutable(base) for base in (str, int, float, bytes, tuple)},
     **{base: _mutable(base) for base in (list, set)},
     dict: _Base(dict.copy, _filled(dict)),
@@ -440,7 +251,7 @@ _SUBCLASSED: dict[Any, _Base] = {
 }
 
 
-def _is_object(cls: type) -> bool:
+def is_object(cls: type) -> bool:
     """Return whether the objects of a class are their attributes: no base is written in C, or makes them in its own way."""
     own = ("__new__", "__reduce__", "__reduce_ex__", "__del__")
     plain = all(static_attribute(cls, name) is static_attribute(object, name) for name in own)
@@ -451,11 +262,13 @@ def _is_mapping(cls: type) -> bool:
     return derives(cls, dict) or derives(cls, Mapping)
 
 
-def _is_namedtuple(cls: type) -> bool:
+def is_namedtuple(cls: type) -> bool:
+    """Return whether a class is a namedtuple."""
     return derives(cls, tuple) and type(static_attribute(cls, "_fields")) is tuple
 
 
-def _is_image(cls: type) -> bool:
+def is_image(cls: type) -> bool:
+    """Return whether a class is one of Pillow's images."""
     images = sys.modules.get("PIL.Image")
     return images is not None and derives(cls, images.Image)
 
@@ -479,17 +292,17 @@ _KINDS: dict[str, _ContainerKind] = {
     "list": _ContainerKind(lambda cls: cls is list, lambda container: list),
     "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _unflatten_tuple),
     "none": _ContainerKind(lambda cls: cls is type(None), lambda container: lambda parts: None, 0),
-    "namedtuple": _ContainerKind(_is_namedtuple, _unflatten_namedtuple),
+    "namedtuple": _ContainerKind(is_namedtuple, _unflatten_namedtuple),
     "mapping": _ContainerKind(_is_mapping, _unflatten_mapping),
     "tensordict": _ContainerKind(
         lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_mapping
     ),
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
-    "object": _ContainerKind(_is_object, _unflatten_dataclass),
+    "object": _ContainerKind(is_object, _unflatten_dataclass),
     "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
-    "subclass": _ContainerKind(lambda cls: base_of(cls) in _SUBCLASSED and base_of(cls) is not cls, _unflatten_subclass, 2),
+    "subclass": _ContainerKind(lambda cls: base_of(cls) in SUBCLASSED and base_of(cls) is not cls, _unflatten_subclass, 2),
     "objects": _ContainerKind(lambda cls: cls is np.ndarray, _unflatten_objects, 2),
-    "image": _ContainerKind(_is_image, _unflatten_image),
+    "image": _ContainerKind(is_image, _unflatten_image),
     "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),
     "deque": _ContainerKind(lambda cls: cls is deque, lambda container: lambda parts: deque(*parts), 2),
     "slice": _ContainerKind(lambda cls: cls is slice, lambda container: lambda parts: slice(*parts), 3),
@@ -518,14 +331,14 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra:
         raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
     if kind in ("dataclass", "object"):
         for key in keys:
-            _check_attribute(cls, name, key)
+            check_attribute(cls, name, key)
     if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
         raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
     if kind == "tensordict" and not (len(extra) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
         raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
 
 
-def _check_attribute(cls: type, name: str, key: object) -> None:
+def check_attribute(cls: type, name: str, key: object) -> None:
     """Raise Unresolved where setting an attribute of a dataclass would run code, or change its class."""
     if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
         raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
@@ -540,6 +353,8 @@ _PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, 
     **{"RGBA": 32, "RGBX": 32, "RGBa": 32, "CMYK": 32, "I": 32, "F": 32},
     **{"I;16": 16, "I;16L": 16, "I;16B": 16, "I;16N": 16},
 }
+
+
 _EMPTY_SIDE = 1 << 16  # the longest side of an image whose other side is 0
 
 
@@ -553,22 +368,6 @@ def check_image(parts: Any) -> None:
     wanted = (width * bits + 7) // 8 * height
     if len(data) != wanted or (not wanted and max(width, height) > _EMPTY_SIDE):
         raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
-
-
-def tree_map(function: Callable[[Any], object], tree: object) -> Any:
-    """Return a tree of containers with ``function`` applied to each leaf."""
-    found = flatten_one(tree)
-    if found is None:
-        return function(tree)
-    container, parts = found
-    return container.unflatten_fn()([tree_map(function, part) for part in parts])
-
-
-def leaves(tree: object) -> list[Any]:
-    """Return the leaves of a tree, in order."""
-    found: list[Any] = []
-    tree_map(found.append, tree)
-    return found
 
 
 Parts: TypeAlias = "tuple[Callable[[list[Any]], Any], list[Parts]] | None"

@@ -15,20 +15,13 @@ from typing import Any
 from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.containers import container_of, keys_from_literals
-from stocache.samples.kinds import (
-    BYTES,
-    DAMAGED_RECORD,
-    ITEMS,
-    NUMBER,
-    TEXT,
-    Step,
-    kind_of,
-    sequence_class,
-)
+from stocache.samples.leaves.kind import BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
+from stocache.samples.leaves.kinds import kind_of
+from stocache.samples.leaves.layout import BARE_NODES
+from stocache.samples.leaves.plain_kinds import sequence_class
+from stocache.samples.leaves.type_lookup import NotImported, Unresolved
 from stocache.samples.pytree import DEEP, Parts, joiner_of
 from stocache.samples.record_encoder import COMPRESSED, RecordEncoder, TreeDef, bare_nodes, integers_codec, parse_treedef
-from stocache.samples.spec import BARE_NODES
-from stocache.samples.type_lookup import NotImported, Unresolved
 
 _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 

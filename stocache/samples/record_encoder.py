@@ -24,8 +24,8 @@ NOTE [ Records ]
 NOTE [ Items without bytes ]
     A list of None, or of empty dicts, has a length and nothing else, so a forged length could make objects without end. So the
     bytes of a record limit its lists. A *bare* node is a container, or a leaf without bytes and sizes. All lists of a record
-    may make `BARE_NODES` (samples/spec.py) of them, and one more for each byte and integer in it. If a sample has more, zeros
-    are put behind its leaves. Blocks count in the same way (see NOTE [ Columns ]).
+    may make `BARE_NODES` (samples/leaves/layout.py) of them, and one more for each byte and integer in it. If a sample has
+    more, zeros are put behind its leaves. Blocks count in the same way (see NOTE [ Columns ]).
 """
 
 import ast
@@ -37,20 +37,12 @@ from typing import Any, NamedTuple, TypeAlias
 from stocache.errors import SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.containers import describe, keys_to_literals, take_apart
-from stocache.samples.kinds import (
-    NUMBERS,
-    Differs,
-    Encoded,
-    Leaves,
-    Write,
-    encode_pickle,
-    encoder_of,
-    kind_of,
-    narrowed,
-    sequence_class,
-)
-from stocache.samples.pytree import OBJECTS, Container, flatten_one, sample_error
-from stocache.samples.type_lookup import Unfit
+from stocache.samples.flatten import flatten_one
+from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
+from stocache.samples.leaves.kinds import encode_pickle, encoder_of, kind_of, narrowed
+from stocache.samples.leaves.plain_kinds import NUMBERS, sequence_class
+from stocache.samples.leaves.type_lookup import Unfit
+from stocache.samples.pytree import OBJECTS, Container, sample_error
 
 TreeDef: TypeAlias = tuple[Any, ...]
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, Walk, reader, union_rows, value_columns
 from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
-from stocache.samples.type_lookup import Unresolved, check_size
+from stocache.samples.leaves.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 from stocache.system.platform import here

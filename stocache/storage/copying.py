@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 from stocache.samples.column_decoder import ColumnTable, value_columns
 from stocache.samples.column_encoder import Tree
 from stocache.samples.containers import container_of, keys_from_json, keys_to_literals
-from stocache.samples.kinds import ALIGNMENTS, Kind, description_in, kind_in
+from stocache.samples.leaves.kind import ALIGNMENTS, Kind
+from stocache.samples.leaves.kinds import description_in, kind_in
+from stocache.samples.leaves.type_lookup import check_dims, check_shape
 from stocache.samples.pytree import DEEP
 from stocache.samples.record_encoder import EncodedRecord, TreeDef, write_treedef
-from stocache.samples.type_lookup import check_dims, check_shape
 
 _AT_ONCE = 4096  # rows: other threads wait for that long
 _CELLS = 1 << 20  # values that are cut at once: a structure may claim many leaves

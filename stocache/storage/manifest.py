@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.type_lookup import check_size
+from stocache.samples.leaves.type_lookup import check_size
 from stocache.storage.block import REPAIR, Block, ByteSource, encode
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED

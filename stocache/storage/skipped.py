@@ -23,7 +23,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from stocache.errors import DamagedError
-from stocache.samples.type_lookup import check_size
+from stocache.samples.leaves.type_lookup import check_size
 from stocache.storage.local import Folder
 from stocache.system.hashing import ZEROS, embed_checksum, read_checksum
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 
@@ -380,3 +380,12 @@ def _line_limit(size: int | str) -> int:
     if type(found) is not int or found < 1:
         raise StreamError(f"max_line_bytes={size!r} must be at least 1 byte: a number of bytes, or a size such as '64MiB'.")
     return found
+
+
+class CsvArguments(TypedDict, total=False):
+    """Fields of a `CsvFormat` that `StreamLoader` takes directly, in place of a format."""
+
+    delimiter: str | None
+    skip_header: int
+    columns: Sequence[Column] | None
+    label_columns: Column | Sequence[Column] | None

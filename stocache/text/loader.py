@@ -4,16 +4,15 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm
 
 from stocache.cache.options import CacheOptions
-from stocache.cache.stats import CacheStats
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
@@ -21,15 +20,16 @@ from stocache.system.state import StateForm
 from stocache.text.buffers import RECORD_VERSION, Buffers
 from stocache.text.engines import engines
 from stocache.text.files import Paths, TextFile, find_files
-from stocache.text.formats import Column, CsvFormat, CustomFormat, TextFormat
+from stocache.text.formats import CsvArguments, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import Lines
-from stocache.text.options import ReadOptions, check_choice, check_integer, check_type, share_of
+from stocache.text.options import ReadOptions, StreamStats, are_counts, check_choice, check_integer, check_type, share_of
 from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, WorkerProcesses, by_threads, one_by_one
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("stocache")
+
 
 _FORM = StateForm(
     "StreamLoader",
@@ -44,38 +44,6 @@ _FORM = StateForm(
     parts={},
     mismatch="the state belongs to a StreamLoader with other files, or other arguments for its batches.",
 )
-
-
-class CsvArguments(TypedDict, total=False):
-    """Fields of a `CsvFormat` that `StreamLoader` takes directly, in place of a format."""
-
-    delimiter: str | None
-    skip_header: int
-    columns: Sequence[Column] | None
-    label_columns: Column | Sequence[Column] | None
-
-
-@dataclass(frozen=True)
-class StreamStats:
-    """Counts of a `StreamLoader` in this process and its workers.
-
-    Attributes:
-        epochs: number of finished epochs.
-        batches: number of delivered batches.
-        rows: number of rows in the buffers that were used, in all epochs.
-        skipped: number of bad lines among them that were left out (``on_error="skip"``).
-        dropped: number of good rows among them that were left out because they do not fill a batch (``drop_last``).
-        cache: counts of all processes that share the cache, where a sample is a buffer. None without a cache.
-        disk: the counts of the disk behind the memory, if there is one. Its misses are buffers that were read and parsed.
-    """
-
-    epochs: int
-    batches: int
-    rows: int
-    skipped: int
-    dropped: int
-    cache: CacheStats | None
-    disk: CacheStats | None = None
 
 
 class StreamLoader(IterableDataset[Any]):
@@ -422,7 +390,7 @@ class StreamLoader(IterableDataset[Any]):
         identity = self._identity()
         position, _ = _FORM.read(state, identity)
         key, line, begun = position["key"], position["line"], position["window"] is not None
-        if begun != (key is not None) or not _are_counts(key, 1, 2) or not _are_counts(line, 2, 2) or (line and not begun):
+        if begun != (key is not None) or not are_counts(key, 1, 2) or not are_counts(line, 2, 2) or (line and not begun):
             raise StateError(f"the state of a StreamLoader is damaged: its position is {position!r:.200}.")
         self._resumed = copy.deepcopy(_FORM.make(identity, position))
 
@@ -480,10 +448,3 @@ class StreamLoader(IterableDataset[Any]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _are_counts(values: list[Any] | None, least: int, most: int) -> bool:
-    """Whether ``values`` is None, or a list of ``least`` to ``most`` integers from 0 to 2^64 - 1."""
-    if values is None:
-        return True
-    return least <= len(values) <= most and all(type(value) is int and 0 <= value < 1 << 64 for value in values)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from stocache.cache.stats import CacheStats
 from stocache.errors import StreamError
 from stocache.system.ranks import torch_ranks
 from stocache.text.engines import engines
@@ -77,3 +78,33 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise StreamError if an argument is not one of the choices."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in choices):
         raise StreamError(f"{name}={value!r} is unknown. Use {' or '.join(map(repr, choices))}.")
+
+
+@dataclass(frozen=True)
+class StreamStats:
+    """Counts of a `StreamLoader` in this process and its workers.
+
+    Attributes:
+        epochs: number of finished epochs.
+        batches: number of delivered batches.
+        rows: number of rows in the buffers that were used, in all epochs.
+        skipped: number of bad lines among them that were left out (``on_error="skip"``).
+        dropped: number of good rows among them that were left out because they do not fill a batch (``drop_last``).
+        cache: counts of all processes that share the cache, where a sample is a buffer. None without a cache.
+        disk: the counts of the disk behind the memory, if there is one. Its misses are buffers that were read and parsed.
+    """
+
+    epochs: int
+    batches: int
+    rows: int
+    skipped: int
+    dropped: int
+    cache: CacheStats | None
+    disk: CacheStats | None = None
+
+
+def are_counts(values: list[Any] | None, least: int, most: int) -> bool:
+    """Return whether ``values`` is None, or a list of ``least`` to ``most`` integers from 0 to 2^64 - 1."""
+    if values is None:
+        return True
+    return least <= len(values) <= most and all(type(value) is int and 0 <= value < 1 << 64 for value in values)

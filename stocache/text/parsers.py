@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import StreamError
-from stocache.samples.pytree import leaves, tree_map
+from stocache.samples.flatten import leaves, tree_map
 from stocache.text.engines import (
     NULLS,
     BulkParseError,

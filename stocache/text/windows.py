@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from stocache.errors import StreamError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
-from stocache.samples.pytree import leaves, tree_map
+from stocache.samples.flatten import leaves, tree_map
 from stocache.system.background import Background
 from stocache.system.platform import here
 from stocache.text.buffers import Buffers, Fault, RowBuffer

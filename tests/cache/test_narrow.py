@@ -12,12 +12,13 @@ from torch.utils.data import Dataset
 from stocache import CachedDataset, DataLoader, LimitError, RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.cache.options import CacheOptions
 from stocache.datasets.batches import BatchSpec
-from stocache.samples.kinds import kind_of
-from stocache.samples.narrow import find
+from stocache.samples.leaves.fixed import NarrowLeaf
+from stocache.samples.leaves.kinds import kind_of
+from stocache.samples.leaves.narrow import find
+from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import pack_integers
-from stocache.samples.spec import NarrowLeaf, Structure
-from stocache.samples.type_lookup import Unfit
+from stocache.samples.spec import Structure
 from tests.support.equality import same
 
 N = 40

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stocache import DamagedError, StorageError
-from stocache.samples.kinds import BULK_ENCODERS, ENCODERS
+from stocache.samples.leaves.kinds import BULK_ENCODERS, ENCODERS
 from stocache.storage.block import encode
 from stocache.system.hashing import checksum
 from tests.support.samples import Extra, Kind, Slotted, boxes, made, picture, takes_little_memory, tensordict

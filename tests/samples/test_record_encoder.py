@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from stocache import SampleError
-from stocache.samples import kinds, record_encoder
+from stocache.samples import record_encoder
+from stocache.samples.leaves import kind
 from stocache.samples.record_encoder import EncodedSample, RecordEncoder, write_treedef
 from tests.support.samples import PICKLED, Annotated, Extra, Kind, Slotted, Space, boxes, made
 
@@ -71,7 +72,7 @@ def test_what_is_many_or_pickled_is_encoded_as_records_are(monkeypatch):
             got, wanted = encoded(encoder, sample), generic(sample, allow_pickle=True)
             assert got[0] == wanted[0]
             assert b"pickle" in got[0] or got == wanted
-    monkeypatch.setattr(kinds, "BARE_NODES", 50)  # see NOTE [ Items without bytes ]
+    monkeypatch.setattr(kind, "BARE_NODES", 50)  # see NOTE [ Items without bytes ]
     encoder = RecordEncoder(allow_pickle=False)
     for value in [[None] * 300, [{}] * 300, [[None, ""]] * 200, [None] * 200]:
         check(encoder, value)

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache, StorageError
-from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
+from stocache.samples.leaves.kind import BYTES, Kind
+from stocache.samples.leaves.kinds import ENCODERS, KINDS
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import EncodedSample, write_treedef
 from stocache.storage.block import Block, BytesFile

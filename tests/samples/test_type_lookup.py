@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from stocache.samples import type_lookup
+from stocache.samples.leaves import type_lookup
+from stocache.samples.leaves.texts import TEXTS
+from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unresolved, find_class, member_of, numpy_dtype, torch_dtype
 from stocache.samples.pytree import Container, check_class, check_image
-from stocache.samples.texts import TEXTS
-from stocache.samples.type_lookup import TORCH_DTYPES, Unresolved, find_class, member_of, numpy_dtype, torch_dtype
 
 ran = []
 

@@ -14,8 +14,8 @@ from stocache.cache.disk.formats import Rows
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
 from stocache.errors import SegmentError
+from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import Records
-from stocache.samples.type_lookup import NotImported
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.segment import Segment
 

@@ -25,8 +25,8 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.stats import MISSING
 from stocache.errors import DiskError, MismatchError, SegmentError
 from stocache.samples.codecs import Codec
+from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import Records
-from stocache.samples.type_lookup import NotImported
 from stocache.system.hashing import checksum
 from stocache.system.limits import parse_size
 from stocache.system.loading.children import hold_to_fork

@@ -9,12 +9,23 @@ NOTE [ Where to cut ]
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from stocache.datasets.transforms.cuts import (
+    NEGLIGIBLE_S,
+    REFUSED,
+    Cut,
+    Option,
+    _mean,
+    choose_option,
+    find_chains,
+    find_options,
+    fixed_option,
+)
 from stocache.datasets.transforms.dataset_tree import DatasetTree
 from stocache.datasets.transforms.encoded import open_loader
 from stocache.datasets.transforms.huggingface import find_read_transform
@@ -24,11 +35,8 @@ from stocache.datasets.transforms.pipelines import Pipeline, same_step, step_nam
 from stocache.datasets.transforms.recording import Program, Rest
 from stocache.datasets.transforms.splitting import ALL_BEFORE, CutPlan, Split, Visit, open_pipelines, steps_text
 from stocache.datasets.transforms.trials import (
-    DIFFERENT_CALLS,
     CannotSplit,
     Example,
-    MeasuredCall,
-    MeasuredSample,
     SecondLoads,
     finish_parts,
     load_examples,
@@ -47,15 +55,18 @@ from stocache.system.walking import makers
 
 logger = logging.getLogger("stocache")
 
-Cut: TypeAlias = Literal["latest", "smallest"] | None
 
 _EXAMPLES = 3  # samples of each kind of leaf that are tried out, at least
-_SEARCHED = 4096  # samples whose leaves are searched for all kinds
-_MAX_KINDS = 8  # of leaves
-_PATIENCE_S = 120.0  # for one sample
-_NEGLIGIBLE_S = 1e-4  # of saved time per sample
 
-_REFUSED = "Set it before CachedDataset, or make a new one."
+
+_SEARCHED = 4096  # samples whose leaves are searched for all kinds
+
+
+_MAX_KINDS = 8  # of leaves
+
+
+_PATIENCE_S = 120.0  # for one sample
+
 
 _ENCODED = (
     "store='encoded' is for datasets that load each file by an attribute `loader`, called with its path, as torchvision's "
@@ -77,119 +88,6 @@ def warn_of_random_steps(dataset: object, reason: str) -> None:
             "on_change). Give the random part to CachedDataset(..., transform=...); split_transforms() cuts it off.",
             type(dataset).__name__, reason, ", ".join(dict.fromkeys(random)),
         )  # fmt: skip
-
-
-class Option(NamedTuple):
-    """A place to cut: the cut of each transform that is called, the bytes of a sample, and the seconds a cached one saves."""
-
-    cuts: dict[Site, int]
-    size: float
-    saved_s: float
-
-
-_Chain: TypeAlias = list[list[MeasuredCall]]
-"""Transforms that are called one after another on one part of the samples: for each, its call in each example."""
-
-
-def _mean(numbers: Sequence[Any]) -> float:
-    return float(np.mean(numbers))
-
-
-def _find_chains(samples: Sequence[MeasuredSample]) -> list[_Chain]:
-    structures = [[(call.site, call.style, call.upstream) for call in sample.calls] for sample in samples]
-    if any(structure != structures[0] for structure in structures):
-        raise CannotSplit(DIFFERENT_CALLS)
-    calls = [list(same_call) for same_call in zip(*(sample.calls for sample in samples), strict=True)]
-    chains = []
-    for last in set(range(len(calls))) - {upstream for _, _, upstream in structures[0]}:
-        chain, at = _Chain(), structures[0][last][2]
-        chain.append(calls[last])
-        while at is not None:
-            chain.insert(0, calls[at])
-            at = structures[0][at][2]
-        chains.append(chain)
-    return chains
-
-
-def _chain_options(chain: _Chain) -> list[Option]:
-    """Return where to cut a chain, as one transform with all its steps, the earliest first; None where it cannot be cached."""
-    cuts, seconds = {calls[0].site: 0 for calls in chain}, 0.0
-    options = []
-    for calls in chain:
-        deterministic = min(len(call.seconds) for call in calls)
-        for cut in range(calls is not chain[0], deterministic + 1):
-            cuts = {**cuts, calls[0].site: cut}
-            seconds += _mean([call.seconds[cut - 1] for call in calls]) if cut else 0.0
-            sizes = [call.sizes[cut] for call in calls]
-            if None not in sizes:
-                options.append(Option(cuts, _mean(sizes), seconds))
-        if deterministic < calls[0].steps:
-            break
-    if not options:
-        raise CannotSplit("the input of its transforms cannot be cached")
-    return options
-
-
-def _fixed_option(chains: Sequence[_Chain], before: Mapping[Site, int], size: float) -> Option:
-    """Return the cuts that leave cached samples valid.
-
-    Raises:
-        DatasetError: there are no such cuts.
-    """
-    cuts: dict[Site, int] = {}
-    for chain in chains:
-        wanted = {calls[0].site: before.get(calls[0].site, 0) for calls in chain}
-        if wanted not in [option.cuts for option in _chain_options(chain)]:
-            raise DatasetError(
-                f"{', '.join(map(str, wanted))} cannot be set: the samples that are cached were made with other transforms, or "
-                f"later ones. {_REFUSED}"
-            )
-        cuts |= wanted
-    return Option(cuts, size, 0.0)
-
-
-def _find_options(samples: Sequence[MeasuredSample], chains: Sequence[_Chain]) -> list[Option]:
-    """Return where to cut, the latest first. All transforms but those of the largest part are cut as late as possible."""
-    size = _mean([sample.size for sample in samples])
-    if not chains:
-        return [Option({}, size, 0.0)]
-    other_size = max(0.0, size - sum(_mean([call.result_size for call in chain[-1]]) for chain in chains))
-    own_times = [sample.load_s - sum(call.total_s for call in sample.calls) for sample in samples]
-    own_s = max(0.0, float(np.median(own_times)))  # without the transforms
-    possible = list(map(_chain_options, chains))
-    main = max(possible, key=lambda options: options[-1].size)
-    options = []
-    for position in range(len(main) - 1, -1, -1):
-        total = Option({}, other_size, own_s)
-        for choices in possible:
-            same = choices[0].cuts.keys() == main[0].cuts.keys()  # one transform, several images
-            chosen = choices[min(position, len(choices) - 1) if same else -1]
-            cuts = {site: min(cut, total.cuts.get(site, cut)) for site, cut in chosen.cuts.items()}
-            total = Option(total.cuts | cuts, total.size + chosen.size, total.saved_s + chosen.saved_s)
-        options.append(total)
-    return options
-
-
-def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], float]) -> Option:
-    """Return the option to take; see NOTE [ Where to cut ].
-
-    Args:
-        options: the latest cut first.
-        cut: the argument of the user.
-        share: called with the bytes of a sample; returns the share of the samples that is cached.
-    """
-    if cut == "latest":
-        return options[0]
-    smallest = min(options, key=lambda option: option.size)  # of equal ones, the latest
-    if cut == "smallest":
-        return smallest
-
-    def saved_s(option: Option) -> float:
-        return share(option.size) * option.saved_s
-
-    usual = next((option for option in options if share(option.size) == 1.0), smallest)
-    best = max(options, key=saved_s)
-    return best if saved_s(best) > 2 * saved_s(usual) and saved_s(best) - saved_s(usual) > _NEGLIGIBLE_S else usual
 
 
 def plan_split(
@@ -241,7 +139,7 @@ def plan_split(
             raise DatasetError(_ENCODED.format(name, reason)) from error
         if old is not None:
             raise DatasetError(
-                f"the transforms of {name} cannot be set while samples are cached: {reason}. {_REFUSED}"
+                f"the transforms of {name} cannot be set while samples are cached: {reason}. {REFUSED}"
             ) from error
         if not isinstance(error, _CannotLoad):  # the probe reports that
             warn_of_random_steps(dataset, reason)
@@ -329,14 +227,14 @@ class _Planner:
         samples = [measured for own, measured in self._measured if own == number]
         if not samples:
             raise _CannotLoad("its samples cannot be loaded")
-        chains, calls = _find_chains(samples), [call for sample in samples for call in sample.calls]
+        chains, calls = find_chains(samples), [call for sample in samples for call in sample.calls]
         called = {call.site for call in calls}
         if self._encoded and not any(site.name == "loader" for site in called):
             raise CannotSplit("it does not call its loader")
         if fixed is None:
-            options = _find_options(samples, chains)
+            options = find_options(samples, chains)
         else:
-            options = [_fixed_option(chains, fixed, _mean([sample.size for sample in samples]))]
+            options = [fixed_option(chains, fixed, _mean([sample.size for sample in samples]))]
         load_s = float(np.median([sample.load_s for sample in samples]))
         drawing = {call.site for call in calls if call.draws or len(call.seconds) == call.steps}
         undrawn_s = {site: float(np.median([call.rest_s for call in calls if call.site == site])) for site in called - drawing}
@@ -357,7 +255,7 @@ class _Planner:
                     names = ", ".join(map(step_name, steps)) or "other steps"
                     raise DatasetError(
                         f"{site} cannot be set: samples are cached as they are after {names}, but the new one does not begin "
-                        f"with these. {_REFUSED}"
+                        f"with these. {REFUSED}"
                     )
                 fixed[site] = len(steps)
         return fixed
@@ -476,7 +374,7 @@ class _Planner:
         for site, rest_s in () if self._encoded else kind.undrawn_s.items():
             step = kind.pipelines[site].steps[option.cuts[site]]
             unknown = not is_known(type(step)) and not is_deterministic(step)
-            if unknown and self._old is None and rest_s > max(_NEGLIGIBLE_S, kind.load_s / 2):
+            if unknown and self._old is None and rest_s > max(NEGLIGIBLE_S, kind.load_s / 2):
                 logger.warning(
                     "%s is not known to be deterministic, so it runs after the cache, in each epoch: %.3g of the %.3g ms of a "
                     "sample. If it gives the same each time and draws nothing random, mark it: stocache.deterministic(%s).",

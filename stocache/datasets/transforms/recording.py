@@ -28,7 +28,8 @@ import torch
 from stocache.datasets.transforms.deferred import Deferred, holds_deferred
 from stocache.datasets.transforms.part_transform import Path, find_parts, part_at, with_part
 from stocache.datasets.transforms.patching import Site
-from stocache.samples.pytree import DEEP, Container, flatten_one
+from stocache.samples.flatten import flatten_one
+from stocache.samples.pytree import DEEP, Container
 from stocache.system.generators import Kept
 
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
+from stocache.datasets.transforms.cuts import Option, choose_option
 from stocache.datasets.transforms.pipelines import open_pipeline
-from stocache.datasets.transforms.planning import Option, choose_option
 from stocache.system.describe import describe, difference
 
 pytest.importorskip("PIL.Image", reason="PIL is not installed")
@@ -287,9 +287,7 @@ TENSOR, IMAGE, LESS = torch.Tensor, Image.Image, f"{FLOATS * 6 // 10}B"
     ("cut", "limit", "kind"), [(None, 1, TENSOR), ("latest", LESS, TENSOR), ("smallest", 1, IMAGE), (None, LESS, IMAGE)]
 )
 def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, caplog, monkeypatch):
-    monkeypatch.setattr(
-        "stocache.datasets.transforms.planning._NEGLIGIBLE_S", 1.0
-    )  # a busy machine measures more than there is
+    monkeypatch.setattr("stocache.datasets.transforms.cuts.NEGLIGIBLE_S", 1.0)  # a busy machine measures more than there is
     caplog.set_level(logging.INFO)
     with CachedDataset(ImageFolder(folder, Compose(FIXED)), limit, cut=cut) as cached:
         assert issubclass(kind_of_cached(cached), kind)

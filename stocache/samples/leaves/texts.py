@@ -20,7 +20,7 @@ from zoneinfo import ZoneInfo
 
 import torch
 
-from stocache.samples.type_lookup import TORCH_DTYPES, torch_dtype
+from stocache.samples.leaves.type_lookup import TORCH_DTYPES, torch_dtype
 
 
 class Text(NamedTuple):

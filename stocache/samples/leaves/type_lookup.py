@@ -377,3 +377,9 @@ def check_dims(dims: Any) -> int:
         ValueError: it is not a number from 0 to 64.
     """
     return check_size(dims, MAX_DIMS + 1)
+
+
+def class_text(cls: Any) -> str:
+    """Return the name of a class or function; with its module unless it is one of Python's own types."""
+    module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
+    return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"

@@ -1,0 +1,196 @@
+"""What the kinds of leaves have in common: how a value becomes bytes, and is read from a record or a column."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+
+from stocache.samples.leaves.layout import (
+    BARE_NODES,
+    Make,
+)
+from stocache.samples.leaves.type_lookup import (
+    Unfit,
+    a,
+)
+
+Description: TypeAlias = tuple[Any, ...]
+"""The name of a kind, and the facts that its constructor takes."""
+
+
+Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
+"""A leaf: its description, the stream of its bytes in a record, its bytes, and its shape as they lie."""
+
+
+Write: TypeAlias = Callable[[Any, "Leaves"], None]
+"""Takes a value of one structure, and adds its leaves. Raises Differs or Unfit where the value is not of that structure."""
+
+
+ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
+
+
+BYTES = 3  # the stream of values that need no alignment
+
+
+DAMAGED_RECORD = "the cache is damaged: a sample reaches beyond its record."
+
+
+KNOWN = {  # to safetensors, in all its versions
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+class Differs(Exception):
+    """A value is not of the structure that a `Write` was made for."""
+
+
+class Leaves:
+    """The state of writing one record.
+
+    Attributes:
+        streams: the buffers of the leaves, which may be the memory of the sample.
+        integers: shapes and lengths.
+        bare: bare nodes in lists; see NOTE [ Items without bytes ].
+    """
+
+    __slots__ = ("bare", "integers", "streams")
+
+    def __init__(self) -> None:
+        self.streams: tuple[list[Any], ...] = ([], [], [], [])
+        self.integers: list[int] = []
+        self.bare = 0
+
+    def pack(self) -> tuple[bytes, list[int]]:
+        """Return the bytes of the leaves, and all integers."""
+        leaves, _, integers = self.parts()
+        return b"".join(leaves), integers
+
+    def parts(self) -> tuple[list[Any], int, list[int]]:
+        """Return the buffers of the leaves, their bytes, and all integers."""
+        leaves: list[Any] = []
+        lengths = []
+        for stream in self.streams:
+            if stream:
+                leaves += stream
+                lengths.append(sum([len(part) if type(part) is bytes else part.nbytes for part in stream]))
+        integers, nbytes = [*lengths[:-1], *self.integers], sum(lengths)
+        if self.bare > BARE_NODES:  # see NOTE [ Items without bytes ]
+            leaves.append(bytes(padding := max(0, self.bare - BARE_NODES - nbytes - len(integers))))
+            nbytes += padding
+        return leaves, nbytes, integers
+
+    def lengths(self) -> tuple[list[int], int, int]:
+        """Return the present lengths, for `cut`."""
+        return list(map(len, self.streams)), len(self.integers), self.bare
+
+    def cut(self, lengths: tuple[list[int], int, int]) -> None:
+        """Drop everything that was added since ``lengths``."""
+        streams, integers, self.bare = lengths
+        for stream, length in zip(self.streams, streams, strict=True):
+            del stream[length:]
+        del self.integers[integers:]
+
+
+Step: TypeAlias = tuple[int, int, int, Callable[..., Any]]
+"""How a leaf is read from a record: its stream; how many sizes it has; bytes of one value; and a `Make`.
+
+In place of the number of sizes: NUMBER, and the last is `struct.Struct.unpack_from` of one number; TEXT, one size, and the
+last makes a value of its bytes; ITEMS, a list, and the last is the function that reads it.
+"""
+
+
+NUMBER, TEXT, ITEMS = -1, -2, -3
+
+
+class Kind(ABC):
+    """A kind of leaf, as its constructor's arguments describe it.
+
+    Attributes:
+        name: the name of the kind in records and blocks.
+        types: its values are of these exact types,
+        base: or of any subclass of this one.
+        fields: the constructor's arguments as a block names them; "dims" is not written, "order" only where it is given.
+        stream: the stream of a record that holds the bytes.
+        itemsize: bytes of one value.
+        dims: how many sizes a record holds for each leaf.
+        writable: whether a value that is read from a column keeps the buffer, and the user may write to it.
+        stored_as: the dtype of its column, and the dimensions that one value takes there.
+        of_any_bytes: whether any bytes of the right number make a value.
+
+    Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
+    """
+
+    name: ClassVar[str]
+    types: ClassVar[tuple[type, ...]] = ()
+    base: ClassVar[type | None] = None
+    fields: ClassVar[tuple[str, ...]] = ()
+    writable: ClassVar[bool] = False
+    stream = BYTES
+    itemsize = 1
+    dims = 1
+    stored_as: tuple[torch.dtype, tuple[int, ...]] = torch.uint8, ()
+    of_any_bytes = True
+
+    @classmethod
+    @abstractmethod
+    def encode(cls, value: object) -> Encoded:
+        """Return a value, encoded. Raises Unfit where it would not come back the same."""
+
+    def holds(self, value: object) -> bool:
+        """Return whether `encode` is for values of this type. They may be of another kind all the same."""
+        return type(value) in self.types
+
+    def writer(self, description: Description) -> Write:
+        """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
+        stream, holds, encode = self.stream, self.holds, self.encode
+
+        def write(value: object, leaves: Leaves) -> None:
+            if not holds(value):
+                raise Differs
+            its, _, data, shape = encode(value)
+            if its != description:
+                raise Differs
+            leaves.streams[stream].append(data)
+            leaves.integers.extend(shape)
+
+        return write
+
+    def step(self, trusted: bool) -> Step:
+        """Return how a leaf is read from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
+        return self.stream, self.dims, self.itemsize, self.maker(trusted)
+
+    @abstractmethod
+    def maker(self, trusted: bool) -> Make:
+        """Return the function that makes a leaf of a part of a column; ``trusted`` as in `type_lookup.resolve`.
+
+        Raises:
+            Unresolved: its class is not here, or may not be used.
+        """
+
+    def make_all(self, pieces: list[Any]) -> list[Any] | None:
+        """Return the leaves of buffers, faster than one by one; None where there is no faster way. It may raise anything."""
+        return None
+
+    def bare(self, shape: tuple[int, ...]) -> int:
+        """Return 1 where leaves of one shape have no bytes, else 0; see NOTE [ Items without bytes ]."""
+        return int(not math.prod(shape) * self.itemsize)
+
+
+def no_bytes(value: object) -> Unfit:
+    """Return the error of a value that is not of any kind that can be stored."""
+    return Unfit(
+        f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
+    )
+
+
+def stream_of(alignment: int) -> int:
+    """Return the stream of values whose addresses should be multiples of ``alignment``."""
+    return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
+
+
+def hashable(descr: Any) -> Any:
+    """Return a description with tuples in place of its lists."""
+    return tuple(map(hashable, descr)) if isinstance(descr, list | tuple) else descr

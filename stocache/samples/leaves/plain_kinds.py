@@ -1,0 +1,269 @@
+"""The kinds of Python's numbers, lists of numbers, bytes, texts, members of enums and pickled objects."""
+
+import pickle
+import struct
+from abc import abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+
+from stocache.samples.leaves.array_kinds import stored_dtype
+from stocache.samples.leaves.kind import BYTES, NUMBER, TEXT, Description, Differs, Encoded, Kind, Leaves, Step, Write, no_bytes
+from stocache.samples.leaves.layout import (
+    NUMBER_CODECS,
+    Make,
+    number_maker,
+    pack_number,
+)
+from stocache.samples.leaves.texts import TEXT_NAMES, TEXTS
+from stocache.samples.leaves.type_lookup import (
+    Unfit,
+    Unresolved,
+    a,
+    enum_class,
+    member_name,
+    member_of,
+    name_of,
+)
+from stocache.system.objects import is_decoder
+
+NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
+"""The dtype and the stream of each type of numbers."""
+
+
+_NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
+
+
+class NumberKind(Kind):
+    """A Python int of 64 bits, float, bool or complex. A larger int is encoded as the kind "long"."""
+
+    name, types, fields, dims = "number", tuple(NUMBERS), ("type",), 0
+
+    def __init__(self, type_name: Any) -> None:
+        self._type = _NUMBER_TYPES[type_name]
+        dtype, self.stream = NUMBERS[self._type]
+        self._codec, self.stored_as = NUMBER_CODECS[self._type], stored_dtype(np.dtype(dtype))
+        self.itemsize = self._codec.size
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        number = type(value)
+        if number is int and not -(2**63) <= value < 2**63:
+            return TextKind.encode(value)  # of the kind "long"
+        return ("number", number.__name__), NUMBERS[number][1], pack_number(value), ()
+
+    def writer(self, description: Description) -> Write:
+        number, stream, pack = self._type, self.stream, self._codec.pack
+
+        def write(value: object, leaves: Leaves) -> None:
+            if type(value) is not number:
+                raise Differs
+            try:
+                leaves.streams[stream].append(pack(value))
+            except struct.error:  # of the kind "long"
+                raise Differs from None
+
+        return super().writer(description) if number is complex else write
+
+    def step(self, trusted: bool) -> Step:
+        if self._type is complex:
+            return super().step(trusted)
+        return self.stream, NUMBER, self.itemsize, self._codec.unpack_from
+
+    def maker(self, trusted: bool) -> Make:
+        return number_maker(self._type)
+
+    def make_all(self, pieces: list[Any]) -> list[Any] | None:
+        values: list[Any] = np.frombuffer(b"".join(pieces), NUMBERS[self._type][0]).tolist()
+        return values
+
+
+class NumbersKind(Kind):
+    """A list or tuple of Python numbers of one type, stored as an array."""
+
+    name, fields = "numbers", ("class", "type")
+
+    def __init__(self, class_name: Any, type_name: Any) -> None:
+        self._class = sequence_class(class_name)
+        dtype, self.stream = NUMBERS[_NUMBER_TYPES[type_name]]
+        self._dtype = np.dtype(dtype)
+        self.itemsize, self.stored_as = self._dtype.itemsize, stored_dtype(self._dtype)
+
+    @classmethod
+    def encode(cls, value: Any) -> Encoded:
+        number = type(value[0])
+        dtype, stream = NUMBERS[number]
+        data = np.array(value, dtype=dtype).view(np.uint8)
+        return ("numbers", type(value).__name__, number.__name__), stream, data, (len(value),)
+
+    def writer(self, description: Description) -> Write:
+        cls, stream = self._class, self.stream
+
+        def write(value: Any, leaves: Leaves) -> None:
+            encoded = encode_numbers(value) if type(value) is cls and value else None
+            if encoded is None or encoded[0] != description:
+                raise Differs
+            leaves.streams[stream].append(encoded[2])
+            leaves.integers.append(len(value))
+
+        return write
+
+    def maker(self, trusted: bool) -> Make:
+        cls, dtype = self._class, self._dtype
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+            return cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
+
+        return make
+
+
+def encode_numbers(values: Any) -> Encoded | None:
+    """Return a list or tuple as `NumbersKind` encodes it; None where its items are not numbers of one type and 64 bits."""
+    types = set(map(type, values))
+    if len(types) != 1 or types.pop() not in NUMBERS:
+        return None
+    try:
+        return NumbersKind.encode(values)
+    except OverflowError:
+        return None
+
+
+def sequence_class(name: object) -> type:
+    """Return list or tuple. Raises ValueError where the name is another one."""
+    if name not in ("list", "tuple"):
+        raise ValueError(f"{name!r:.50} is not a list or tuple")
+    return list if name == "list" else tuple
+
+
+class _BytesKind(Kind):
+    """Values that are made of any number of bytes."""
+
+    of_any_bytes = False
+
+    @abstractmethod
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        """Return the function that makes a value of a buffer; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
+
+    def step(self, trusted: bool) -> Step:
+        return BYTES, TEXT, 1, self.from_bytes(trusted)
+
+    def maker(self, trusted: bool) -> Make:
+        from_bytes = self.from_bytes(trusted)
+
+        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
+            return from_bytes(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
+
+        return make
+
+
+class TextKind(_BytesKind):
+    """The values of one row of texts.py, whose name is that of the kind."""
+
+    types = tuple(cls for cls in TEXT_NAMES if cls not in NUMBERS)
+
+    def __init__(self, name: Any) -> None:
+        self._cls, self._to_bytes, self._from_bytes = TEXTS[name]
+        self.of_any_bytes = self._cls in (bytes, bytearray, int)
+
+    @classmethod
+    def encode(cls, value: object) -> Encoded:
+        name = TEXT_NAMES[type(value)]
+        data = TEXTS[name].to_bytes(value)
+        if data is None:
+            raise no_bytes(value)
+        return (name,), BYTES, data, (len(data),)
+
+    def writer(self, description: Description) -> Write:
+        cls, to_bytes = self._cls, self._to_bytes
+
+        def write(value: object, leaves: Leaves) -> None:
+            data = to_bytes(value) if type(value) is cls else None
+            if data is None:
+                raise Differs
+            leaves.streams[BYTES].append(data)
+            leaves.integers.append(len(data))
+
+        return super().writer(description) if cls is int else write  # an int may be of the kind "number"
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        return self._from_bytes
+
+    def make_all(self, pieces: list[Any]) -> list[Any] | None:
+        return list(map(bytes.decode, pieces)) if self._cls is str and type(pieces[0]) is bytes else None
+
+
+class EnumKind(_BytesKind):
+    """The members of one enum class. Their bytes are their names."""
+
+    name, base, fields = "enum", Enum, ("class",)
+
+    def __init__(self, class_name: Any) -> None:
+        self._class = class_name
+
+    def holds(self, value: object) -> bool:
+        return isinstance(value, Enum)
+
+    @classmethod
+    def encode(cls, value: object) -> Encoded:
+        owner, data = member_bytes(value)
+        return ("enum", owner), BYTES, data, (len(data),)
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        cls = enum_class(self._class, trusted)
+        return lambda data: member_of(cls, str(data, "utf-8"))
+
+
+def member_bytes(member: object) -> tuple[str, bytes]:
+    """Return the name of the class of an enum member, and its own name as bytes.
+
+    Raises:
+        Unfit: they do not lead back to it.
+    """
+    name = member_name(member)
+    if name is None:
+        raise no_bytes(member)
+    return name_of(type(member)), name.encode()
+
+
+class _LiveError(Unfit):
+    """The error of a decoder."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        """Refuse a decoder, whose pickle would hold a pointer."""
+        if is_decoder(type(value)):
+            raise decoder_error(value)
+        return NotImplemented
+
+
+def decoder_error(value: object) -> Unfit:
+    """Return the error of an object that decodes audio or video."""
+    remedy = "Return the decoded data, or the bytes of the file, and decode these after the cache"
+    return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
+
+
+class PickleKind(_BytesKind):
+    """Values that are pickled, where that is allowed."""
+
+    name = "pickle"
+
+    @classmethod
+    def encode(cls, value: object) -> Encoded:
+        buffer = BytesIO()
+        try:
+            _Pickler(buffer, protocol=5).dump(value)
+            data = buffer.getvalue()
+        except _LiveError:
+            raise
+        except Exception as error:  # whatever the class raises
+            raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
+        return ("pickle",), BYTES, data, (len(data),)
+
+    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+        if not trusted:
+            raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
+        return pickle.loads
