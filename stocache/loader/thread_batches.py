@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -101,12 +102,14 @@ def _follows(batch: Batch) -> bool:
 class Group:
     """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``.
 
+    It does not keep the batches alive, which refer to it. An iterator that dies frees them, and those before them, at once.
+
     Attributes:
         lazy: all their samples.
     """
 
     def __init__(self, batches: list[Batch], lazy: LazyBatch) -> None:
-        self.batches, self.lazy, self.claim = batches, lazy, threading.Lock()
+        self.batches, self.lazy, self.claim = [weakref.ref(batch) for batch in batches], lazy, threading.Lock()
         for batch in batches:
             batch.group = self
 
@@ -416,7 +419,10 @@ class ThreadMaker:
         """
         if not group.claim.acquire(blocking=False):
             return
-        worker, batches, group.batches = self.crew.workers[number or 0], group.batches, []
+        batches = [batch for each in group.batches if (batch := each()) is not None]
+        if len(batches) < len(group.batches):  # the iterator has died
+            return
+        worker = self.crew.workers[number or 0]
         row = self.record.main if number is None else self._begin_step(number)
         began, sizes = time.perf_counter_ns(), [len(batch.samples) for batch in batches]
         made: list[Any] = []

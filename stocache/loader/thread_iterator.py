@@ -116,11 +116,10 @@ class ThreadIterator(QuickIterator):
         """Drop the batches that are only to be gathered from a cache, when nobody will ask for them; wait for those begun."""
         dropped = [batch for batch in self._batches.values() if batch.group is not None]
         self._batches = {number: batch for number, batch in self._batches.items() if batch.group is None}
+        claimed = {batch.group for batch in dropped if batch.group is not None and batch.group.claim.acquire(blocking=False)}
         for batch in dropped:
-            if batch.group is not None and batch.group.claim.acquire(blocking=False):
-                for its in batch.group.batches:
-                    its.finish()  # those after it in its stream may wait for it
-                batch.group.batches = []
+            if batch.group in claimed:
+                batch.finish()  # those after it in its stream may wait for it
         self._maker.crew.tell_progress()
         until = time.monotonic() + _PATIENCE_S
         while not all(batch.done for batch in dropped) and not self.ended and time.monotonic() < until:

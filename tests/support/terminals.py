@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ def shown(view, width):
 
 
 def in_terminal(width, *arguments, until=None, meanwhile=lambda: None):
-    """The lines of a command in a pseudo-terminal; ``q`` is typed as soon as the output matches ``until``.
+    """The lines of a command in a pseudo-terminal; it is interrupted as soon as the output matches ``until``.
 
     ``meanwhile`` is called before each piece of output is read.
     """
@@ -27,16 +28,16 @@ def in_terminal(width, *arguments, until=None, meanwhile=lambda: None):
     command = [sys.executable, "-m", "stocache", *arguments]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | terminal)
     os.close(theirs)
-    text, typed = "", False
+    text, interrupted = "", False
     while True:
         meanwhile()
         try:
             text += os.read(ours, 65536).decode(errors="replace")
         except OSError:  # the other end is closed
             break
-        if until and not typed and re.search(until, text):
-            os.write(ours, b"xq")
-            typed = True
+        if until and not interrupted and re.search(until, text):
+            process.send_signal(signal.SIGINT)
+            interrupted = True
     os.close(ours)
     assert process.wait(60) == 0, text[-2000:]
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", text).replace("\r", "").splitlines()

@@ -1,6 +1,5 @@
 """The commands on named caches: ls, stat, rm, top and metrics. They work without torch, which takes seconds to import."""
 
-import errno
 import json
 import os
 from pathlib import Path
@@ -136,7 +135,7 @@ def top(
     interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0,
     user: _User = None,
 ) -> None:
-    """Watch named caches: fill, hit rate, hits per second. Quit with q."""
+    """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
     import sys
 
     from stocache.system.platform import here
@@ -146,7 +145,7 @@ def top(
     uid = _uid(user)
     if not here.SHARES_MEMORY:
         fail("there are no named caches on this system: they are for Linux only.")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not sys.stdout.isatty():
         fail("top needs a terminal. In scripts: stocache ls --json")
     watch(lambda: listing.find(uid), interval)
 
@@ -184,20 +183,8 @@ def metrics(
         fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
     if listen is None:
         typer.echo(metrics.text_of(uid), nl=False)
-        return
-    with metrics_server.until_ended():
-        try:
-            addresses = metrics_server.resolve(listen, allow_remote)
-        except metrics_server.ListenError as error:
-            fail(str(error), 2)
-        try:
-            server = metrics_server.open_server(addresses, metrics.registry_of(uid))
-        except OSError as error:
-            hint = " Choose another port, or end what uses this one." if error.errno == errno.EADDRINUSE else ""
-            fail(f"--listen {listen}: {error.strerror or error}.{hint}")
-        with server:
-            echo(f"serving {server.url} until Ctrl-C")
-            server.serve_forever()
+    else:
+        metrics_server.serve(listen, allow_remote, uid)
 
 
 def _is_path(name: str) -> bool:

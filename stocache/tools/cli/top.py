@@ -1,11 +1,8 @@
 """Show named caches as a table: once for ``stocache ls``, live for ``stocache top``."""
 
 import contextlib
-import os
-import select
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -157,38 +154,15 @@ def live_table(caches: list[NamedCache], rates: dict[str, float], width: int) ->
         _Column("processes", [str(len(cache.holders)) for cache in caches], right=True),
         _Column("state", [cache.state for cache in caches]),
     ]
-    title = "stocache top: quit with q" + ". There are no named caches." * (not caches)
+    title = "stocache top: quit with Ctrl-C" + ". There are no named caches." * (not caches)
     return _fit(columns, width, ["misses", "samples", "bar", "kind", "limit", "processes", *_SIZES, "state", "hit rate"], title)
 
 
 def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:
-    """Show the live table, updated every ``interval_s`` seconds, until the user types q or ends the input."""
+    """Show the live table, updated every ``interval_s`` seconds, until Ctrl-C."""
     rates, console = Rates(), Console()
-
-    def view() -> Table:
-        caches = look()
-        return live_table(caches, rates.update(caches, time.monotonic()), console.width)
-
-    with _keys() as typed, Live(view(), console=console, screen=True, auto_refresh=False) as live:
-        while not typed(interval_s):
-            live.update(view(), refresh=True)
-
-
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Enter with a function that waits for a number of seconds and returns whether q was typed meanwhile."""
-    import termios  # here: Windows has none
-    import tty
-
-    stdin = sys.stdin.fileno()
-    settings = termios.tcgetattr(stdin)
-    tty.setcbreak(stdin)
-
-    def typed(timeout_s: float) -> bool:
-        ready, _, _ = select.select([stdin], [], [], timeout_s)
-        return bool(ready) and os.read(stdin, 1) in (b"q", b"Q", b"")
-
-    try:
-        yield typed
-    finally:
-        termios.tcsetattr(stdin, termios.TCSADRAIN, settings)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            caches = look()
+            live.update(live_table(caches, rates.update(caches, time.monotonic()), console.width), refresh=True)
+            time.sleep(interval_s)

@@ -195,11 +195,11 @@ def test_the_caches_of_another_user(run):
     assert not Path(registry.directory_of(12345)).exists()
 
 
-def test_top_shows_hits_and_leaves_on_q(four):
+def test_top_shows_hits_and_leaves_on_ctrl_c(four):
     fill(four)
     seen = r"a-live.*10 of 10 +█{10} +100% .*[1-9]\d* +10 +1 +live"  # when it has seen hits in an interval
     lines = in_terminal(120, "top", "--interval", "0.1", until=seen, meanwhile=lambda: four.get_slot(1))
-    assert any("quit with q" in line for line in lines)
+    assert any("quit with Ctrl-C" in line for line in lines)
     rates = top.Rates()  # hits per second between two looks
     assert set(rates.update(listing.find(), 10.0).values()) == {0.0}
     for _ in range(30):

@@ -64,7 +64,7 @@ def test_columns_that_have_no_room_are_left_out(what, width):
         first = rows[0]
     else:
         title, heading, _, *rows = shown(top.live_table(caches, {cache.path: 9.0 for cache in caches}, width), width)
-        assert title == "stocache top: quit with q"
+        assert title == "stocache top: quit with Ctrl-C"
         assert rows[0].startswith("broken") or "disk" in what  # of equal rates, by name
         first = rows["disk" not in what]
     assert re.split(r" {2,}", heading.strip()) == COLUMNS[what, width].split(", ")
