@@ -358,12 +358,12 @@ class DirectBatch(LazyBatch):
     def read(self) -> list[Any]:
         """Return the samples."""
         if self._samples is None:
-            self._samples = list(self._load(list(map(_as_key, self._indices))))
+            self._samples = list(self._load(list(self._indices)))
         return self._samples
 
     def read_one(self, position: int) -> Any:
         """Return one sample. No others are loaded."""
-        return next(iter(self._load([_as_key(self._indices[position])])))
+        return next(iter(self._load([self._indices[position]])))
 
     @property
     def cached(self) -> bool:
@@ -373,10 +373,6 @@ class DirectBatch(LazyBatch):
     def gather(self, empty: Empty) -> Any:
         """Return None: it has to be read as a list."""
         return None
-
-
-def _as_key(idx: Any) -> Any:
-    return int(idx) if isinstance(idx, int | np.integer) else idx  # or a pair, as of an index and a size
 
 
 class JoinedBatch(LazyBatch):

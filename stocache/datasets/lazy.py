@@ -91,4 +91,8 @@ def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
         return None
     spec = BatchSpec.of(dataset.cache)
     on_device = on_device and not dataset.cache.structure.is_narrow  # a GPU would copy the bytes
-    return None if spec is None else dataset._replace(_batch_spec=dataclasses.replace(spec, on_device=on_device))
+    if spec is None:
+        return None
+    cached = copy.copy(dataset)
+    vars(cached)["_batch_spec"] = dataclasses.replace(spec, on_device=on_device)
+    return cached
