@@ -223,10 +223,6 @@ class CachedDataset(DatasetProxy[_T]):
         """Whether ``__getitems__`` returns batches for a GPU; see `BatchSpec`."""
         return self._batch_spec is not None and self._batch_spec.on_device
 
-    @property
-    def _copy(self) -> bool:
-        return self._copies or self.is_transformed
-
     @overload
     def __getitem__(self, idx: int) -> _T: ...
 
@@ -250,10 +246,11 @@ class CachedDataset(DatasetProxy[_T]):
         if not self._serves((idx,)):
             sample = self.dataset[idx]
         else:
-            sample = self.cache.hit(idx, self._copy)
+            copy = self._copies or self.is_transformed
+            sample = self.cache.hit(idx, copy)
             if sample is MISSING:
                 load = undrawn(self._audit.watched(self._loader.load))
-                sample = self._tiers.get_or_load(idx, load, copy=self._copy, strict=False)
+                sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
             if self._split is not None and self._split.has_rest:
                 sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -295,7 +292,8 @@ class CachedDataset(DatasetProxy[_T]):
         large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
         # Large samples are not all held at once while they are transformed
         read = self.cache.each if self.is_transformed and large else self.cache.get_or_load_many
-        samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=self._copy, strict=False)
+        copy = self._copies or self.is_transformed
+        samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=copy, strict=False)
         if before_each is not None:
             samples = _calling(before_each, samples)
         if not self._has_rest:
