@@ -6,15 +6,14 @@ NOTE [ The audit ]
     cached from the dataset as well, and compares the two bit for bit. A few more samples follow in the epoch, as long
     as all this takes at most a share of the time.
 
-    A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees another version
-    than at its last audit, or has served as many samples as its share of the dataset, audits again. A new process has seen no
-    version. What may change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up)
-    has that process audit again; several samples where an attribute has another value, because one may be equal by chance.
+    A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees a different
+    version than at its last audit, or has served as many samples as its share of the dataset, audits again. Calls that may
+    change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) have that process
+    audit again: several samples if an attribute has a different value, because one may be equal by chance.
 
     An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
-    user's own objects, are put back. Objects of libraries are left as they are: an image that was decoded stays decoded.
-
-    If a sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
+    user's own objects, are put back. Objects of libraries are left as they are: an image that was decoded stays decoded. If a
+    sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
 """
 
 import functools
@@ -66,7 +65,7 @@ class Audit:
         options: see `CachedDataset`.
         any_sample: whether the dataset can be asked for any sample; else only for those that are wanted.
 
-    It has slots to hide its attributes from libraries that walk through a dataset and seed the objects that they find (MONAI).
+    Slots hide its attributes from libraries that walk through a dataset and seed the objects that they find (MONAI).
     """
 
     __slots__ = (
@@ -83,10 +82,8 @@ class Audit:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
         self._any_sample = any_sample
         self._lock = threading.RLock()
-        self.is_paused = False
-        """Whether nothing is compared now: another thread may be loading from the dataset."""
-        self.loads = 0
-        """Samples that this process has loaded to compare them."""
+        self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
+        self.loads = 0  # samples that this process has loaded to compare them
         self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
         self._attributes_of_workers: dict[str, Any] = {}
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
@@ -119,7 +116,7 @@ class Audit:
 
     @property
     def compared(self) -> int:
-        """Samples that all processes have loaded to compare them; a few less where two counted at one moment."""
+        """Samples that all processes have loaded to compare them; a few less if two counted at one moment."""
         return int(self._shared.words[_COMPARED])
 
     def begin_epoch(self) -> None:
@@ -261,21 +258,19 @@ class Audit:
             state.restore()
             if (mine := served(idx)) is MISSING:  # it is of a class that is not imported here
                 return None
-            mine = describe(mine, strides=False)
             drawn = drawn and after != kept.now()  # by the cached sample
-            place = difference(mine, describe(fresh, strides=False))
+            place = difference(describe(mine, strides=False), describe(fresh, strides=False))
             if place is None and drawn and not self._checked_draws:
                 self._checked_draws = True
                 return self._depends_on_draws(idx, fresh, load)
-        return None if place is None else self._finding(idx, place, drawn)
-
-    def _kept(self) -> Kept:
-        return Kept(self._own, global_too=not in_worker_thread())  # from which the training loop may draw meanwhile
-
-    def _finding(self, idx: int, place: str, drawn: bool) -> str:
+        if place is None:
+            return None
         names = self._set_attributes()
         cause = f": {', '.join(names[:3])} was set meanwhile" if names else ", and random numbers are drawn for it" * drawn
         return f"sample {idx} of {type(self._dataset).__name__} differs from the cached sample{cause} ({place:.300})"
+
+    def _kept(self) -> Kept:
+        return Kept(self._own, global_too=not in_worker_thread())  # from which the training loop may draw meanwhile
 
     def _set_attributes(self) -> list[str]:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""
@@ -284,7 +279,9 @@ class Audit:
 
     def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
-        return load if not self._share or self.on_change == "keep" else lambda idx: self._watch(load, idx)
+        if not self._share or self.on_change == "keep":
+            return load
+        return lambda idx: next(self._watch_each(load, [idx], map(load, [idx])))
 
     def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
@@ -307,12 +304,6 @@ class Audit:
                 self._check_draws(before, [(idx, sample)], load)
                 yield sample
                 break
-
-    def _watch(self, load: Callable[[int], object], idx: int) -> Any:
-        before = Kept(self._own)
-        sample = load(idx)
-        self._check_draws(before, [(idx, sample)], load)
-        return sample
 
     def _check_draws(self, before: Kept, samples: Iterable[tuple[int, object]], load: Callable[[int], object]) -> None:
         """If a generator has been drawn from, find out whether a sample depends on that."""

@@ -1,15 +1,12 @@
 """Cache any map-style dataset in shared memory with one line around it: `CachedDataset`."""
 
-import contextlib
 import dataclasses
-import inspect
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -19,18 +16,15 @@ from typing_extensions import TypeVar
 from stocache.cache.disk.tiers import Tiers
 from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, SampleOptions, shows_options, take_options
 from stocache.cache.ragged import RaggedCache
-from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
-from stocache.datasets.indexing import Collate, differ_in_size, find_collate, indices_in, pads
-from stocache.datasets.loaders import BlockLoader, SampleLoader
-from stocache.datasets.parts import follow, is_part
+from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
 from stocache.datasets.proxy import DatasetProxy
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
-from stocache.samples.indices import check_index, check_indices, length_of
+from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
@@ -40,20 +34,9 @@ from stocache.system.ranks import is_first_rank
 logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T", default=Any)  # the samples
-_T_co = TypeVar("_T_co", covariant=True)
 _Self = TypeVar("_Self", bound="CachedDataset")
 
 _LARGE = 1 << 16  # bytes of a sample
-
-
-class MapStyle(Protocol[_T_co]):
-    """What a dataset needs: a length, and samples by their index."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, idx: int, /) -> _T_co:
-        """Return a sample."""
 
 
 class CachedDataset(DatasetProxy[_T]):
@@ -64,10 +47,8 @@ class CachedDataset(DatasetProxy[_T]):
 
     The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
     dataset. The samples, their order and the random numbers are those of the dataset without a cache. Its transforms are split:
-    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]).
-
-    A sample must depend on its index alone, apart from the transforms. That is checked while samples are served; see
-    ``on_change``.
+    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]). Apart from them, a sample must
+    depend on its index alone. That is checked while samples are served; see ``on_change``.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
@@ -94,29 +75,26 @@ class CachedDataset(DatasetProxy[_T]):
 
     Attributes:
         dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
-        cache: the `SharedCache` or `RaggedCache`.
-        disk_cache: the `DiskCache` behind it, or None.
+        cache: the `SharedCache` or `RaggedCache`. disk_cache: the `DiskCache` behind it, or None.
         after_cache: the ``transform`` argument. It may be set.
-        transform: the transform of the dataset; setting it splits it again. Where the dataset has none, ``after_cache``.
+        transform: the transform of the dataset; setting it splits it again. If the dataset has none, ``after_cache``.
 
     Raises:
         DatasetError: the dataset is iterable, has no length, or is a mapping with other keys; ``transform`` is not callable, or
             samples have no such part; the dataset raises an error that cannot leave the child process; samples depend on more
             than their index, and ``on_change`` is "raise".
         WorkerError: the child process ended while it loaded a sample.
-        LimitError: the limit is not a size, or too small; ``audit`` is not a share, or ``on_change`` is unknown; options
-            contradict each other.
+        LimitError: an option is not a size or share, is too small, unknown, or contradicts another one.
         SampleError: with ``variable=False``, the samples differ in shape, or are not tensors, arrays and numbers.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
-    The constructor does not change the dataset: samples are loaded in a child process (NOTE [ A child loads ]). A later sample
-    that does not fit the cache is returned uncached and counted (``stats().total.rejected``), with one warning. Errors of the
-    dataset pass through.
+    Samples are loaded in a child process (NOTE [ A child loads ]), so the constructor does not change the dataset. A sample
+    that does not fit the cache is returned uncached and counted, with one warning. Errors of the dataset pass through. Setting
+    an attribute of the dataset here sets it there; ``on_change`` applies if cached samples were made with another value.
 
-    Setting an attribute of the dataset here sets it there. Where samples are made with the attribute and some are cached, or
-    where a transform does not begin like the one that cached samples were made with, ``on_change`` applies. For a Hugging Face
-    dataset, ``select``, ``shuffle``, ``shard``, ``skip``, ``take`` and ``train_test_split`` return views of the cached dataset;
-    methods that change it or make another one are a `DatasetError`.
+    Only samples by their index are cached. Slices, lists, names and the dataset's own methods return what the dataset returns,
+    without the cache. For a Hugging Face dataset, methods that choose rows (``select``, ``shuffle``) say so in a warning, and
+    methods that change samples (``map``, ``set_format``) are a `DatasetError`.
 
     Examples:
         >>> with CachedDataset(TensorDataset(torch.arange(12)), size_limit_gib="1MB") as dataset:
@@ -154,10 +132,6 @@ class CachedDataset(DatasetProxy[_T]):
         self.dataset: Any = dataset  # before others that hold it: MONAI walks through the attributes in order, and seeds them
         self.after_cache = as_transform(transform)
         self._copies = samples.copy
-        self._rows: Any = None  # of a view: its samples
-        self._whole: Any = None  # of a view: the dataset that has all samples
-        self._collates: dict[type, Collate | None] = {}  # how the dataset puts samples together, by the type of the index
-        self._sizes_compared: set[type] = set()  # types of indices for which that was compared for samples of several sizes
         self._batch_spec: BatchSpec | None = None  # of lazy batches; see with_lazy_batches
         self._fingerprint = where.fingerprint
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
@@ -174,13 +148,8 @@ class CachedDataset(DatasetProxy[_T]):
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
         self._last_stats: DatasetStats | None = None  # when it was closed
-        _warn_of_hidden(dataset, {*dir(type(self)), *vars(self)})
+        self._warn_of_hidden()
         self._initialised = True
-
-    @property
-    def transform(self) -> Any:
-        """The transform of the dataset; where it has none, the one that runs after the cache."""
-        return self.dataset.transform if self._has("transform") else self.after_cache
 
     @property
     def is_left(self) -> bool:
@@ -205,37 +174,12 @@ class CachedDataset(DatasetProxy[_T]):
     @property
     def transforms_batches(self) -> bool:
         """Whether a transform of the dataset gets whole batches."""
-        return self._split is not None and self._split.has_rest and self._split.takes_batches
+        return self._has_rest and bool(self._split.takes_batches)
 
     @property
     def gathers_on_device(self) -> bool:
         """Whether ``__getitems__`` returns batches for a GPU; see `BatchSpec`."""
         return self._batch_spec is not None and self._batch_spec.on_device
-
-    @property
-    def _copy(self) -> bool:
-        return self._copies or self.is_transformed
-
-    @property
-    def _load_many(self) -> Callable[[list[int]], Iterable[Any]]:
-        load_many = undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load))
-        return self._tiers.behind(load_many)
-
-    def __len__(self) -> int:
-        """Return the number of samples.
-
-        Raises:
-            DatasetError: the dataset has become longer or shorter.
-        """
-        if not self.cache.closed:
-            self._epochs.update(self.cache)
-        now = length_of(self.dataset)
-        if now is not None and now != self._len:
-            raise DatasetError(
-                f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now. Wrap it when "
-                f"it is complete, or wrap it again."
-            )
-        return self._len
 
     @overload
     def __getitem__(self, idx: int) -> _T: ...
@@ -246,159 +190,114 @@ class CachedDataset(DatasetProxy[_T]):
     def __getitem__(self, idx: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
 
-        A list, array, tensor or slice of indices, or the name of a column, returns the same as for the dataset; made from
-        cached samples where the dataset makes it of its samples (see indexing.py).
+        For a list, array, tensor, slice or name, return ``dataset[idx]`` of the wrapped dataset, without the cache.
 
         Raises:
             SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
-            DatasetError: the dataset has become longer or shorter; or there is a ``transform``, and the result of the dataset
-                for several indices is not made of its samples.
+            DatasetError: the dataset has become longer or shorter; or ``idx`` is a list, array, tensor or slice, and there is a
+                ``transform``, which takes one sample.
         """
         if not (type(idx) is int and 0 <= idx < self._len):
             if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
-                return self._get_many(idx)
+                return self._ask(idx)
             idx = self._check_index(idx)
-        if self._rows is not None:
-            idx = int(self._rows[idx])
-        if self._split is not None and self._split.has_changed((idx,)):
-            self._follow_transforms()
-        if self._audit.is_due(1) and not self._audit.allows((idx,), self.cache, self._served, self._fresh):
-            sample = self._source[idx]
-            return sample if self.after_cache is None else self.after_cache(sample)
-        sample = self.cache.hit(idx, self._copy)
-        if sample is MISSING:
-            load = undrawn(self._audit.watched(self._loader.load))
-            sample = self._tiers.get_or_load(idx, load, copy=self._copy, strict=False)
-        if self._split is not None and self._split.has_rest:
-            sample = self._split.finish(idx, sample)
+        if not self._serves((idx,)):
+            sample = self.dataset[idx]
+        else:
+            copy = self._copies or self.is_transformed
+            sample = self.cache.hit(idx, copy)
+            if sample is MISSING:
+                load = undrawn(self._audit.watched(self._loader.load))
+                sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
+            if self._split is not None and self._split.has_rest:
+                sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
 
     def __getitems__(self, indices: Sequence[int], before_each: Callable[[int], None] | None = None) -> list[Any] | LazyBatch:
         """Return the samples ``indices``. Hits come from one gather, misses from the ``__getitems__`` of the dataset if any.
 
-        Args:
-            indices: of samples. A negative one counts from the end.
-            before_each: called with the position of each sample before its transforms, which then get one sample at a time.
+        ``before_each`` is called with the position of each sample before its transforms, which then get one sample at a time.
 
         Raises:
-            SampleIndexError: an index is not an integer, or is outside the dataset.
+            SampleIndexError: an index is outside the dataset, or the dataset does not take it.
         """
         if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
-            return list(_load_each(self.__getitem__, indices, before_each or (lambda position: None)))
+            return list(map(self.__getitem__, _calling(before_each, indices)))
+        return self._read(indices, before_each) if self._batch_spec is None else self._gather(indices, self._batch_spec)
+
+    def _gather(self, indices: Sequence[Any], spec: BatchSpec) -> LazyBatch:
+        """Return the samples ``indices`` as a batch that has read nothing yet."""
+        numbers = self._numbers(indices)
+        if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
+            return DirectBatch(self.cache, indices, self._read, spec)
+        load_many = self._tiers.behind(self._audit.watched_many(self._loader))
+        return LazyBatch(self.cache, numbers, load_many, spec, self.disk_cache)
+
+    def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
+        """Return the samples ``indices``; from the dataset if they may not be served from the cache, or are not numbers."""
+        numbers = self._numbers(indices)
+        if numbers is not None and self._serves(numbers):
+            samples = self._read_cached(numbers, before_each)
+        else:
+            keys = list(indices) if numbers is None else check_indices(numbers, self._len, "dataset").tolist()
+            loader = SampleLoader(self.dataset)
+            samples = loader.load_many(keys) if before_each is None else map(loader.load, _calling(before_each, keys))
+        return list(samples if self.after_cache is None else map(self.after_cache, samples))
+
+    def _read_cached(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> Iterable[Any]:
+        """Return samples of the cache, with the missing ones, after the transforms of the dataset."""
+        load_many = undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load))
+        large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
+        # Large samples are not all held at once while they are transformed
+        read = self.cache.each if self.is_transformed and large else self.cache.get_or_load_many
+        copy = self._copies or self.is_transformed
+        samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=copy, strict=False)
+        if before_each is not None:
+            samples = _calling(before_each, samples)
+        if not self._has_rest:
+            return samples
+        return self._split.finish_many(indices, samples) if before_each is None else map(self._split.finish, indices, samples)
+
+    def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
+        """Return indices that count from the start; None if they are not numbers, but pairs or names that the dataset takes."""
         try:
             if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
-                indices = [self._check_index(idx) for idx in indices]
-        except TypeError:  # not numbers, but whatever the dataset takes: pairs of an index and a size
-            if self.is_lazy and self._batch_spec is not None and isinstance(self.cache, SharedCache):
-                return DirectBatch(self.cache, indices, SampleLoader(self.dataset).load_many, self._batch_spec)
-            return self._ask_each(self.dataset, indices, before_each)
-        if self._rows is not None:
-            indices = self._rows[check_indices(indices, self._len, "view")]
+                return [self._check_index(idx) for idx in indices]
+        except TypeError:
+            return None
+        return indices
+
+    def _serves(self, indices: Sequence[int]) -> bool:
+        """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        served = not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
-        if self._batch_spec is not None and isinstance(self.cache, SharedCache):
-            if self.is_transformed:  # since the loop began
-                return DirectBatch(self.cache, indices, self._replace(_batch_spec=None).__getitems__, self._batch_spec)
-            if not served:
-                return DirectBatch(self.cache, indices, SampleLoader(self._source).load_many, self._batch_spec)
-            load_many = self._tiers.behind(self._audit.watched_many(self._loader))
-            return LazyBatch(self.cache, indices, load_many, self._batch_spec, self.disk_cache)
-        samples: Iterable[Any]
-        if not served:
-            return self._ask_each(self._source, check_indices(indices, len(self._source), "dataset").tolist(), before_each)
-        large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
-        if self.is_transformed and large:  # too large to be held all at once while they are transformed
-            samples = self.cache.each(indices, self._load_many, copy=self._copy, strict=False)
-        else:
-            samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
-        if before_each is not None:
-            samples = _call_before_each(samples, before_each)
-        if self._split is not None and self._split.has_rest:
-            finish_many = self._split.finish_many if before_each is None else partial(map, self._split.finish)
-            samples = finish_many(indices, samples)
-        if self.after_cache is not None:
-            samples = map(self.after_cache, samples)
-        return samples if isinstance(samples, list) else list(samples)
-
-    def _ask_each(self, dataset: object, keys: Sequence[Any], before_each: Callable[[int], None] | None) -> list[Any]:
-        """Return the items of a dataset for some keys, without the cache."""
-        loader = SampleLoader(dataset)
-        samples = loader.load_many(list(keys)) if before_each is None else _load_each(loader.load, keys, before_each)
-        return list(samples if self.after_cache is None else map(self.after_cache, samples))
+        return not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
 
     def _served(self, idx: int) -> Any:
         """Return sample ``idx``, which is cached, as it is served before the transform after the cache."""
         sample = self.cache.peek(idx)
-        rest = None if sample is MISSING or self._split is None or not self._split.has_rest else self._split
-        return sample if rest is None or in_worker_thread() else rest.finish(idx, sample)
+        is_whole = sample is MISSING or not self._has_rest or in_worker_thread()
+        return sample if is_whole else self._split.finish(idx, sample)
 
     def _fresh(self, idx: int) -> Any:
         """Return the value that `_served` must equal. In worker threads without transforms, because others draw as well."""
-        rest = self._split if self._split is not None and self._split.has_rest and in_worker_thread() else None
-        return self._source[idx] if rest is None else rest.load(idx)
+        return self._split.load(idx) if self._has_rest and in_worker_thread() else self.dataset[idx]
 
-    def _get_many(self, key: object) -> Any:
-        """Return the result of the dataset for several indices, or for a name."""
-        indices, kind = indices_in(key, self._len), type(key)
-        if not indices or (self._has_rest and self.after_cache is None):
-            return self._with_cache(self.dataset[key], indices)
-        own = indices
-        if self._rows is not None:
-            indices = self._rows[indices].tolist()
-        if self._audit.is_due(len(indices)) and not self._audit.allows(indices, self.cache, self._served, self._fresh):
-            self._collates[kind] = None
-        if self._has_rest:
-            self._collates[kind] = None
-        elif kind not in self._collates:
-            result = self.dataset[key]
-            self._collates[kind] = None
-            if not is_part(result, self.dataset):
-                samples = self.cache.get_or_load_many(indices, self._load_many, strict=False)
-                self._collates[kind] = find_collate(result, samples)
-            if self.after_cache is None:
-                return self._with_cache(result, own)
-        collate = self._collates[kind]
-        if collate is None:
-            if self.after_cache is None:
-                return self._with_cache(self.dataset[key], own)
+    def _ask(self, key: Any) -> Any:
+        """Return the result of the dataset for a key that is not the index of one sample."""
+        if self.after_cache is not None and not isinstance(key, str):  # a name is one of a column
             raise DatasetError(
-                f"{type(self.dataset).__name__}[{key!r:.50}] is not made of its samples, so transform= cannot run on it. Ask "
-                f"for one sample at a time, or leave the transform out."
+                f"{type(self.dataset).__name__}[{key!r:.50}] is not one sample, so transform= cannot run on it. Ask for one "
+                f"sample at a time, or leave the transform out."
             )
-        samples = self.cache.get_or_load_many(indices, self._load_many, copy=self._copy, strict=False)
-        if kind not in self._sizes_compared and differ_in_size(samples):
-            self._sizes_compared.add(kind)
-            if pads(collate, samples, self.dataset[key]):
-                self._collates[kind] = None
-                return self._get_many(key)
-        if self.after_cache is not None:
-            return collate([self.after_cache(sample) for sample in samples])
-        try:
-            return collate(samples)
-        except Exception:  # they differ in shape, and the dataset does not stack them as it did others
-            return self.dataset[key]
-
-    def _with_cache(self, result: object, indices: list[int] | None) -> Any:
-        """Return a result of the dataset for several indices, or for a name; a part of the dataset over the cache."""
-        rows = None if indices is None else np.array(indices, np.int64)
-        return follow("__getitem__", result, self, self._view, rows) if is_part(result, self.dataset) else result
-
-    def _check_index(self, idx: Any) -> int:
-        """Return an index as an int that counts from the start."""
-        with contextlib.suppress(TypeError):  # not an integer; check_index says so
-            idx = operator.index(idx)
-            idx = idx + self._len if -self._len <= idx < 0 else idx
-        if isinstance(idx, int) and idx >= self._len:
-            len(self)  # raises where the dataset has become longer
-        return check_index(idx, self._len, "dataset")
+        return self.dataset[key]
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have the storage read blocks ahead, except those that are cached. A `BlockSampler` calls it."""
         self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
 
     def warm(self, num_workers: int = 1, progress: bool = True) -> DatasetStats:
-        """Fill the cache now, and return `stats`.
+        """Fill the cache now, and return `stats`. Several ranks and jobs may call it: each sample is loaded once.
 
         Args:
             num_workers: child processes that load. 0 counts as 1, because the dataset of this process must not change.
@@ -408,36 +307,32 @@ class CachedDataset(DatasetProxy[_T]):
             LimitError: ``num_workers`` is not a number of processes.
             WorkerError: a child died.
             Exception: an error of the dataset.
-
-        Ranks and jobs that share the cache may all call it. Each begins at another place, and each sample is loaded once.
         """
         if not isinstance(num_workers, int) or num_workers < 0:
             raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
-            every = np.arange(self.cache.dataset_len) if self._rows is None else np.unique(self._rows)
             for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
-                indices = self._tiers.unfilled(every)
+                indices = self._tiers.unfilled(np.arange(self._len))
                 if bar.n and not self.cache.may_admit_later:
                     break
                 bar.total = bar.n + len(indices)
-                if isinstance(self._loader, BlockLoader):
-                    batches = self._loader.by_block(indices)
-                else:
-                    batches = [indices[at : at + 16] for at in range(0, len(indices), 16)]
-                begin = os.getpid() * 40503 % max(1, len(batches))
-                self._warm(batches[begin:] + batches[:begin], num_workers or 1, bar)
+                for count in self._warm(indices, num_workers or 1):
+                    bar.update(count)
         self._epochs.begin(self.cache)  # filling does not count as an epoch
         return self.stats()
 
-    def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:
-        counts: Iterable[int]
+    def _warm(self, indices: list[int], num_workers: int) -> Iterable[int]:
+        """Fill the cache in child processes, and yield how many samples each batch had."""
+        if isinstance(self._loader, BlockLoader):
+            batches = self._loader.by_block(indices)
+        else:
+            batches = [indices[at : at + 16] for at in range(0, len(indices), 16)]
+        begin = os.getpid() * 40503 % max(1, len(batches))  # not where another rank begins
+        batches = batches[begin:] + batches[:begin]
         jobs = [partial(self._fill, batches[number::num_workers]) for number in range(min(num_workers, len(batches)))]
         if self._loaded_here:
-            counts = chain.from_iterable(map(run_here, jobs))
-        else:
-            counts = in_children_or_here(self._source, jobs, proven=self._loaded_here is False)
-        for count in counts:
-            bar.update(count)
+            return chain.from_iterable(map(run_here, jobs))
+        return in_children_or_here(self.dataset, jobs, proven=self._loaded_here is False)
 
     def _fill(self, batches: list[list[int]]) -> Iterator[int]:
         """Fill the cache with samples, and yield the size of each batch."""
@@ -491,34 +386,12 @@ class CachedDataset(DatasetProxy[_T]):
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
 
 
-_SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
-"""Names of ours with the same meaning as in a dataset."""
-_said_hidden: set[tuple[type, str]] = set()
-
-
-def _warn_of_hidden(dataset: object, own: set[str]) -> None:
-    """Warn, once for each class, of public attributes of a dataset whose names a `CachedDataset` has for others."""
-    missing = object()
-    names = (name for name in sorted(own - _SHARED_NAMES) if name[0] != "_")
-    hidden = ", ".join(name for name in names if inspect.getattr_static(dataset, name, missing) is not missing)
-    if hidden and (type(dataset), hidden) not in _said_hidden and is_first_rank():
-        _said_hidden.add((type(dataset), hidden))
-        logger.warning(
-            "a CachedDataset has attributes of its own called %s. Ask its `dataset` for those of %s.",
-            hidden, type(dataset).__name__,
-        )  # fmt: skip
-
-
-def _call_before_each(samples: Iterable[object], function: Callable[[int], None]) -> Iterator[Any]:
-    for position, sample in enumerate(samples):
-        function(position)
-        yield sample
-
-
-def _load_each(load: Callable[[int], object], indices: Sequence[int], before_each: Callable[[int], None]) -> Iterator[Any]:
-    for position, idx in enumerate(indices):
-        before_each(position)
-        yield load(idx)
+def _calling(before_each: Callable[[int], None] | None, values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values, each after a call with its position."""
+    for position, value in enumerate(values):
+        if before_each is not None:
+            before_each(position)
+        yield value
 
 
 def is_cache(dataset: object) -> bool:

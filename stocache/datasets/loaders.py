@@ -38,11 +38,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from stocache.cache.base import SampleCache
 from stocache.cache.placement import BlockBounds, Placement, residency
@@ -63,6 +64,17 @@ _LONGEST_S = 10.0  # to wait for a block that is being read
 
 
 _Mask = NDArray[np.bool_]
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class MapStyle(Protocol[_T_co]):
+    """What a dataset needs: a length, and samples by their index."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, idx: int, /) -> _T_co:
+        """Return a sample."""
 
 
 class SampleLoader:

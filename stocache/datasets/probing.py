@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from stocache.datasets.steady import CallRecorder
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
@@ -96,16 +95,12 @@ class _Loaded(NamedTuple):
 
 
 class _LoadedAgain(NamedTuple):
-    """Sent by the child after it loaded a sample again.
-
-    ``place``: where it differs. ``drawn``: the line that drew numbers. ``hint``: what could be cached in its place.
-    """
+    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``drawn``: the line that drew numbers."""
 
     idx: int
     place: str | None
     drawn: str | None
     reads: frozenset[str] = frozenset()
-    hint: str = ""
 
 
 def probe_samples(dataset: object, length: int, count: int, load: Callable[[int], object] | None = None) -> Probe:
@@ -199,8 +194,7 @@ def _finding(dataset: object, again: _LoadedAgain) -> str | None:
     drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
     if again.place is not None:
         name = type(dataset).__name__
-        finding = f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
-        return f"{finding}. {again.hint}" if again.hint else finding
+        return f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
     if drawn:
         log_draws_without_effect(dataset, again.idx, drawn)
     return None
@@ -223,15 +217,13 @@ def _load_all(
     began, count = time.monotonic(), 0
     drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
     new: set[str] = set()  # attributes that were set by the first load
-    calls = CallRecorder(dataset)  # of the first sample, which is loaded twice if it is random
     for idx in indices:
         if count > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
         before, monitor, loading = dict(vars_of(dataset)), RngMonitor(), time.monotonic()
         try:
-            with contextlib.nullcontext() if count else calls:
-                sample = load(idx)
+            sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
@@ -259,11 +251,10 @@ def _load_all(
             drawn.append((idx, first, AGAIN if quick else 0))
     if drawn:  # now, when others have been loaded, too: some mix a sample with recent ones
         idx, first, times = drawn[0]
-        with recorded_reads(dataset) as reads, LineOfDraw() as line, calls:
+        with recorded_reads(dataset) as reads, LineOfDraw() as line:
             place = load_again(load, idx, first)
         place = place or load_again(load, idx, first, times)
-        hint = "" if place is None else calls.hint()
-        yield _LoadedAgain(idx, place, line.text, frozenset(reads - new), hint)
+        yield _LoadedAgain(idx, place, line.text, frozenset(reads - new))
         began = time.monotonic()
         for idx, first, times in drawn[1:]:
             if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, times or 1)) is not None:

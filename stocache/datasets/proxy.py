@@ -1,24 +1,27 @@
 """Stand in for a dataset: its attributes are read and set through its `CachedDataset`, and what that means for the cache."""
 
-import copy
-from types import MethodType
+import contextlib
+import inspect
+import logging
+import operator
 from typing import Any
 
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, MapDataPipe
 from typing_extensions import TypeVar
 
-from stocache.cache.options import AuditOptions
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit
 from stocache.datasets.loaders import SampleLoader
-from stocache.datasets.parts import FollowedMethod, follow
 from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
 from stocache.observe.recording.epochs import EpochCounter
+from stocache.samples.indices import check_index, length_of
 from stocache.system.objects import attribute_of
+from stocache.system.ranks import is_first_rank
+
+logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T", default=Any)
 _Self = TypeVar("_Self", bound="DatasetProxy[Any]")
@@ -26,9 +29,13 @@ _Self = TypeVar("_Self", bound="DatasetProxy[Any]")
 _SAMPLE_ATTRIBUTES = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
+_SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
+"""Names of ours with the same meaning as in a dataset."""
+_said_hidden: set[tuple[type, str]] = set()
+
 
 class DatasetProxy(Dataset[_T]):
-    """The part of `CachedDataset` that stands in for the dataset: its attributes, its class, views and copies of it."""
+    """The part of `CachedDataset` that stands in for the dataset: its length, its attributes, its class, and copies of it."""
 
     dataset: Any
     cache: Any
@@ -37,34 +44,50 @@ class DatasetProxy(Dataset[_T]):
     _audit: Audit
     _epochs: EpochCounter
     _reads: Any
-    _rows: Any
-    _whole: Any
     _plan: Any
     _len: int
     _initialised: bool
+    after_cache: Any
+
+    def __len__(self) -> int:
+        """Return the number of samples.
+
+        Raises:
+            DatasetError: the dataset has become longer or shorter.
+        """
+        if not self.cache.closed:
+            self._epochs.update(self.cache)
+        now = length_of(self.dataset)
+        if now is not None and now != self._len:
+            raise DatasetError(
+                f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now. Wrap it when "
+                f"it is complete, or wrap it again."
+            )
+        return self._len
+
+    def _check_index(self, idx: Any) -> int:
+        """Return an index as an int that counts from the start."""
+        with contextlib.suppress(TypeError):  # not an integer; check_index says so
+            idx = operator.index(idx)
+            idx = idx + self._len if -self._len <= idx < 0 else idx
+        if isinstance(idx, int) and idx >= self._len:
+            len(self)  # raises where the dataset has become longer
+        return check_index(idx, self._len, "dataset")
 
     @property
-    def _source(self) -> Any:
-        """The dataset that has all samples, of a view as well."""
-        return self.dataset if self._whole is None else self._whole
+    def transform(self) -> Any:
+        """The transform of the dataset; where it has none, the one that runs after the cache."""
+        return self.dataset.transform if self._has("transform") else self.after_cache
 
     def __getattr__(self, name: str) -> Any:
         # Called for attributes that are not here; during unpickling all are missing, even the dataset
         owner = self.__dict__.get("dataset", self)
         if name.startswith("__") or owner is self:
             raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")
-        method = huggingface.cached_method(self.dataset, name, self._view)
-        if method is not None:
-            return method
-        value = getattr(self.dataset, name)
+        value = huggingface.method_beside_cache(self.dataset, name) or getattr(self.dataset, name)
         if self._initialised and callable(value):  # a call may change the dataset
             self._audit.doubt()
-            if isinstance(value, MethodType) and value.__self__ is self.dataset:
-                return FollowedMethod(value, self._follow)
         return value
-
-    def _follow(self, name: str, result: object) -> Any:
-        return follow(name, result, self, self._view)
 
     def __setattr__(self, name: str, value: object) -> None:
         if not self._initialised:
@@ -81,10 +104,8 @@ class DatasetProxy(Dataset[_T]):
     def _set_in_dataset(self, name: str, value: object) -> None:
         """Set an attribute of the dataset. Where cached samples were made with another value, ``on_change`` applies."""
         before, kind = getattr(self.dataset, name), type(self.dataset).__name__
-        splits = self._whole is None and self._split is not None and name in _SAMPLE_ATTRIBUTES
-        if self._whole is not None:
-            self._leave(f"{name} of a part of {kind} was set")
-        elif not splits and name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
+        splits = self._split is not None and name in _SAMPLE_ATTRIBUTES
+        if not splits and name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
             self._audit.change(
                 f"{name} of {kind} was set: its samples are made with it, and some are cached as they were. For one part of "
                 f"the samples, give transform={{0: ...}} or {{'image': ...}}"
@@ -102,13 +123,6 @@ class DatasetProxy(Dataset[_T]):
         """Return whether the dataset has an attribute."""
         return attribute_of(self.dataset, name, MISSING) is not MISSING
 
-    def _leave(self, finding: str) -> None:
-        """Have the dataset of a view make all samples itself, unless ``on_change`` is "keep"."""
-        audit = Audit(self.dataset, self._len, AuditOptions(audit=0, on_change=self._audit.on_change))
-        audit.change(finding)
-        if audit.changed:
-            vars(self).update(_rows=None, _whole=None, _split=None, _audit=audit)
-
     def _follow_transforms(self) -> None:
         """Split again when a transform of the dataset has been set or changed.
 
@@ -119,10 +133,10 @@ class DatasetProxy(Dataset[_T]):
             return
         old = self._split if self._holds_samples() else None
         try:
-            split = self._plan(self._source, old=old)
+            split = self._plan(self.dataset, old=old)
             if split is None:
                 raise DatasetError(
-                    f"the transforms of {type(self._source).__name__} were changed, and cannot be split any more. Make a new "
+                    f"the transforms of {type(self.dataset).__name__} were changed, and cannot be split any more. Make a new "
                     f"CachedDataset."
                 )
         except DatasetError as error:
@@ -131,7 +145,18 @@ class DatasetProxy(Dataset[_T]):
             self._audit.change(str(error))
         else:
             split.bind()
-            self._split, self._loader = split, split if split.has_rest else SampleLoader(self._source)
+            self._split, self._loader = split, split if split.has_rest else SampleLoader(self.dataset)
+
+    def _warn_of_hidden(self) -> None:
+        """Warn, once for each class, of public attributes of the dataset whose names this object has for others."""
+        kind, own = type(self.dataset), {*dir(type(self)), *vars(self)} - _SHARED_NAMES
+        names = (name for name in sorted(own) if name[0] != "_")
+        hidden = ", ".join(name for name in names if inspect.getattr_static(self.dataset, name, MISSING) is not MISSING)
+        if hidden and (kind, hidden) not in _said_hidden and is_first_rank():
+            _said_hidden.add((kind, hidden))
+            logger.warning(
+                "a CachedDataset has attributes of its own called %s. Ask its `dataset` for those of %s.", hidden, kind.__name__
+            )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -154,24 +179,6 @@ class DatasetProxy(Dataset[_T]):
     def _holds_samples(self) -> bool:
         """Return whether samples are cached, or may be at any moment, by other ranks."""
         return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
-
-    def _view(self: _Self, dataset: object, rows: NDArray[Any]) -> _Self:
-        """Return a view of some samples of this cached dataset; ``dataset`` has their attributes."""
-        return self._replace(
-            dataset=dataset,
-            _rows=rows if self._rows is None else self._rows[rows],
-            _whole=self._source,
-            _len=len(rows),
-            _collates={},
-            _sizes_compared=set(),
-            _epochs=EpochCounter(len(rows), self.cache),
-        )
-
-    def _replace(self: _Self, **attributes: Any) -> _Self:
-        """Return a shallow copy with other values of some attributes."""
-        replaced = copy.copy(self)
-        vars(replaced).update(attributes)
-        return replaced
 
 
 def _new(kind: type[_Self]) -> _Self:

@@ -2,11 +2,9 @@
 
 import contextlib
 import copy
-import cProfile
 import inspect
 import pickle
 import random
-import re
 import threading
 import time
 from collections import defaultdict
@@ -21,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import stocache
-from stocache import CachedDataset, DataLoader, DatasetError, LimitError, cache_method, cached
+from stocache import DataLoader, DatasetError, LimitError, cache_method, cached
 from stocache.cache.keyed import functions
 from tests.support import decorated
 from tests.support.decorated import Mosaics, Windows, frame
@@ -342,62 +340,6 @@ def test_the_decorated_function_pickles_by_its_name_and_has_the_names_of_the_fac
     assert pickle.loads(pickle.dumps(frame)) is frame
     assert copy.deepcopy(frame) is frame
     assert (stocache.cached, stocache.cache_method) == (cached, cache_method)
-
-
-class Augmented(Mosaics):
-    def __getitem__(self, idx):
-        images = [self.load_image(each) for each in (idx, *random.choices(range(len(self)), k=3))]
-        return torch.cat(images) + self.jitter(idx)
-
-    def load_image(self, index):
-        time.sleep(0.01)
-        return torch.full((2, 2), index)
-
-    def jitter(self, idx):
-        time.sleep(0.004)
-        return random.randrange(100)
-
-
-def decoded(path):
-    time.sleep(0.003)
-    return torch.full((2, 2), len(path))
-
-
-class Decoded(Mosaics):
-    def __getitem__(self, idx):
-        return decoded(self.paths[idx]) + torch.rand(2, 2)
-
-
-@pytest.mark.parametrize(("make", "text"), [
-    (Augmented, r"But load_image\(\) takes .* ms and is the same each time, .* stocache.cache_method\(dataset, 'load_image'\)"),
-    (Decoded, r"But decoded\(\) takes .* ms and is the same each time, .* decorate it with @stocache.cached\(\)"),
-])  # fmt: skip
-def test_where_samples_are_random_the_warning_names_what_could_be_cached_below_them(make, text, caplog):
-    with CachedDataset(make(), "1MB"):
-        pass
-    (warning,) = warnings_of(caplog)
-    assert re.search(text, warning), warning
-
-
-def test_where_nothing_below_is_steady_there_is_no_hint(caplog):
-    class Random(Mosaics):
-        def __getitem__(self, idx):
-            return self.load_image(idx) + self.load_image(idx)
-
-        def load_image(self, index):
-            time.sleep(0.001)
-            return torch.rand(2)
-
-    with CachedDataset(Random(), "1MB"):
-        pass
-    assert "But " not in warnings_of(caplog)[0]
-
-
-def test_another_profiler_is_left_alone():
-    profiler = cProfile.Profile()
-    with profiler, CachedDataset(Augmented(), "1MB", probe=1) as cached:
-        assert cached[0].shape == (8, 2)
-    assert profiler.getstats()
 
 
 class Slotted:

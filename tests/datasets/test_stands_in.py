@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset, random_split
 
 from stocache import CachedDataset, StorageDataset, prepare
-from stocache.datasets import cached
+from stocache.datasets import proxy
 
 
 class Frames(Dataset):
@@ -71,7 +71,7 @@ def test_reading_and_closing_change_neither_repr_nor_length(variable):
 
 
 def test_attributes_that_ours_hide_are_said_once_and_missing_ones_name_the_dataset(caplog, monkeypatch):
-    monkeypatch.setattr(cached, "_said_hidden", set())
+    monkeypatch.setattr(proxy, "_said_hidden", set())
     for _ in range(2):
         with CachedDataset(Frames(), "1MB") as dataset:
             assert dataset.dataset.stats == "mean"

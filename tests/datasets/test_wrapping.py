@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DatasetError
@@ -160,7 +160,9 @@ def hugging_face(form=None, **columns):
     return datasets.Dataset.from_dict(columns).with_format(form)
 
 
-SEVERAL = [[3], [-1, 0], slice(3), slice(None, None, 7), slice(-3, None), np.array([4, 4]), torch.tensor([2, 9])]
+SEVERAL = [
+    [3], [-1, 0], slice(3), slice(None, None, 7), slice(-3, None), np.array([4, 4]), torch.tensor([2, 9]), np.arange(N) > 3,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [
@@ -170,7 +172,7 @@ SEVERAL = [[3], [-1, 0], slice(3), slice(None, None, 7), slice(-3, None), np.arr
     lambda: hugging_face("torch", x=[[1.0, 2.0]] * N, y=list(range(N))),
     lambda: hugging_face("torch", x=[[1] * (n % 3 + 1) for n in range(N)]),
 ], ids=["columns", "tensors", "hugging face", "hugging face torch", "hugging face ragged"])  # fmt: skip
-def test_several_indices_give_what_they_give_of_the_dataset(make):
+def test_several_indices_return_what_the_dataset_returns(make):
     dataset = make()
     with CachedDataset(dataset, 1) as cached:
         for _ in range(3):
@@ -178,19 +180,16 @@ def test_several_indices_give_what_they_give_of_the_dataset(make):
                 assert same(cached[indices], dataset[indices]), indices
 
 
-def test_several_indices_are_served_from_the_cache():
-    dataset = Columns()
-    with CachedDataset(dataset, 1) as cached:
+def test_several_indices_and_names_are_not_asked_of_the_cache():
+    with CachedDataset(source := Columns(), 1, audit=0) as cached:
         cached.warm(progress=False)
-        for first in range(3):
-            assert same(cached[[first, 7]], {"image": dataset.images[[first, 7]], "label": dataset.labels[[first, 7]]})
-        assert dataset.asked == [[0, 7]]  # to find out how it puts samples together
+        source.asked.clear()
+        assert same(cached[np.int64(3)], Columns()[3])
+        assert same(cached[[3, 7]], Columns()[[3, 7]])
         assert cached[[]]["image"].shape == (0, 2, 3)
-        for other in (np.arange(N) > 3, torch.zeros(2, 2, dtype=torch.int64)):
-            assert same(cached[other], dataset[other])
-        for outside in (N, -N - 1):
-            with pytest.raises(IndexError, match="out of bounds"):
-                cached[[outside]]
+        assert source.asked == [[3, 7], []]
+        with pytest.raises(IndexError, match="out of bounds"):
+            cached[[N]]
     numbers = list(range(N))
     with CachedDataset(numbers, 1) as cached:
         assert cached[::-1] == numbers[::-1]
@@ -198,16 +197,14 @@ def test_several_indices_are_served_from_the_cache():
             cached[[1, 2]]
 
 
-def test_a_transform_runs_on_each_of_several(monkeypatch):
+def test_a_transform_runs_on_one_sample_only():
     with CachedDataset(Columns(), 1, transform={"label": double}) as cached:
-        for _ in range(2):
-            assert cached[[1, 2]]["label"].tolist() == [2, 4]
-    monkeypatch.setattr(Columns, "__getitem__", lambda self, idx: self.labels[idx].sum())
-    with CachedDataset(Columns(), 1, transform=double) as cached:
-        with pytest.raises(
-            DatasetError, match=r"Columns\[\[1, 2\]\] is not made of its samples, so transform= cannot run on it"
-        ):
-            cached[[1, 2]]
+        assert [sample["label"] for sample in cached.__getitems__([1, 2])] == [2, 4]
+        for key in ([1, 2], slice(2), (1, 2), np.arange(3), torch.tensor([1]), []):
+            with pytest.raises(DatasetError, match=r"Columns\[.*\] is not one sample, so transform= cannot run on it"):
+                cached[key]
+    with CachedDataset(hugging_face(label=[1, 2]), 1, transform={"label": double}) as cached:
+        assert (list(cached["label"]), cached[1]) == ([1, 2], {"label": 4})
 
 
 def test_a_dataset_whose_length_changes_is_refused():
@@ -221,20 +218,18 @@ def test_a_dataset_whose_length_changes_is_refused():
 
 
 class Rows(Dataset):
-    """Slices, masks and methods that return a part, as of torch_geometric; loaders, as of pytorch_forecasting."""
+    """Slices and methods that return a part, as of torch_geometric; loaders, as of pytorch_forecasting."""
 
     def __init__(self, rows=range(N)):
-        self.rows, self.reads, self.factor = list(rows), 0, 1
+        self.rows = list(rows)
 
     def __len__(self):
         return len(self.rows)
 
     def __getitem__(self, idx):
         if not isinstance(idx, int):
-            idx = np.flatnonzero(idx).tolist() if isinstance(idx, np.ndarray) else idx
-            return Rows(np.asarray(self.rows)[idx].tolist())
-        self.reads += 1
-        return torch.full((4,), float(self.rows[idx])) * self.factor
+            return Rows(self.rows[idx])
+        return torch.full((4,), float(self.rows[idx]))
 
     def shuffle(self):
         return Rows(self.rows[::-1])
@@ -251,98 +246,17 @@ class Rows(Dataset):
     def loader(self, batch_size=4):
         return DataLoader(self, batch_size)
 
-    def loader_of_first(self):
-        return DataLoader(self.first(), 2)
-
     def collate(self, samples):
         return torch.stack(samples)
 
-    def doubled(self):
-        twice = Rows(self.rows)
-        twice.factor = 2
-        return twice
 
-
-class Copied(Rows):
-    """A part holds its samples, and no rows."""
-
-    def __getitem__(self, idx):
-        if isinstance(idx, slice):
-            part = Copied(self.rows)
-            part.numbers, part.rows = [self[at] for at in range(*idx.indices(len(self)))], [None] * len(self.rows[idx])
-            return part
-        return self.numbers[idx] if hasattr(self, "numbers") else super().__getitem__(idx)
-
-    def rest(self):
-        return self[5:]
-
-
-PARTS = {
-    "slice": lambda its: its[3:15], "step": lambda its: its[::-3], "list": lambda its: its[[4, 2]],
-    "mask": lambda its: its[np.arange(N) % 3 == 0], "of a part": lambda its: its[4:][:3], "shuffle": lambda its: its.shuffle(),
-    "split": lambda its: its.split(5)[1], "me": lambda its: its.me(), "subset": lambda its: its.first(),
-    "loader": lambda its: its.loader(), "loader of a subset": lambda its: its.loader_of_first(),
-}  # fmt: skip
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_and_loaders_that_a_dataset_makes_have_the_cache(name, caplog):
-    with CachedDataset(source := Rows(), 1, audit=0) as cached:
-        cached.warm(progress=False)
-        part, expected = PARTS[name](cached), PARTS[name](Rows())
-        if not isinstance(part, DataLoader):
-            part, expected = ([each[idx] for idx in range(len(each))] for each in (part, expected))
-        assert all(torch.equal(one, other) for one, other in zip(part, expected, strict=True))
-        assert source.reads <= 8  # to compare the part with the dataset
-    assert not caplog.records
-
-
-def test_a_part_whose_rows_are_not_known_is_warned_of_once(caplog):
-    with CachedDataset(Rows(), 1) as cached:
-        assert [type(cached.doubled()) for _ in range(2)] == [Rows, Rows]
-        assert caplog.text.count("Rows.doubled() returns a dataset without the cache") == 1
-        collate = pickle.loads(pickle.dumps(cached.collate))
-        assert collate([torch.zeros(2)] * 3).shape == (3, 2)
-        assert cached.collate.__name__ == "collate"
-    with CachedDataset(Copied(), 1) as cached:
-        assert isinstance(cached[5:], CachedDataset)  # the slice says which rows
-        assert isinstance(cached.rest(), Copied)
-
-
-@pytest.mark.parametrize("on_change", ["uncached", "raise", "keep"])
-def test_a_part_with_another_attribute_leaves_the_cache(on_change):
-    with CachedDataset(Rows(), 1, on_change=on_change) as cached:
-        part = cached[3:9]
-        if on_change == "raise":
-            with pytest.raises(DatasetError, match="factor of a part of Rows was set"):
-                part.factor = 2
-        else:
-            part.factor = 2
-            assert part[1].tolist() == [8.0 if on_change == "uncached" else 4.0] * 4
-        assert cached[4].tolist() == [4.0] * 4
-
-
-def test_batches_that_are_concatenated_come_from_the_cache():
-    class Cells(Dataset):
-        reads = 0
-
-        def __len__(self):
-            return N
-
-        def __getitem__(self, idx):
-            rows = np.atleast_1d(idx)
-            self.reads += len(rows)
-            return {"counts": torch.from_numpy(rows)[:, None] * torch.ones(3), "batch": rows[:, None]}
-
-    with CachedDataset(source := Cells(), 1, audit=0) as cached:
-        for batch in ([3, 1, 4], [2, 7], [5]):
-            assert same(cached[batch], Cells()[batch])
-        cached.warm(progress=False)
-        reads = source.reads
-        loader = DataLoader(cached, sampler=BatchSampler(RandomSampler(cached), 4, False), batch_size=None)
-        assert sum(len(batch["counts"]) for batch in loader) == N
-        assert source.reads == reads
+def test_methods_and_parts_of_a_dataset_are_its_own():
+    with CachedDataset(source := Rows(), 1) as cached:
+        assert cached.me() is source
+        assert [type(part) for part in (cached[3:15], cached.shuffle(), *cached.split(5))] == [Rows] * 4
+        assert cached.first().dataset is cached.loader().dataset is source
+        assert cached.collate([torch.zeros(2)] * 3).shape == (3, 2)
+        assert torch.equal(cached.shuffle()[0], source[N - 1])
 
 
 @pytest.mark.linux

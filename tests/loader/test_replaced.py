@@ -188,25 +188,6 @@ def test_a_transform_of_whole_batches_gets_whole_batches(workers):
             assert batches == list(DataLoader(rows, 32, collate_fn=ids_of))
 
 
-class Tokens(Dataset):
-    """Pads the samples that it returns together."""
-
-    rows = ([1, 2], [3, 4], [5, 6, 7], [8], [9, 9, 9, 9], [1, 1])
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, key):
-        return padded({"ids": [self.rows[idx] for idx in key]}) if isinstance(key, list) else {"ids": list(self.rows[key])}
-
-
-def test_samples_that_a_dataset_pads_are_not_taken_for_others():
-    tokens = Tokens()
-    with CachedDataset(tokens, "1MB") as cached:
-        for key in ([0, 1], [1, 2], [3, 4], [0, 5]):
-            assert cached[key] == tokens[key]
-
-
 class Twofold(Images):
     def __getitems__(self, indices):
         return [(image, label + 200) for image, label in map(self.__getitem__, indices)]

@@ -1,11 +1,10 @@
-"""Wrap Hugging Face datasets: finish samples with the transform of a dataset, and make its methods return cached views.
+"""Wrap Hugging Face datasets: finish samples with the transform of a dataset, and say which of its methods lose the cache.
 
 ``set_transform`` and ``with_transform`` give a dataset a function of batches, which runs whenever samples are read. All of it
 runs after the cache, which holds the samples without it.
 
-Some methods choose rows. On a cached dataset they return a view of it. To learn which rows a method chooses, it is called on a
-dataset of row numbers. Other methods change the dataset behind the cache, or make a new one that would not be cached. These are
-refused.
+Some methods choose rows. They return a dataset without the cache, with one warning. Other methods change the dataset behind the
+cache, or make other rows. These are refused.
 """
 
 import functools
@@ -46,21 +45,19 @@ _MAKING = frozenset(
     }
 )
 
+_warned: set[str] = set()  # names of methods
 
-def cached_method(dataset: object, name: str, view: Callable[[Any, Any], object]) -> Callable[..., Any] | None:
-    """Return the method that a cached dataset has in place of a method of ``dataset``; None where it may be called as it is.
 
-    Args:
-        view: called with a Hugging Face dataset and its row numbers in ``dataset``; returns the cached view.
+def method_beside_cache(dataset: object, name: str) -> Callable[..., Any] | None:
+    """Return what a cached dataset has in place of a method that loses the cache: it warns, or is a `DatasetError`.
+
+    None for any other attribute, and for a dataset of another library.
     """
-    library = _library_of(dataset)
-    if library is None:
+    if _library_of(dataset) is None:
         return None
     if name in _CHOOSING:
-        return _choose_rows(dataset, name, view, library)
-    if name in _CHANGING or name in _MAKING:
-        return functools.partial(_refuse, name, name in _CHANGING)
-    return None
+        return functools.partial(_choose_uncached, name, getattr(dataset, name))
+    return functools.partial(_refuse, name, name in _CHANGING) if name in _CHANGING | _MAKING else None
 
 
 def _library_of(dataset: object) -> Any:
@@ -78,24 +75,14 @@ def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
     raise DatasetError(f"{name}() {why}. Call it before CachedDataset: {how}.")
 
 
-def _choose_rows(dataset: Any, name: str, view: Callable[[Any, Any], object], library: Any) -> Callable[..., Any]:
-    @functools.wraps(getattr(dataset, name))
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        columns = {"row": np.arange(len(dataset))}
-        by = kwargs.get("stratify_by_column")
-        features = library.Features({"row": library.Value("int64")})
-        if by is not None:
-            columns[by], features[by] = dataset.with_format(None)[by][:], dataset.features[by]
-        chosen = getattr(library.Dataset.from_dict(columns, features), name)(*args, **kwargs)
-        if isinstance(chosen, dict):
-            return library.DatasetDict({part: make_view(part_rows) for part, part_rows in chosen.items()})
-        return make_view(chosen)
-
-    def make_view(row_numbers: Any) -> Any:
-        rows = np.asarray(row_numbers.with_format(None)["row"][:], dtype=np.int64)
-        return view(dataset.select(rows), rows)
-
-    return choose
+def _choose_uncached(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if name not in _warned:
+        _warned.add(name)
+        logger.warning(
+            "%s() returns a dataset without the cache. Call it before CachedDataset, or wrap its result: "
+            "CachedDataset(dataset.%s(...), ...).", name, name,
+        )  # fmt: skip
+    return method(*args, **kwargs)
 
 
 def warn_of_widening(dataset: Any, sample: Any) -> None:
