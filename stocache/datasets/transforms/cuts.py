@@ -17,7 +17,7 @@ from stocache.errors import DatasetError
 Cut: TypeAlias = Literal["latest", "smallest"] | None
 
 
-REFUSED = "Set it before CachedDataset, or make a new one."
+SET_EARLIER = "Set it before CachedDataset, or make a new one."
 NEGLIGIBLE_S = 1e-4  # of saved time per sample
 
 
@@ -85,7 +85,7 @@ def fixed_option(chains: Sequence[_Chain], before: Mapping[Site, int], size: flo
         if wanted not in [option.cuts for option in _chain_options(chain)]:
             raise DatasetError(
                 f"{', '.join(map(str, wanted))} cannot be set: the samples that are cached were made with other transforms, or "
-                f"later ones. {REFUSED}"
+                f"later ones. {SET_EARLIER}"
             )
         cuts |= wanted
     return Option(cuts, size, 0.0)

@@ -17,7 +17,7 @@ import numpy as np
 
 from stocache.datasets.transforms.cuts import (
     NEGLIGIBLE_S,
-    REFUSED,
+    SET_EARLIER,
     Cut,
     Option,
     _mean,
@@ -139,7 +139,7 @@ def plan_split(
             raise DatasetError(_ENCODED.format(name, reason)) from error
         if old is not None:
             raise DatasetError(
-                f"the transforms of {name} cannot be set while samples are cached: {reason}. {REFUSED}"
+                f"the transforms of {name} cannot be set while samples are cached: {reason}. {SET_EARLIER}"
             ) from error
         if not isinstance(error, _CannotLoad):  # the probe reports that
             warn_of_random_steps(dataset, reason)
@@ -255,7 +255,7 @@ class _Planner:
                     names = ", ".join(map(step_name, steps)) or "other steps"
                     raise DatasetError(
                         f"{site} cannot be set: samples are cached as they are after {names}, but the new one does not begin "
-                        f"with these. {REFUSED}"
+                        f"with these. {SET_EARLIER}"
                     )
                 fixed[site] = len(steps)
         return fixed
