@@ -21,12 +21,9 @@ from .shm.tables.sharing import share as share
 
 # Preparing
 from .storage.dataset import StorageDataset as StorageDataset
+from .storage.in_memory import InMemoryDataStorage as InMemoryDataStorage
 from .storage.preparation.prepare import DataPreparer as DataPreparer, prepare as prepare
-from .storage.storage import (
-    DataStorage as DataStorage,
-    InMemoryDataStorage as InMemoryDataStorage,
-    OnDiskBlockDataStorage as OnDiskBlockDataStorage,
-)
+from .storage.storage import DataStorage as DataStorage, OnDiskBlockDataStorage as OnDiskBlockDataStorage
 
 # Loading
 from .loader.dataloader import DataLoader as DataLoader

@@ -37,7 +37,8 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.type_lookup import check_size
-from stocache.storage.block import REPAIR, Block, ByteSource, encode
+from stocache.storage.block import REPAIR, Block, encode
+from stocache.storage.files import ByteSource
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum

@@ -23,7 +23,8 @@ from stocache import RaggedCache, SampleError, SegmentError, SharedCache, Storag
 from stocache.samples.kinds import BYTES, ENCODERS, KINDS, Kind
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import EncodedSample, write_treedef
-from stocache.storage.block import Block, BytesFile
+from stocache.storage.block import Block
+from stocache.storage.files import BytesFile
 from stocache.system.describe import describe
 from tests.support import samples as some
 from tests.support.containers import Box, Point

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from stocache.errors import LimitError, StorageError
 from stocache.samples.indices import check_index, check_indices
-from stocache.storage.block import File
+from stocache.storage.files import File
 from stocache.storage.preparation.prepare import DataPreparer
 
 logger = logging.getLogger("stocache")
