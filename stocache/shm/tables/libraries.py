@@ -12,6 +12,7 @@ import io
 import pickle
 import sys
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,11 +34,11 @@ def share_table(table: Any, nbytes: int) -> Any:
     most = max(_MOST_FACTS, nbytes // 8)
     try:
         facts = _Facts(most)
-        pickler = _Pickler(facts)
+        pickler = _TablePickler(facts)
         pickler.dump(table)
         if not pickler.arrays:
             raise ValueError("it holds no arrays")
-        made = _Unpickler(facts.getvalue(), SharedArray.all_of(pickler.arrays)).load()
+        made = _TableUnpickler(facts.getvalue(), SharedArray.all_of(pickler.arrays)).load()
         ForkingPickler(_Facts(most), 5).dump(made)  # an array may have been copied meanwhile
     except SampleError:
         raise
@@ -62,35 +63,39 @@ class _Facts(io.BytesIO):
         return super().write(data)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles an object without its arrays and buffers.
+class _TablePickler(pickle.Pickler):
+    """Pickles a table without its arrays and buffers.
 
     Attributes:
-        arrays: these; the buffers as bytes.
+        arrays: the arrays, and the buffers as bytes.
     """
 
     def __init__(self, file: _Facts) -> None:
         super().__init__(file, 5)
         self.arrays: list[NDArray[Any]] = []
-        self._arrow = sys.modules.get("pyarrow")
 
     def persistent_id(self, value: Any) -> tuple[int, bool] | None:
-        is_buffer = self._arrow is not None and isinstance(value, self._arrow.Buffer)
+        is_buffer = _is(value, "pyarrow", "Buffer")
         if not is_buffer and (type(value) is not np.ndarray or value.dtype.hasobject):
             return None
         self.arrays.append(np.frombuffer(value, np.uint8) if is_buffer else value)
         return len(self.arrays) - 1, is_buffer
 
     def reducer_override(self, value: Any) -> Any:
-        if _is_column(value):
+        if _is(value, "pandas", "arrays.ArrowExtensionArray"):  # its own pickle joins the chunks, which copies them
             return _column_of, (value.dtype, value.__arrow_array__())
-        is_array = self._arrow is not None and isinstance(value, self._arrow.Array)
-        if is_array and value.get_total_buffer_size() > 2 * value.nbytes:  # a slice: Arrow pickles all that it was cut from
-            return value.take(self._arrow.array(np.arange(len(value)))).__reduce__()
+        if _is(value, "pyarrow", "Array") and value.get_total_buffer_size() > 2 * value.nbytes:
+            return value.take(np.arange(len(value))).__reduce__()  # a slice: Arrow pickles all that it was cut from
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+def _is(value: object, library: str, name: str) -> bool:
+    """Return whether a value is of a class of a library, which may not have been imported."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, attrgetter(name)(module))
+
+
+class _TableUnpickler(pickle.Unpickler):
     def __init__(self, facts: bytes, arrays: list[SharedArray]) -> None:
         super().__init__(io.BytesIO(facts))
         self._arrays = arrays
@@ -120,12 +125,6 @@ def _reduce_buffer(buffer: Any) -> Any:
     if _is_shared(buffer):
         return _buffer_over, (_under_buffers[buffer.address],)
     return buffer.__reduce_ex__(4)  # its bytes: `multiprocessing` may have an earlier protocol than 5
-
-
-def _is_column(value: object) -> bool:
-    """Return whether a value is a column of pandas over one of Arrow. Its own pickle joins the chunks, which copies them."""
-    pandas = sys.modules.get("pandas")
-    return pandas is not None and isinstance(value, pandas.arrays.ArrowExtensionArray)
 
 
 def _column_of(dtype: Any, values: Any) -> Any:
