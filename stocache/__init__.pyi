@@ -22,7 +22,8 @@ from .shm.tables.sharing import share as share
 # Preparing
 from .storage.dataset import StorageDataset as StorageDataset
 from .storage.in_memory import InMemoryDataStorage as InMemoryDataStorage
-from .storage.preparation.prepare import DataPreparer as DataPreparer, prepare as prepare
+from .storage.preparation.prepare import prepare as prepare
+from .storage.preparation.source import DataPreparer as DataPreparer
 from .storage.storage import DataStorage as DataStorage, OnDiskBlockDataStorage as OnDiskBlockDataStorage
 
 # Loading

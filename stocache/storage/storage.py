@@ -201,7 +201,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the info."""
         info: TInfo = self.index.info
         if self.index.info_checksum is not None:
-            info = self._open_info(self.index.info_checksum).sample(0)
+            info = self._open_file(INFO, Entry(1, 0, self.index.info_checksum)).sample(0)
         return info
 
     def load_skipped(self) -> list[SkippedSample]:
@@ -313,17 +313,16 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     def check(self, b: int) -> str | None:
         """Read block ``b`` completely, without building samples; return a description of its damage, or None."""
         name = block_name(check_index(b, len(self.index.blocks), "check"))
-        try:
-            self._open_file(name, self.index.blocks[b], decode=False).verify()
-        except StorageError as error:
-            return str(error)
-        return None
+        return self._damage_of(name, self.index.blocks[b])
 
     def check_info(self) -> str | None:
         """Read the file of the info, if there is one; return a description of its damage, or None."""
+        checksum = self.index.info_checksum
+        return None if checksum is None else self._damage_of(INFO, Entry(1, 0, checksum))
+
+    def _damage_of(self, name: str, entry: Entry) -> str | None:
         try:
-            if self.index.info_checksum is not None:
-                self._open_info(self.index.info_checksum, decode=False).verify()
+            self._open_file(name, entry, decode=False).verify()
         except StorageError as error:
             return str(error)
         return None
@@ -380,9 +379,6 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
                 while len(self._closed_blocks) * self.block_size > _CLOSED_SAMPLES:
                     self._closed_blocks.popitem(last=False)
         return block
-
-    def _open_info(self, checksum: str, decode: bool = True) -> Block:
-        return self._open_file(INFO, Entry(1, 0, checksum), decode)
 
     def _open_file(self, name: str, entry: Entry, decode: bool = True) -> Block:
         path = os.path.join(self.base_folder, name)
