@@ -42,7 +42,8 @@ from PIL import Image
 from stocache import OnDiskBlockDataStorage, RaggedCache, StocacheError
 from stocache.samples.record_decoder import pack_sample
 from stocache.samples.record_encoder import HEAD, EncodedSample, pack_integers
-from stocache.storage.block import Block, BytesFile, encode
+from stocache.storage.block import Block, encode
+from stocache.storage.files import BytesFile
 from stocache.system.hashing import ZEROS, embed_checksum
 
 CLAIM = "Forged blocks, indices and records are read or refused, without harm."

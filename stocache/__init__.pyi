@@ -21,12 +21,10 @@ from .shm.tables.sharing import share as share
 
 # Preparing
 from .storage.dataset import StorageDataset as StorageDataset
-from .storage.preparation.prepare import DataPreparer as DataPreparer, prepare as prepare
-from .storage.storage import (
-    DataStorage as DataStorage,
-    InMemoryDataStorage as InMemoryDataStorage,
-    OnDiskBlockDataStorage as OnDiskBlockDataStorage,
-)
+from .storage.in_memory import InMemoryDataStorage as InMemoryDataStorage
+from .storage.preparation.prepare import prepare as prepare
+from .storage.preparation.source import DataPreparer as DataPreparer
+from .storage.storage import DataStorage as DataStorage, OnDiskBlockDataStorage as OnDiskBlockDataStorage
 
 # Loading
 from .loader.dataloader import DataLoader as DataLoader

@@ -21,7 +21,6 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.datasets.proof import proof_of
-from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.planning import plan_split, warn_of_random_steps
 from stocache.datasets.transforms.splitting import Split
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
@@ -114,8 +113,6 @@ class _Wrapper:
                 raise
             split = self._plan(self._dataset, wanted=wanted)
             probe, cache = self._make_cache(split)
-        for sample in list(probe.named.values())[:1]:
-            huggingface.warn_of_widening(self._dataset, sample)
         if self._splits and probe.loaded_here and split is None:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept

@@ -15,7 +15,8 @@ from stocache.loader.samplers.block import BlockSampler
 from stocache.observe.verdict import Verdict
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
-from stocache.storage.preparation.prepare import DataPreparer, prepare
+from stocache.storage.preparation.prepare import prepare
+from stocache.storage.preparation.source import DataPreparer
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage, TInfo, TSample
 from stocache.storage.urls import is_url
 from stocache.system.hashing import checksum

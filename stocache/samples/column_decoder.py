@@ -26,7 +26,7 @@ class Walk:
     """One walk through the tree: it reads and hashes the bytes of one sample, and limits its size.
 
     Args:
-        source: the file, as `block.ByteSource`.
+        source: the file, as `files.ByteSource`.
         ahead: True to ask for the bytes to be read ahead, and to read nothing.
 
     Attributes:

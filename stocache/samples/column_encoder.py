@@ -50,7 +50,7 @@ from stocache.samples.pytree import DEEP, OBJECTS, Container, sample_error
 Tree: TypeAlias = dict[str, Any] | None
 _Key: TypeAlias = tuple[Any, ...]
 
-CHECKS_COLUMN, INFO_COLUMN, ROOM_COLUMN = RESERVED_COLUMNS = ":checks", ":info", ":room"
+CHECKS_COLUMN, ROOM_COLUMN = RESERVED_COLUMNS = ":checks", ":room"
 """Names of columns that are not of samples."""
 
 _FIELDS = 16  # the most items of a list that get a column each

@@ -22,13 +22,9 @@ NOTE [ Blocks ]
 import contextlib
 import json
 import math
-import os
 import struct
-from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,11 +35,11 @@ from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.column_decoder import Read, Walk, reader, union_rows, value_columns
-from stocache.samples.column_encoder import CHECKS_COLUMN, INFO_COLUMN, Columns, Tree, bytes_of_rows
+from stocache.samples.column_encoder import CHECKS_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.leaves.type_lookup import Unresolved, check_size
 from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
+from stocache.storage.files import HEAD_BYTES, BytesFile, ByteSource
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
-from stocache.system.platform import here
 
 BLOCK_VERSION = 1
 REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
@@ -54,32 +50,23 @@ _DTYPES = {  # in the order in which safetensors writes the columns
     **{torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
 }
 _MARK = b'\\"checksum\\": \\"'
-HEAD_BYTES = 64 << 10
-"""Bytes read when a block is opened: the header, sizes, checksums, and most often the labels."""
-_ZEROED = 8 << 10  # bytes of a buffer, from which zeroing it costs more than making it without
 _SMALL = 4 << 10  # bytes of a sample, below which many are made at a time: larger ones are read into memory of their own
 _TOGETHER = 32  # small samples, from which it takes less time to make them together (measured)
-_STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
 
 
-def encode(
-    samples: Sequence[object], first: int = 0, allow_pickle: bool = False, info: bytes = b""
-) -> tuple[list[BytesLike], str]:
+def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False) -> tuple[list[BytesLike], str]:
     """Return the file of a block that holds ``samples``, in pieces, and its checksum.
 
     Args:
         samples: of any structures.
         first: the number of the first sample, for errors.
         allow_pickle: whether to pickle values of types that have no own encoding.
-        info: bytes to keep beside the samples, in a column ":info" that no checksum covers.
 
     Raises:
         SampleError: a sample cannot be stored, or would not come back the same.
     """
     columns = Columns(samples, first, allow_pickle)
     columns.tensors[CHECKS_COLUMN] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
-    if info:
-        columns.tensors[INFO_COLUMN] = torch.frombuffer(bytearray(info), dtype=torch.uint8)
     facts = {"checksum": ZEROS, "version": BLOCK_VERSION, "samples": len(samples), "structure": columns.tree}
     order = list(_DTYPES)
     tensors = dict(sorted(columns.tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
@@ -90,7 +77,7 @@ def encode(
     checks = list(map(_digest, zip(*rows, strict=True))) if rows else [block.check(row) for row in range(len(samples))]
     pieces[CHECKS_COLUMN] = memoryview(np.array(checks, dtype="<u8").tobytes())
     head = embed_checksum(head, _MARK, pieces[CHECKS_COLUMN])
-    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS_COLUMN])[0]
+    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS_COLUMN])
 
 
 def _digest(parts: Iterable[BytesLike]) -> int:
@@ -114,110 +101,6 @@ def _header(tensors: dict[str, Tensor], facts: str) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-class ByteSource(ABC):
-    """A file that is read in pieces."""
-
-    nbytes: int
-
-    @abstractmethod
-    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
-        """Return a buffer with ``nbytes`` bytes of the file from offset ``at``, and their offset in that buffer.
-
-        If ``writable``, the buffer is a new one that the caller may change; else the caller may only read it.
-
-        Raises:
-            ValueError: the file ends before.
-        """
-
-    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:  # noqa: B027
-        """Ask for ``nbytes`` from offset ``at``, by default all, to be read ahead, if that is possible."""
-
-    def close(self, head: int) -> None:  # noqa: B027
-        """Close the file until it is read again, if it is open. Of its bytes in memory, keep the first ``head``."""
-
-
-class _Descriptor:
-    """An open file. It is closed with the last reference to it, so never while a thread reads."""
-
-    def __init__(self, path: str) -> None:
-        self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | here.CLOSED_ON_EXEC)
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone before
-        if self.fd >= 0:
-            close(self.fd)
-
-
-class File(ByteSource):
-    """A file on disk that is read in pieces. It is closed with the last reference to it."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._descriptor: _Descriptor | None = _Descriptor(path)
-        self.nbytes = os.fstat(self._descriptor.fd).st_size
-        self._head = b""
-
-    def open(self) -> "File":
-        """Read the beginning of the file: most small columns are there."""
-        self.prefetch(0, HEAD_BYTES)  # else the kernel, which takes it for a sequential read, reads four times as much
-        self._head = here.pread(self._opened().fd, HEAD_BYTES, 0)
-        return self
-
-    def close(self, head: int) -> None:
-        """See `ByteSource`."""
-        self._descriptor, self._head = None, self._head[:head]
-
-    def _opened(self) -> _Descriptor:
-        descriptor = self._descriptor
-        if descriptor is None:
-            descriptor = self._descriptor = _Descriptor(self._path)
-        return descriptor
-
-    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
-        """See `ByteSource`."""
-        end, head = at + nbytes, self._head  # another thread may close the file
-        if end <= len(head):
-            return (bytearray(head[at:end]), 0) if writable else (head, at)
-        if end > self.nbytes:
-            raise ValueError("it is truncated")
-        descriptor = self._descriptor or self._opened()
-        if not writable and len(data := here.pread(descriptor.fd, nbytes, at)) == nbytes:
-            return data, 0
-        buffer: Any = np.empty(nbytes, np.uint8) if writable and nbytes >= _ZEROED else bytearray(nbytes)
-        done = here.preadv(descriptor.fd, [buffer], at)
-        while done < nbytes:  # one call reads at most 2 GiB
-            more = here.preadv(descriptor.fd, [memoryview(buffer)[done:]], at + done)
-            if not more:
-                raise ValueError("it is truncated")
-            done += more
-        return buffer, 0
-
-    def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:
-        """Ask the kernel to read a part of the file ahead; see `ByteSource`."""
-        end = self.nbytes if nbytes is None else at + nbytes
-        if end > len(self._head):
-            with contextlib.suppress(OSError):  # a file that is gone is an error when it is read
-                descriptor = self._opened()
-                for begin in range(at, end, _STEP):
-                    here.read_ahead(descriptor.fd, begin, min(_STEP, end - begin))
-
-
-class BytesFile(ByteSource):
-    """A file in memory, in pieces. Each read is within one of them."""
-
-    def __init__(self, *pieces: Any) -> None:
-        *self._begins, self.nbytes = accumulate(map(len, pieces), initial=0)
-        self._pieces = pieces
-
-    def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
-        """See `ByteSource`."""
-        number = bisect_right(self._begins, at) - 1
-        data, at = self._pieces[number], at - self._begins[number]
-        if at + nbytes > len(data):
-            raise ValueError("it is truncated")
-        return (bytearray(data[at : at + nbytes]), 0) if writable else (data, at)
 
 
 class Block:
@@ -298,9 +181,7 @@ class Block:
         checks = self._column(CHECKS_COLUMN)
         self._checks = checks.cast("Q")
         if verify:
-            self.checksum, wanted = read_checksum(self._bytes(0, self.begin), _MARK, checks)
-            if self.checksum != wanted:
-                raise ValueError(f"checksum {self.checksum}, its content gives {wanted}")
+            self.checksum = read_checksum(self._bytes(0, self.begin), _MARK, checks)
         return facts
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
@@ -331,11 +212,6 @@ class Block:
     def value_bytes(self) -> int:
         """Bytes of the columns that hold values: the others hold checksums, offsets, shapes and kinds."""
         return sum(self.span(column)[1] for column in value_columns(self.structure))
-
-    @property
-    def info(self) -> bytes:
-        """The bytes that were kept beside the samples."""
-        return self._bytes(*self.span(INFO_COLUMN))
 
     def close(self) -> None:
         """Close the file until a sample is read again. Columns that were read with its header stay in memory."""

@@ -61,7 +61,7 @@ class RowTable:
 
     Args:
         table: the columns.
-        read: reads the file, as `block.ByteSource.read`.
+        read: reads the file, as `files.ByteSource.read`.
         whole: the file, if it has been read.
         ascending: the columns of offsets that are known to ascend.
     """

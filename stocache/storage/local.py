@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from stocache.errors import StorageError
-from stocache.storage.block import File
+from stocache.storage.files import File
 from stocache.storage.remote import RemoteStore
 from stocache.storage.urls import is_url
 from stocache.system.hashing import BytesLike

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.errors import DamagedError, LimitError, StorageError
-from stocache.storage.block import HEAD_BYTES, ByteSource
+from stocache.storage.files import HEAD_BYTES, ByteSource
 from stocache.storage.urls import file_system
 from stocache.system.hashing import BytesLike, checksum
 from stocache.system.limits import format_size, parse_size
@@ -129,7 +129,7 @@ class RemoteFile(ByteSource):
             return bytes(fs.cat_file(path, start=at, end=end))
 
     def read(self, at: int, nbytes: int, writable: bool = True) -> tuple[Any, int]:
-        """See `block.ByteSource`."""
+        """See `files.ByteSource`."""
         end = at + nbytes
         data = self._head[at:end] if end <= len(self._head) else self._cat(at, end)
         if len(data) < nbytes:

@@ -102,9 +102,7 @@ def read_skipped(folder: Folder) -> SkippedSamples:
         facts = json.loads(text)
         if (facts["format"], facts["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"not version {_VERSION} of a list of skipped samples")
-        found, wanted = read_checksum(text, _MARK)
-        if found != wanted:
-            raise ValueError(f"checksum {found}, its content gives {wanted}")
+        read_checksum(text, _MARK)
         left_out, failed = (
             {check_size(record["index"]): SkippedSample(**record) for record in facts.get(name, ())}
             for name in ("skipped", "failed")

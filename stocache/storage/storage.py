@@ -1,4 +1,4 @@
-"""Keep prepared samples: the interface, one file for data that fits in memory, a folder of blocks for larger data."""
+"""Keep prepared samples: the interface, and a folder of blocks for data larger than memory."""
 
 import contextlib
 import operator
@@ -12,12 +12,13 @@ from typing import Any, Generic, TypeVar
 from stocache.errors import DamagedError, SampleIndexError, StorageError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
-from stocache.storage.block import HEAD_BYTES, Block, BytesFile, File, encode
-from stocache.storage.local import folder_at, write_file
+from stocache.storage.block import Block
+from stocache.storage.files import HEAD_BYTES, File
+from stocache.storage.local import folder_at
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
 from stocache.storage.skipped import SkippedSample, damaged, read_skipped
-from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes, copy_sample
+from stocache.storage.writer import BLOCK_BYTES, SampleWriter, check_block_bytes
 from stocache.system.platform import here
 
 TSample = TypeVar("TSample")
@@ -30,7 +31,7 @@ _CLOSED_SAMPLES = 1 << 20  # at most, in blocks whose files are closed and whose
 class DataStorage(ABC, Generic[TSample, TInfo]):
     """Stores prepared samples, and returns them by index. A subclass has these six methods.
 
-    Subclasses here: `InMemoryDataStorage` and `OnDiskBlockDataStorage`.
+    Subclasses: `InMemoryDataStorage` and `OnDiskBlockDataStorage`.
     Source: the article on block storage in PyTorch Lightning; names and contract are from there.
     """
 
@@ -61,106 +62,6 @@ class DataStorage(ABC, Generic[TSample, TInfo]):
     @abstractmethod
     def load_sample(self, idx: int) -> TSample:
         """Return sample ``idx`` as it was saved. The caller may change it."""
-
-
-class InMemoryDataStorage(DataStorage[TSample, TInfo]):
-    """Keeps all samples in one file. The first access reads the whole file and keeps it in memory.
-
-    Forked workers share that memory if the parent process has read a sample before the fork. Other workers read the file again.
-    Kinds of samples: as for `OnDiskBlockDataStorage`.
-
-    Args:
-        datafile: the file; `finish_preparation` writes it.
-        allow_pickle: whether to pickle values of types that have no own encoding, and to load pickled values.
-
-    Raises:
-        StorageError: on reading, the file is not one that was prepared.
-        DamagedError: on reading, the file is missing, or a sample is not as it was written.
-    """
-
-    def __init__(self, datafile: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
-        self.datafile, self._allow_pickle = os.fspath(datafile), allow_pickle
-        self._saved: list[TSample] | None = None
-        self._loaded: Block | None = None
-
-    def is_prepared(self) -> bool:
-        """Return whether the file exists: it is written completely or not at all."""
-        return os.path.exists(self.datafile)
-
-    def start_preparation(self) -> None:
-        """Start to store samples.
-
-        Raises:
-            StorageError: the file exists.
-        """
-        if self.is_prepared():
-            raise StorageError(f"{self.datafile} is prepared already. Remove it to prepare it again, or give another name.")
-        self._saved = []
-
-    def save_sample(self, sample: TSample) -> None:
-        """Store a copy of the next sample, in memory.
-
-        Raises:
-            StorageError: `start_preparation` was not called.
-        """
-        if self._saved is None:
-            raise StorageError("save_sample: call start_preparation first.")
-        self._saved.append(copy_sample(sample))
-
-    def finish_preparation(self, info: TInfo) -> None:
-        """Write the file.
-
-        Raises:
-            StorageError: `start_preparation` was not called.
-            SampleError: a sample or the info cannot be stored.
-            OSError: the disk is full, or fails.
-        """
-        if self._saved is None:
-            raise StorageError("finish_preparation: call start_preparation first.")
-        inner, _ = encode([info], 0, self._allow_pickle)
-        pieces, _ = encode(self._saved, 0, self._allow_pickle, b"".join(inner))
-        os.makedirs(os.path.dirname(self.datafile) or ".", exist_ok=True)
-        write_file(self.datafile, *pieces)
-        self._saved = self._loaded = None
-
-    def load_dataset_info(self) -> TInfo:
-        """Return the info."""
-        block = self._block()
-        name = f"the info in {self.datafile}"
-        try:
-            info: TInfo = Block(BytesFile(block.info), name, self._allow_pickle).sample(0)
-        except (KeyError, ValueError) as error:
-            raise StorageError(f"{self.datafile} is a block without info. Give a file that was prepared.") from error
-        return info
-
-    def load_sample(self, idx: int) -> TSample:
-        """Return sample ``idx``. The caller may change it.
-
-        Raises:
-            SampleIndexError: ``idx`` is out of range.
-            DamagedError: the sample is not as it was written.
-        """
-        block = self._block()
-        sample: TSample = block.sample(check_index(idx, block.samples, "load_sample"))
-        return sample
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self._block().samples
-
-    def _block(self) -> Block:
-        block = self._loaded
-        if block is None:
-            try:
-                with open(self.datafile, "rb") as file:
-                    data = file.read()
-            except FileNotFoundError:
-                raise DamagedError(f"{self.datafile} is missing: nothing was prepared there. Prepare it first.") from None
-            block = self._loaded = Block(BytesFile(data), self.datafile, self._allow_pickle)
-        return block
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_loaded": None}
 
 
 class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
@@ -300,7 +201,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the info."""
         info: TInfo = self.index.info
         if self.index.info_checksum is not None:
-            info = self._open_info(self.index.info_checksum).sample(0)
+            info = self._open_file(INFO, Entry(1, 0, self.index.info_checksum)).sample(0)
         return info
 
     def load_skipped(self) -> list[SkippedSample]:
@@ -412,17 +313,16 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
     def check(self, b: int) -> str | None:
         """Read block ``b`` completely, without building samples; return a description of its damage, or None."""
         name = block_name(check_index(b, len(self.index.blocks), "check"))
-        try:
-            self._open_file(name, self.index.blocks[b], decode=False).verify()
-        except StorageError as error:
-            return str(error)
-        return None
+        return self._damage_of(name, self.index.blocks[b])
 
     def check_info(self) -> str | None:
         """Read the file of the info, if there is one; return a description of its damage, or None."""
+        checksum = self.index.info_checksum
+        return None if checksum is None else self._damage_of(INFO, Entry(1, 0, checksum))
+
+    def _damage_of(self, name: str, entry: Entry) -> str | None:
         try:
-            if self.index.info_checksum is not None:
-                self._open_info(self.index.info_checksum, decode=False).verify()
+            self._open_file(name, entry, decode=False).verify()
         except StorageError as error:
             return str(error)
         return None
@@ -479,9 +379,6 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
                 while len(self._closed_blocks) * self.block_size > _CLOSED_SAMPLES:
                     self._closed_blocks.popitem(last=False)
         return block
-
-    def _open_info(self, checksum: str, decode: bool = True) -> Block:
-        return self._open_file(INFO, Entry(1, 0, checksum), decode)
 
     def _open_file(self, name: str, entry: Entry, decode: bool = True) -> Block:
         path = os.path.join(self.base_folder, name)

@@ -24,15 +24,18 @@ def embed_checksum(text: bytes, mark: bytes, *more: BytesLike) -> bytes:
     return text[:at] + checksum(text, *more).encode() + text[at + len(ZEROS) :]
 
 
-def read_checksum(text: bytes, mark: bytes, *more: BytesLike) -> tuple[str, str]:
-    """Return the checksum that `embed_checksum` has put into ``text``, and the checksum that it should be.
+def read_checksum(text: bytes, mark: bytes, *more: BytesLike) -> str:
+    """Return the checksum that `embed_checksum` has put into ``text``.
 
     Raises:
-        ValueError: ``text`` does not hold a checksum.
+        ValueError: ``text`` holds no checksum, or not that of its content.
     """
     at = text.index(mark) + len(mark)
     found = text[at : at + len(ZEROS)].decode("ascii")
-    return found, checksum(text[:at] + ZEROS.encode() + text[at + len(ZEROS) :], *more)
+    wanted = checksum(text[:at] + ZEROS.encode() + text[at + len(ZEROS) :], *more)
+    if found != wanted:
+        raise ValueError(f"its checksum is {found}, expected {wanted}")
+    return found
 
 
 def checksum(*parts: BytesLike) -> str:

@@ -24,7 +24,8 @@ from stocache.samples.leaves.kind import BYTES, Kind
 from stocache.samples.leaves.kinds import ENCODERS, KINDS
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import EncodedSample, write_treedef
-from stocache.storage.block import Block, BytesFile
+from stocache.storage.block import Block
+from stocache.storage.files import BytesFile
 from stocache.system.describe import describe
 from tests.support import samples as some
 from tests.support.containers import Box, Point

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stocache
 from stocache import SampleError, share
-from stocache.shm.tables import sharing
+from stocache.shm.tables import sequences, sharing
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import in_child, run_all
@@ -69,14 +69,14 @@ def test_a_dict_is_looked_up_as_before(monkeypatch):
         assert pickle.loads(pickle.dumps(shared)) == items
     assert share({1: "a", 2: "b"})[1.0] == "a"
     assert share({2.0: "a"})[2] == "a"
-    monkeypatch.setattr(sharing, "xxh3_64_intdigest", lambda text: 7)
+    monkeypatch.setattr(sequences, "xxh3_64_intdigest", lambda text: 7)
     assert dict(share({"a": 1, "b": 2, "c": 3})) == {"a": 1, "b": 2, "c": 3}
 
 
 ARRAYS = [
     np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.arange(12.0).reshape(3, 4)), np.zeros((0, 3)), np.array(5),
     np.array(["a", "bcd"]), np.arange(10)[::-2], np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]), np.array([1 + 2j]),
-    np.array(["2020-01-01"], "M8[D]"),
+    np.array(["2020-01-01"], "M8[D]"), np.zeros(2, [("a", [("b", "i8")])]),
 ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_an_array_is_read_only_and_what_is_made_of_it_is_ordinary(array):
     copied = pickle.loads(pickle.dumps(shared))
     assert np.array_equal(copied, array)
     assert type(copied) is sharing.SharedArray
-    assert len(pickle.dumps(shared)) <= 250
+    assert len(pickle.dumps(shared)) <= 250 + 50 * len(array.dtype.names or ())
     if array.size:
         with pytest.raises(ValueError, match="read-only"):
             np.asarray(shared)[(0,) * array.ndim] = array[(0,) * array.ndim]
@@ -183,43 +183,58 @@ def table(pandas):
     return pandas.DataFrame(columns | {"share": np.linspace(0, 1, 1000), "large": np.arange(1000) % 2 == 0})
 
 
-@pytest.mark.parametrize("index", ["range", "path", "size"])
+def sent(value):
+    """Return a value as another process gets it."""
+    return pickle.loads(bytes(ForkingPickler.dumps(value)))
+
+
+def handle_bytes(value):
+    return len(ForkingPickler.dumps(value))
+
+
+@pytest.mark.parametrize("index", ["range", "path", "size", "time", "both"])
 def test_tables_of_pandas_are_shared_until_a_column_is_replaced(index):
     pandas = pytest.importorskip("pandas", "3")
     frame = table(pandas).drop_duplicates("path")
-    frame = frame.reset_index(drop=True) if index == "range" else frame.set_index(index)
+    columns = {"range": [], "both": ["path", "size"]}.get(index, [index])
+    frame = frame.set_index(columns) if columns else frame.reset_index(drop=True)
     shared = share(frame)
-    copied = pickle.loads(pickle.dumps(shared))
-    for each in (shared, copied, pickle.loads(pickle.dumps(copied))):
+    copied = sent(shared)
+    for each in (shared, copied, sent(copied)):
         pandas.testing.assert_frame_equal(each, frame)
-        assert len(pickle.dumps(each)) < 2000
-    for name in frame.columns if index == "range" else ():
+        assert type(each) is pandas.DataFrame
+        assert handle_bytes(each) < 2000
+    pandas.testing.assert_frame_equal(pickle.loads(pickle.dumps(shared)), frame)
+    for name in frame.columns if index in ("range", "path") else ():
         column = share(frame[name])
-        assert pickle.loads(pickle.dumps(column)).equals(frame[name])
-        assert len(pickle.dumps(column)) < 1200
+        assert sent(column).equals(frame[name])
+        assert handle_bytes(column) < 1300
     copied["share"] += 1
-    changed = pickle.loads(pickle.dumps(copied))
+    changed = sent(copied)
     pandas.testing.assert_frame_equal(changed, frame.assign(share=frame["share"] + 1))
-    if index != "path":
+    if "path" in changed:
         changed.loc[changed.index[3], "path"] = "other"
-        assert pickle.loads(pickle.dumps(changed)).iloc[3]["path"] == "other"
+        assert sent(changed).iloc[3]["path"] == "other"
     pandas.testing.assert_frame_equal(shared, frame)
     with pytest.raises(ValueError, match="read-only"):
         shared["share"].to_numpy()[0] = 1
 
 
-def test_what_pandas_holds_otherwise_is_refused():
+def test_columns_of_pandas_of_any_kind_but_objects_are_shared():
     pandas = pytest.importorskip("pandas", "3")
     frame = table(pandas)
-    for column in ([object()] * 1000, pandas.Categorical(["a"] * 1000), pandas.array([1] * 1000, dtype="Int64")):
-        with pytest.raises(SampleError, match=r"a column 'other' of .* cannot be shared. Convert it"):
-            share(frame.assign(other=column))
-    with pytest.raises(SampleError, match=r"DatetimeIndex of pandas cannot be shared. Make it a column"):
-        share(frame.set_index("time"))
-    with pytest.raises(SampleError, match=r"an index of its own cannot be shared. Share series.to_frame\(\)"):
-        share(frame.set_index("path")["size"])
-    with pytest.raises(SampleError, match="MultiIndex of pandas cannot be shared"):
-        share(frame.set_index(["path", "size"]).index)
+    for column in (pandas.Categorical(["a", "b"] * 500), pandas.array([1, None] * 500, dtype="Int64")):
+        shared = sent(share(frame.assign(other=column)))
+        assert shared.equals(frame.assign(other=column))
+        assert list(shared.dtypes) == list(frame.assign(other=column).dtypes)
+        assert handle_bytes(shared) < 2500
+    few = pandas.DataFrame({"other": [{1}, None]})
+    pandas.testing.assert_frame_equal(sent(share(few)), few)
+    many = pandas.DataFrame({"other": [(number,) for number in range(20_000)]})
+    with pytest.raises(SampleError, match=r"a DataFrame cannot be shared: more than 65536 bytes .* Convert Python objects"):
+        share(many)
+    with pytest.raises(SampleError, match="a Series cannot be shared: more than 65536 bytes"):  # pickles its index as a copy
+        share(pandas.Series(np.arange(20_000), pandas.date_range("2020", periods=20_000, freq="s")))
 
 
 def test_tables_and_columns_of_arrow():
@@ -227,15 +242,22 @@ def test_tables_and_columns_of_arrow():
     numbers = pa.table({"a": [1, None, 3], "text": ["x", "y", None], "list": [[1], [], None]})
     for value in (numbers, numbers["text"], numbers.to_batches()[0], pa.array([1.5, None])):
         kept = share(value)
-        shared = pickle.loads(pickle.dumps(kept))
-        assert len(pickle.dumps(shared)) < 300
-        assert len(shared) == len(value)
-        assert shared.to_pylist() == value.to_pylist()
-        assert shared == kept
-    assert shared[0].as_py() == 1.5
-    assert [item.as_py() for item in shared] == [1.5, None]
-    assert shared.type == pa.float64()
-    with pytest.raises(SampleError, match=r"cannot be shared. Share a table or a column"):
+        shared = sent(kept)
+        assert handle_bytes(shared) < 1000
+        assert type(shared) is type(value)
+        assert shared == kept == value == pickle.loads(pickle.dumps(shared))
+        del kept
+        assert handle_bytes(shared) < 1000
+    many = pa.table({"a": np.arange(100_000), "text": list(map(str, range(100_000)))})
+    for whole in (many, pa.concat_tables([many, many])):
+        assert handle_bytes(share(whole)) < 2000
+    for part in (many.slice(50_000, 10_000), pa.concat_tables([many.slice(at, 10_000) for at in (5, 50_000)])):
+        shared = share(part)
+        assert shared == part
+        assert shared.get_total_buffer_size() < 1.1 * part.nbytes  # not all that it was cut from
+    buffer = pa.py_buffer(b"abc")
+    assert sent(buffer) == buffer
+    with pytest.raises(SampleError, match=r"cannot be shared: it holds no arrays. Share a table, column"):
         share(pa.schema([]))
 
 
@@ -252,8 +274,9 @@ def test_sparse_matrices(kind):
     assert np.array_equal(shared @ np.ones(200), matrix @ np.ones(200))
     with pytest.raises(ValueError, match="read-only"):
         shared.data[0] = 1
-    with pytest.raises(SampleError, match=r"cannot be shared. Share matrix.tocsr\(\)"):
-        share(matrix.tocoo())
+    assert (sent(share(matrix.tocoo())) != matrix).nnz == 0
+    with pytest.raises(SampleError, match=r"cannot be shared: .*tocsr\(\)"):
+        share(matrix.todok())
 
 
 def test_large_tables_of_a_dataset_are_shared_whatever_the_library():
@@ -292,10 +315,27 @@ def read(number, paths, lengths):
     assert psutil.Process().memory_full_info().uss - before < 25_000_000  # not the items, which are 40 MB as objects
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+METHODS = ["fork", *(pytest.param(method, marks=pytest.mark.slow) for method in ("spawn", "forkserver"))]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_processes_read_one_copy(method):
     paths = [f"a/folder/of/images/with/a/long/name/{number:09}.jpg" for number in range(400_000)]
     run_all(multiprocessing.get_context(method), 2, read, share(paths), sum(map(len, paths)))
+
+
+def read_tables(number, frame, values, matrix):
+    assert list(frame["size"]) == values.to_pylist()[0] == [*range(1000)]
+    assert frame["path"][999] == LISTS[0][999]
+    assert matrix.sum() == 200
+    assert max(map(handle_bytes, (frame, values, matrix))) < 2000
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_processes_get_handles_of_tables(method):
+    pandas, pa, sparse = pytest.importorskip("pandas", "3"), pytest.importorskip("pyarrow"), pytest.importorskip("scipy.sparse")
+    tables = table(pandas), pa.array([np.arange(1000)]), sparse.eye(200, format="csr")
+    run_all(multiprocessing.get_context(method), 2, read_tables, *map(share, tables))
 
 
 def test_a_copy_refers_to_the_same_memory():
@@ -343,12 +383,10 @@ def test_what_is_more_than_its_values_is_left_as_it_is(caplog):
     dataset = Files()
     dataset.masked = np.ma.masked_array(np.arange(300_000.0), mask=np.arange(300_000) % 2 == 0)
     dataset.store = torch.zeros(400_000).share_memory_()
-    dataset.nested = np.zeros(200_000, [("a", [("b", "i8")])])
     dataset.conjugate = torch.zeros(200_000, dtype=torch.complex64).conj()
     shared = share(dataset)
     assert shared.masked is dataset.masked
     assert shared.store is dataset.store
-    assert shared.nested is dataset.nested
     assert torch.equal(shared.conjugate, dataset.conjugate)
     assert type(shared.paths) is sharing.SharedSequence
     assert type(copy.deepcopy(shared).conjugate) is torch.Tensor

@@ -18,7 +18,8 @@ from stocache.errors import StocacheError
 from stocache.samples.record_decoder import pack_sample
 from stocache.storage import block as block_module
 from stocache.storage import copying
-from stocache.storage.block import Block, File
+from stocache.storage.block import Block
+from stocache.storage.files import File
 from tests.support.containers import Box
 from tests.support.samples import Kind, made_by_name, samples
 from tests.support.storages import COPIED, MADE, apart, file_of, opened, picture

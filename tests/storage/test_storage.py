@@ -169,7 +169,7 @@ def test_ranges_that_are_not_there_are_errors(texts):
 
 
 def test_a_range_is_read_at_once_and_a_damaged_sample_in_it_is_found(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("stocache.storage.block.HEAD_BYTES", 0)
+    monkeypatch.setattr("stocache.storage.files.HEAD_BYTES", 0)
     reads, real = [], here.pread
     monkeypatch.setattr(here, "pread", lambda fd, nbytes, at: reads.append(nbytes) or real(fd, nbytes, at))
     texts.load_sample(0)
@@ -266,7 +266,7 @@ def test_the_header_of_a_block_that_was_closed_is_not_read_again(tmp_path, monke
 
 def test_a_block_that_is_removed_or_cut_after_it_was_closed_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("stocache.storage.storage._OPEN_BLOCKS", 1)
-    monkeypatch.setattr("stocache.storage.block.HEAD_BYTES", 0)
+    monkeypatch.setattr("stocache.storage.files.HEAD_BYTES", 0)
     with save(OnDiskBlockDataStorage(tmp_path / "data", 5)) as storage:
         assert read(storage, (0, 5, 10))
         os.unlink(tmp_path / "data" / block_name(0))

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from stocache import DataStorage
-from stocache.storage.block import Block, BytesFile, encode
+from stocache.storage.block import Block, encode
+from stocache.storage.files import BytesFile
 from tests.support.containers import Box, Point
 from tests.support.equality import same
 from tests.support.samples import Access, Annotated, Kind, tensordict

@@ -311,9 +311,7 @@ def read_manifest(at: here.Directory) -> dict[str, Any]:
         os.close(fd)
     if _MARK not in text:
         raise ValueError("it has no checksum")
-    found, expected = read_checksum(text, _MARK)
-    if found != expected:
-        raise ValueError(f"its checksum is {found}, expected {expected}")
+    read_checksum(text, _MARK)
     try:
         manifest = json.loads(text)
     except RecursionError as error:

@@ -8,42 +8,21 @@ cache, or make other rows. These are refused.
 """
 
 import functools
-import logging
-import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 from stocache.datasets.transforms.pipelines import step_name
 from stocache.errors import DatasetError
-from stocache.samples.record_encoder import EncodedSample
-
-logger = logging.getLogger("stocache")
 
 _CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
 _CHANGING = frozenset({"set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform"})
-_MAKING = frozenset(
-    {
-        *(
-            "map",
-            "filter",
-            "sort",
-            "flatten",
-            "flatten_indices",
-            "batch",
-            "repeat",
-            "cast",
-            "cast_column",
-            "class_encode_column",
-        ),
-        *("add_column", "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns"),
-        *("align_labels_with_mapping", "to_iterable_dataset", "prepare_for_task"),
-    }
-)
+_MAKING = frozenset({
+    "map", "filter", "sort", "flatten", "flatten_indices", "batch", "repeat", "cast", "cast_column", "class_encode_column",
+    "add_column", "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns",
+    "align_labels_with_mapping", "to_iterable_dataset", "prepare_for_task",
+})  # fmt: skip
 
 _warned: set[str] = set()  # names of methods
 
@@ -83,79 +62,6 @@ def _choose_uncached(name: str, method: Callable[..., Any], *args: Any, **kwargs
             "CachedDataset(dataset.%s(...), ...).", name, name,
         )  # fmt: skip
     return method(*args, **kwargs)
-
-
-def warn_of_widening(dataset: Any, sample: Any) -> None:
-    """Warn if a Hugging Face dataset has a format that makes its samples much larger than stored; say how to avoid that.
-
-    The formats "torch" and "numpy" make int64 of the integers in arrays and lists, and float32 of float16. With ``dtype=`` they
-    make that type of *all* numbers, so labels of 300 become 44; except those of columns that are not in ``columns=``.
-    """
-    library = _library_of(dataset)
-    if library is None or not isinstance(sample, dict):
-        return
-    form = dataset.format
-    kind, columns = form["type"], [name for name in form["columns"] if name in sample]
-    if kind not in ("torch", "numpy") or "dtype" in form["format_kwargs"]:
-        return
-    wide, saved = {}, 0
-    for name in columns:
-        stored, arrays = _stored_dtype(dataset.features[name]), list(_arrays(sample[name]))
-        gain = 0 if stored is None else sum(value.nbytes - math.prod(value.shape) * stored.itemsize for value in arrays)
-        if stored is not None and gain > 0:
-            wide[name], saved = stored.name, saved + gain
-    nbytes = EncodedSample(sample, allow_pickle=True).parts()[1] if wide else 0
-    if saved <= _WORTH * nbytes:
-        return
-    what = ", ".join(f"{name} ({dtype})" for name, dtype in wide.items())
-    logger.warning(
-        "with_format(%r) widens %s: a sample has %d bytes, and would have %d. %s", kind, what, nbytes, nbytes - saved,
-        _remedy(dataset, kind, columns, wide),
-    )  # fmt: skip
-
-
-_WORTH = 0.7  # of the bytes of a sample: more than a tokenizer's int32 and int8 would save, less than pixels
-
-
-def _remedy(dataset: Any, kind: str, columns: list[str], wide: dict[str, str]) -> str:
-    """Return advice that keeps the columns ``wide``, given with their dtypes, as they are stored."""
-    library, (dtype, *others) = sys.modules["datasets"], dict.fromkeys(wide.values())
-    rest = [dataset.features[name] for name in columns if name not in wide]
-    prefix = "torch." if kind == "torch" else "numpy."
-    if others or not all(isinstance(feature, library.Value | library.ClassLabel) for feature in rest):
-        convert = "to" if kind == "torch" else "astype"
-        name, dtype = next(iter(wide.items()))
-        return (
-            f"Narrow them in a Dataset of your own, between it and CachedDataset, whose __getitem__ has "
-            f"row[{name!r}] = row[{name!r}].{convert}({prefix}{dtype})."
-        )
-    selected = "" if dataset.format["output_all_columns"] or len(columns) == len(dataset.column_names) else (
-        f".select_columns({columns!r})"
-    )  # fmt: skip
-    text = (
-        f"Use dataset{selected}.with_format({kind!r}, columns={list(wide)!r}, output_all_columns=True, dtype={prefix}{dtype})"
-    )
-    return f"{text}: the other columns then come as Python's own values." if rest else f"{text}."
-
-
-def _stored_dtype(feature: object) -> "np.dtype[Any] | None":
-    """Return the dtype of the numbers in arrays or lists of a feature; None where there are none, or of several dtypes."""
-    while hasattr(feature, "feature"):  # lists
-        feature = feature.feature
-    try:
-        dtype = np.dtype(getattr(feature, "dtype", None) or "O")
-    except TypeError:  # of str, images, times
-        return None
-    return dtype if dtype.kind in "iuf" else None
-
-
-def _arrays(value: object) -> Iterator[Any]:
-    """Yield the tensors and arrays that have dimensions, of one or in a list."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _arrays(item)
-    elif isinstance(value, Tensor | np.ndarray) and value.ndim:
-        yield value
 
 
 class ReadTransform:

@@ -1,151 +1,141 @@
-"""Share what pandas, Arrow and scipy hold in columns: the same classes, over arrays in shared memory.
+"""Share the tables of libraries (pandas, Arrow, scipy) by one protocol: as they pickle, with their data in shared memory.
 
-A Series, a DataFrame and a sparse matrix are ordinary objects whose arrays are shared ones, which pickle as handles. Whoever
-writes to one replaces such an array by another, so a changed object pickles as ever. Arrow's classes cannot be derived from:
-`SharedArrow` stands before them.
+NOTE [ Tables of libraries ]
+    Such an object pickles as a few facts and the memory that holds its values: arrays of numpy and buffers of Arrow.
+    `share_table` pickles the facts, writes the memory into one segment, and unpickles the object over that segment. So the
+    result has the class of the object. Its arrays are a `SharedArray`, which pickles as a handle. Arrow's buffers cannot be
+    derived from: `multiprocessing` pickles them by a function that knows which of them lie in shared memory, and plain
+    ``pickle`` copies them. An object that is written to replaces its arrays and buffers, and the new ones pickle as ever.
 """
 
-import copy
-from collections.abc import Iterator
-from functools import cache
+import io
+import pickle
+import sys
+from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.errors import SampleError
-from stocache.shm.tables.sharing import SharedArray
+from stocache.shm.tables.arrays import SharedArray
+
+_MOST_FACTS = 1 << 16  # bytes, or an eighth of the table if that is more
 
 
-def share_scipy(matrix: Any) -> Any:
-    """Return a compressed sparse matrix or array with shared arrays. Raises SampleError: it is of another format."""
-    if getattr(matrix, "format", None) not in ("csr", "csc"):
-        raise SampleError(f"a {type(matrix).__name__} cannot be shared. Share matrix.tocsr().")
-    made = copy.copy(matrix)
-    for name in ("data", "indices", "indptr"):
-        setattr(made, name, SharedArray.of(getattr(matrix, name)))
-    return made
-
-
-class SharedArrow:
-    """An Arrow table or column in shared memory: it is indexed, sliced and walked through as that, and has its attributes.
-
-    Attributes:
-        value: the `pyarrow.Table`, or the `pyarrow.ChunkedArray`.
-    """
-
-    def __init__(self, stream: SharedArray, is_column: bool) -> None:
-        import pyarrow as pa
-
-        self._stream, self._is_column = stream, is_column
-        table = pa.ipc.open_stream(pa.py_buffer(stream)).read_all()
-        self.value = table.column(0) if is_column else table
-
-    @classmethod
-    def of(cls, value: Any) -> "SharedArrow":
-        """Return a table, a record batch or a column in shared memory. Raises SampleError: it is something else."""
-        import pyarrow as pa
-
-        is_column = isinstance(value, pa.Array | pa.ChunkedArray)
-        if isinstance(value, pa.RecordBatch):
-            value = pa.Table.from_batches([value])
-        if not is_column and not isinstance(value, pa.Table):
-            raise SampleError(f"{type(value).__name__} of Arrow cannot be shared. Share a table or a column.")
-        table = pa.table({"": value}) if is_column else value
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
-        return cls(SharedArray.of(np.frombuffer(sink.getvalue(), np.uint8)), is_column)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "value":  # __init__ has not run
-            raise AttributeError(name)
-        return getattr(self.value, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.value[index]
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return bool(self.value == (other.value if isinstance(other, SharedArrow) else other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<shared {self.value!r}>"
-
-    def __reduce__(self) -> Any:
-        return SharedArrow, (self._stream, self._is_column)
-
-
-share_pyarrow = SharedArrow.of
-
-
-def share_pandas(value: Any) -> Any:
-    """Return a Series or DataFrame with shared columns.
+def share_table(table: Any, nbytes: int) -> Any:
+    """Return a table of about ``nbytes`` in shared memory.
 
     Raises:
-        SampleError: neither a numpy array nor Arrow holds the values of a column as they are; or the index is not a plain one.
+        SampleError: it has no arrays and buffers; or too much besides them that would be copied for each process.
     """
-    import pandas
-
-    if type(value) is pandas.Series:
-        if type(value.index) is not pandas.RangeIndex:  # pandas pickles a copy of it besides
-            raise SampleError("a Series with an index of its own cannot be shared. Share series.to_frame().")
-        return pandas.Series(_shared_values(value), value.index, name=value.name, copy=False)
-    if type(value) is not pandas.DataFrame:
-        raise SampleError(f"{type(value).__name__} of pandas cannot be shared. Share a Series or a DataFrame.")
-    index = _shared_index(value.index)
-    columns = {at: pandas.Series(_shared_values(value.iloc[:, at]), index, copy=False) for at in range(value.shape[1])}
-    made = pandas.DataFrame(columns, index, copy=False)
-    made.columns = value.columns
-    return made
-
-
-def _shared_index(index: Any) -> Any:
-    import pandas
-
-    if type(index) is pandas.RangeIndex:
-        return index
-    if type(index) is not pandas.Index:
-        raise SampleError(f"{type(index).__name__} of pandas cannot be shared. Make it a column: table.reset_index().")
-    return pandas.Index(_shared_values(index), name=index.name, copy=False)
-
-
-def _shared_values(column: Any) -> Any:
-    if isinstance(column.dtype, np.dtype) and not column.dtype.hasobject:
-        return SharedArray.of(column.to_numpy())
-    in_arrow = getattr(column.array, "__arrow_array__", object)
-    if in_arrow() is not in_arrow():  # it would be made of other memory each time
+    most = max(_MOST_FACTS, nbytes // 8)
+    try:
+        facts = _Facts(most)
+        pickler = _TablePickler(facts)
+        pickler.dump(table)
+        if not pickler.arrays:
+            raise ValueError("it holds no arrays")
+        made = _TableUnpickler(facts.getvalue(), SharedArray.all_of(pickler.arrays)).load()
+        ForkingPickler(_Facts(most), 5).dump(made)  # an array may have been copied meanwhile
+    except SampleError:
+        raise
+    except Exception as error:  # the classes may raise anything
         raise SampleError(
-            f"a column {column.name!r} of {column.dtype} cannot be shared. Convert it to numbers, or with "
-            "astype('string[pyarrow]'), or leave it out."
-        )
-    return _over_arrow(column.dtype, SharedArrow.of(in_arrow()))
-
-
-def _over_arrow(dtype: Any, shared: SharedArrow) -> Any:
-    """Return a column of pandas over one of Arrow."""
-    made = dtype.__from_arrow__(shared.value)
-    made.__class__ = _sharing(type(made))  # type: ignore[arg-type]
-    made._shared = shared, made.__arrow_array__()
+            f"a {type(table).__name__} cannot be shared: {error}. Share a table, column or matrix. Convert Python objects in "
+            f"it to numbers, or with astype('string[pyarrow]'), or leave them out; convert a sparse matrix with tocsr()."
+        ) from error
     return made
 
 
-def _plain(dtype: Any, values: Any) -> Any:
-    return dtype.__from_arrow__(values)
+class _Facts(io.BytesIO):
+    """The pickle of an object without its arrays and buffers, which has a limit."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._most:
+            raise ValueError(f"more than {self._most} bytes of it are not in arrays")
+        return super().write(data)
 
 
-@cache
-def _sharing(cls: Any) -> Any:
-    """Return a class of columns that pickle as handles, until they are written to."""
+class _TablePickler(pickle.Pickler):
+    """Pickles a table without its arrays and buffers.
 
-    def reduce(self: Any, _: Any) -> Any:
-        (shared, ours), now = self._shared, self.__arrow_array__()
-        return (_over_arrow, (self.dtype, shared)) if now is ours else (_plain, (self.dtype, now))
+    Attributes:
+        arrays: the arrays, and the buffers as bytes.
+    """
 
-    return type(cls.__name__, (cls,), {"_shared": (None, None), "__reduce_ex__": reduce, "__module__": cls.__module__})
+    def __init__(self, file: _Facts) -> None:
+        super().__init__(file, 5)
+        self.arrays: list[NDArray[Any]] = []
+
+    def persistent_id(self, value: Any) -> tuple[int, bool] | None:
+        is_buffer = _is(value, "pyarrow", "Buffer")
+        if not is_buffer and (type(value) is not np.ndarray or value.dtype.hasobject):
+            return None
+        self.arrays.append(np.frombuffer(value, np.uint8) if is_buffer else value)
+        return len(self.arrays) - 1, is_buffer
+
+    def reducer_override(self, value: Any) -> Any:
+        if _is(value, "pandas", "arrays.ArrowExtensionArray"):  # its own pickle joins the chunks, which copies them
+            return _column_of, (value.dtype, value.__arrow_array__())
+        if _is(value, "pyarrow", "Array") and value.get_total_buffer_size() > 2 * value.nbytes:
+            return value.take(np.arange(len(value))).__reduce__()  # a slice: Arrow pickles all that it was cut from
+        return NotImplemented
+
+
+def _is(value: object, library: str, name: str) -> bool:
+    """Return whether a value is of a class of a library, which may not have been imported."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(value, attrgetter(name)(module))
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def __init__(self, facts: bytes, arrays: list[SharedArray]) -> None:
+        super().__init__(io.BytesIO(facts))
+        self._arrays = arrays
+
+    def persistent_load(self, found: tuple[int, bool]) -> Any:
+        number, is_buffer = found
+        return _buffer_over(self._arrays[number]) if is_buffer else self._arrays[number]
+
+
+_under_buffers: "WeakValueDictionary[int, SharedArray]" = WeakValueDictionary()  # by address; a buffer keeps its array alive
+
+
+def _is_shared(buffer: Any) -> bool:
+    array = _under_buffers.get(buffer.address)
+    return array is not None and array.nbytes == buffer.size
+
+
+def _buffer_over(array: SharedArray) -> Any:
+    """Return the Arrow buffer over an array, which processes of `multiprocessing` pickle as a handle."""
+    import pyarrow as pa
+
+    ForkingPickler.register(pa.Buffer, _reduce_buffer)
+    return pa.py_buffer(_under_buffers.setdefault(array.ctypes.data, array))
+
+
+def _reduce_buffer(buffer: Any) -> Any:
+    if _is_shared(buffer):
+        return _buffer_over, (_under_buffers[buffer.address],)
+    return buffer.__reduce_ex__(4)  # its bytes: `multiprocessing` may have an earlier protocol than 5
+
+
+def _column_of(dtype: Any, values: Any) -> Any:
+    """Return the column of pandas over one of Arrow."""
+    column = dtype.__from_arrow__(values)
+    ForkingPickler.register(type(column), _reduce_column)
+    return column
+
+
+def _reduce_column(column: Any) -> Any:
+    values = column.__arrow_array__()
+    if any(_is_shared(buffer) for chunk in values.chunks for buffer in chunk.buffers() if buffer is not None):
+        return _column_of, (column.dtype, values)
+    return column.__reduce_ex__(4)

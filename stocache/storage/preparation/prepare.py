@@ -2,13 +2,13 @@
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, Generic, Literal
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -17,39 +17,15 @@ from stocache.storage.dataset import StorageDataset
 from stocache.storage.local import folder_at
 from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
 from stocache.storage.preparation.blocks import DatasetBlocks, Result, in_threads
+from stocache.storage.preparation.source import DataPreparer
 from stocache.storage.skipped import SKIPPED, SkippedSample, SkippedSamples, read_skipped
-from stocache.storage.storage import OnDiskBlockDataStorage, TInfo, TSample
+from stocache.storage.storage import OnDiskBlockDataStorage
 from stocache.storage.urls import is_url
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.loading.fallback import in_children_or_here
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
-
-
-class DataPreparer(ABC, Generic[TSample, TInfo]):
-    """Makes the samples of a dataset, once, for a `DataStorage`. All preprocessing that is not random belongs here.
-
-    Source: the article on block storage in PyTorch Lightning; names and contract are from there.
-
-    Examples:
-        >>> class Squares(DataPreparer):
-        ...     def prepare_data(self):
-        ...         yield from (number**2 for number in range(5))
-        ...     def get_dataset_info(self):
-        ...         return {"unit": "cm2"}
-        >>> storage = prepare(Squares(), "squares", progress=False)
-        >>> storage.load_sample(3), storage.load_dataset_info()
-        (9, {'unit': 'cm2'})
-    """
-
-    @abstractmethod
-    def prepare_data(self) -> Iterator[TSample]:
-        """Yield the samples. They must be the same each time, or an interrupted preparation cannot be resumed."""
-
-    @abstractmethod
-    def get_dataset_info(self) -> TInfo:
-        """Return facts about the whole dataset. Called after the last sample."""
 
 
 def prepare(
@@ -148,18 +124,6 @@ def prepare(
     storage = OnDiskBlockDataStorage[Any, Any](
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
-    in_order = partial(
-        prepare,
-        preparer,
-        os.path.join(folder, STAGING),
-        num_workers=num_workers,
-        block_size=block_size,
-        block_bytes=nbytes,
-        fingerprint=fingerprint,
-        allow_pickle=allow_pickle,
-        progress=progress,
-        engine=engine,
-    )
     with writer.folder.locked():
         job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, on_error == "skip", repair)
         if job.has_work(storage, again):
@@ -170,7 +134,12 @@ def prepare(
                 elif shuffle_seed is None:
                     job.write_samples(preparer)
                 else:
-                    with in_order() as ordered:
+                    staging = os.path.join(folder, STAGING)
+                    ordered = prepare(
+                        preparer, staging, num_workers=num_workers, block_size=block_size, block_bytes=nbytes,
+                        fingerprint=fingerprint, allow_pickle=allow_pickle, progress=progress, engine=engine,
+                    )  # fmt: skip
+                    with ordered:
                         job.write_dataset(StorageDataset(ordered), ordered.load_dataset_info())
     if storage.index.skipped and is_first_rank():
         logger.warning(
@@ -244,23 +213,22 @@ class _SourceChangedError(Exception):
     """The source yields other samples than those in the blocks of an interrupted preparation."""
 
 
+@dataclass
 class _Preparation:
     """One run of `prepare`, in a folder that is locked. A repair is a run that begins with the sound blocks."""
 
-    def __init__(
-        self,
-        writer: BlockFolderWriter,
-        plan: dict[str, Any],
-        num_workers: int,
-        progress: bool,
-        ray: ModuleType | None,
-        skip: bool,
-        repair: bool,
-    ) -> None:
-        self._writer, self._plan, self._num_workers, self._progress, self._ray = writer, plan, num_workers, progress, ray
-        self._skip, self._repair = skip and not repair, repair
-        self._keep_skipped = skip or repair  # else samples that an interrupted preparation has skipped are loaded again
-        self._skipped = SkippedSamples(writer.folder)
+    _writer: BlockFolderWriter
+    _plan: dict[str, Any]
+    _num_workers: int
+    _progress: bool
+    _ray: ModuleType | None
+    _skip: bool
+    _repair: bool
+
+    def __post_init__(self) -> None:
+        # Without this, samples that an interrupted preparation has skipped are loaded again
+        self._keep_skipped = self._skip or self._repair
+        self._skipped = SkippedSamples(self._writer.folder)
         self._found: dict[int, Entry] = {}  # the blocks that are complete
         self._damaged: list[int] = []  # to repair: the numbers of the other blocks
 
@@ -313,8 +281,7 @@ class _Preparation:
     def _forget_index(self) -> None:
         """Treat a folder with a damaged index as an interrupted preparation: the blocks show its content."""
         self._writer.reopen(self._plan)
-        for number in self._writer.find_damaged():
-            self._writer.remove_block(number)
+        self._writer.remove_damaged()
 
     def _find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
         """Return the numbers of the blocks of a prepared folder that are damaged."""
@@ -330,8 +297,8 @@ class _Preparation:
             self._found = self._writer.begin(self._plan, resume)
             self._skipped = read_skipped(self._writer.folder)
 
-    def _bar(self, total: int | None) -> Any:
-        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", total=total, disable=not self._progress)
+    def _bar(self) -> Any:
+        return tqdm(unit="sample", desc=f"preparing {self._writer.path}", disable=not self._progress)
 
     def _collect(self, written: Generator[tuple[int, Result], None, None], bar: Any) -> None:
         """Note which blocks are written, and which samples failed. After that, or an error, no process writes any more."""
@@ -381,18 +348,15 @@ class _Preparation:
     def write_dataset(self, dataset: Any, info: Any) -> None:
         """Write the blocks of a map-style dataset that are missing, in any order."""
         blocks = self._blocks_of(dataset)
-        with self._bar(len(dataset)) as bar:
-            bar.update(self._count_samples())
-            self._collect(self._write_missing(blocks), bar)
-            while self._skipped.failed:
-                self._leave_out_failed(blocks)
+        with self._bar() as bar:
+            while True:
                 bar.reset(len(dataset) - len(self._skipped.left_out))
-                bar.update(self._count_samples())
+                bar.update(sum(entry.samples for entry in self._found.values()))
                 self._collect(self._write_missing(blocks), bar)
+                if not self._skipped.failed:
+                    break
+                self._leave_out_failed(blocks)
         self._finish(dataset, blocks.block_size, lambda: info)
-
-    def _count_samples(self) -> int:
-        return sum(entry.samples for entry in self._found.values())
 
     def _blocks_of(self, dataset: object) -> DatasetBlocks:
         """Return the blocks of a dataset. If one that is complete has other samples now, start again.
@@ -401,7 +365,7 @@ class _Preparation:
             StorageError: a sample of it cannot be loaded now.
         """
         known = self._skipped.known if self._keep_skipped else {}
-        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip, known)
+        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip and not self._repair, known)
         blocks.leave_out(self._skipped.left_out)
         if self._found:
             last = max(self._found)
@@ -451,21 +415,19 @@ class _Preparation:
 
     def write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
         """Write the blocks that are missing of the samples that a `DataPreparer` yields, in order."""
+        cutter = BlockCutter(self._plan["block_size"], self._plan["block_bytes"], self._writer.allow_pickle)
         try:
-            self._write_samples(preparer)
+            with self._bar() as bar:
+                missing = self._find_missing(cutter.cut(preparer.prepare_data()), bar)
+                if self._ray is not None:
+                    written = self._ray.written(self._writer.write_block, missing, self._num_workers)
+                else:
+                    written = in_threads(self._writer.write_block, missing, max(1, self._num_workers))
+                self._collect(written, bar)
         except _SourceChangedError:
             self._start_again("preparer")
-            self._write_samples(preparer)
-
-    def _write_samples(self, preparer: DataPreparer[Any, Any]) -> None:
-        cutter = BlockCutter(self._plan["block_size"], self._plan["block_bytes"], self._writer.allow_pickle)
-        with self._bar(None) as bar:
-            missing = self._find_missing(cutter.cut(preparer.prepare_data()), bar)
-            if self._ray is not None:
-                written = self._ray.written(self._writer.write_block, missing, self._num_workers)
-            else:
-                written = in_threads(self._writer.write_block, missing, max(1, self._num_workers))
-            self._collect(written, bar)
+            self.write_samples(preparer)
+            return
         assert cutter.block_size is not None
         self._finish(preparer, cutter.block_size, preparer.get_dataset_info)
 

@@ -1,116 +1,33 @@
 """Open images, tables, arrays and datasets on disk as map-style datasets, to prepare from."""
 
 import csv
-import importlib
 import io
 import logging
 import os
 import re
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stocache.errors import LimitError, StorageError
-from stocache.samples.indices import check_index, check_indices
-from stocache.storage.block import File
-from stocache.storage.preparation.prepare import DataPreparer
+from stocache.samples.indices import check_indices
+from stocache.storage.files import File
+from stocache.storage.preparation.source import DataPreparer, InOrder, Source, check_columns, import_library, reading
 
 logger = logging.getLogger("stocache")
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision's ImageFolder
-_HASHED_AT_ONCE = 1 << 22  # bytes
 _ACCEPTED = (
     "a folder of images, with or without a subfolder for each class; a .csv, .tsv, .npy or .parquet file; a folder of .parquet "
     "files; a folder that save_to_disk of Hugging Face datasets has written"
 )
-
-
-class Source(Dataset[Any], ABC):
-    """The samples of a file or folder. It is pickled without its open files and the data it has read.
-
-    Attributes:
-        info: facts about all samples, for `prepare`.
-        hashes: whether `describe_files` reads the contents of the files.
-    """
-
-    hashes: bool = False
-    _opened: Any = None  # a file or data that each process opens for itself
-
-    def __init__(self, path: str) -> None:
-        self._path, self.info = path, dict[str, Any]()
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, idx: int) -> Any:
-        """Return sample ``idx``.
-
-        Raises:
-            IndexError: ``idx`` is out of range.
-            StorageError: the sample cannot be read.
-        """
-        return self._sample(check_index(idx, len(self), "__getitem__"))
-
-    def for_shuffling(self) -> "Source | DataPreparer[Any, Any]":
-        """Return the source to prepare from in random order: itself, unless random access is slow."""
-        return self
-
-    @abstractmethod
-    def _sample(self, idx: int) -> Any:
-        """Return sample ``idx``, which is in range."""
-
-    def files(self) -> list[str]:
-        """Return the paths of the files that the samples come from."""
-        return [self._path]
-
-    def describe_sample(self, idx: int) -> str:
-        """Return where sample ``idx`` comes from: a file, or a row of one."""
-        return f"{self._path}, row {idx}"
-
-    def options(self) -> dict[str, Any]:
-        """Return the settings that the samples depend on, besides the files."""
-        return {}
-
-    def describe_files(self) -> dict[str, Any]:
-        """Return facts that identify the files: their number, bytes and place, and a checksum of sizes and times of change.
-
-        If it ``hashes``, the checksum is that of the contents, and files that were moved or touched stay the same.
-
-        Raises:
-            StorageError: a file cannot be read.
-        """
-        paths = self.files()
-        above, digest, nbytes, newest = os.path.dirname(os.path.commonpath(paths)), xxhash.xxh3_64(), 0, 0
-        for path in paths:
-            with _reading(path, "a part of the source"):
-                status = os.stat(path)
-                digest.update(f"{os.path.relpath(path, above)}\0{status.st_size}\0".encode(errors="surrogateescape"))
-                if self.hashes:
-                    with open(path, "rb") as file:
-                        while piece := file.read(_HASHED_AT_ONCE):
-                            digest.update(piece)
-                else:
-                    digest.update(f"{status.st_mtime_ns}\0".encode())
-            nbytes, newest = nbytes + status.st_size, max(newest, status.st_mtime_ns)
-        facts: dict[str, Any] = {"files": len(paths), "bytes": nbytes} | self.options()
-        if not self.hashes:
-            facts |= {"folder": os.path.abspath(above), "last change": str(datetime.fromtimestamp(newest // 10**9))}
-        return facts | {"contents" if self.hashes else "list of files": digest.hexdigest()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_opened"}
 
 
 def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes: bool = False, nan: bool = False) -> Source:
@@ -149,7 +66,7 @@ def _open(path: str, size: int | None, nan: bool) -> Source:
     if not os.path.exists(path):
         raise StorageError(f"{path} does not exist. Accepted: {_ACCEPTED}.")
     if os.path.isdir(path):
-        with _reading(path, "a folder"):
+        with reading(path, "a folder"):
             names = sorted(os.listdir(path))
         if "dataset_dict.json" in names:
             splits = [name for name in names if os.path.exists(os.path.join(path, name, "state.json"))]
@@ -173,10 +90,10 @@ class ImageFolder(Source):
 
     def __init__(self, path: str, size: int | None = None) -> None:
         super().__init__(path)
-        self._size = size
+        self._size, self.options = size, {"size of images": size}
         if size is not None:
-            _library("PIL", "'stocache[bench]'")
-        with _reading(path, "a folder of images"):
+            import_library("PIL", "'stocache[bench]'")
+        with reading(path, "a folder of images"):
             found = list(_walk(path))
         if not found:
             raise StorageError(f"{path} holds no images ({', '.join(IMAGES)}). Accepted: {_ACCEPTED}.")
@@ -209,12 +126,8 @@ class ImageFolder(Source):
         """Return the paths of the images."""
         return [os.path.join(self._path, name) for name in self._names]
 
-    def options(self) -> dict[str, Any]:
-        """Return the size to which images are decoded."""
-        return {"size of images": self._size}
-
     def _image(self, path: str) -> Any:
-        with _reading(path, "an image"):
+        with reading(path, "an image"):
             if self._size is not None:
                 return load_jpeg(Path(path), self._size)
             data = Path(path).read_bytes()
@@ -272,10 +185,10 @@ class CsvFile(Source):
 
     def __init__(self, path: str, nan: bool = False) -> None:
         super().__init__(path)
-        self._nan = nan
+        self._nan, self.options = nan, {"blank cells": "NaN" if nan else "str"}
         self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
         self._begins = array("q")
-        with _reading(path, "a table"), open(path, "rb") as file, _long_cells():
+        with reading(path, "a table"), open(path, "rb") as file, _long_cells():
             end = 0
 
             def lines() -> Iterator[str]:
@@ -287,7 +200,7 @@ class CsvFile(Source):
 
             rows = csv.reader(lines(), **self._format)  # it asks only for the lines of the current row
             columns = next(rows, [])
-            _check_columns(columns)
+            check_columns(columns)
             kinds, blanks, begin = [0] * len(columns), [0] * len(columns), end
             try:
                 for row in rows:
@@ -319,15 +232,11 @@ class CsvFile(Source):
         )  # fmt: skip
         return str
 
-    def options(self) -> dict[str, Any]:
-        """Return whether blank cells are NaN."""
-        return {"blank cells": "NaN" if self._nan else "str"}
-
     def __len__(self) -> int:
         return len(self._begins) - 1
 
     def _sample(self, idx: int) -> dict[str, Any]:
-        with _reading(self._path, "a table"), _long_cells():
+        with reading(self._path, "a table"), _long_cells():
             if self._opened is None:
                 self._opened = File(self._path)
             begin, end = self._begins[idx : idx + 2]
@@ -374,7 +283,7 @@ class NpyFile(Source):
     @property
     def _array(self) -> Any:
         if self._opened is None:
-            with _reading(self._path, "an array"):
+            with reading(self._path, "an array"):
                 self._opened = np.load(self._path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         return self._opened
 
@@ -388,14 +297,14 @@ class ParquetFiles(Source):
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(paths[0])
-        parquet = _library("pyarrow.parquet", "pyarrow")
+        parquet = import_library("pyarrow.parquet", "pyarrow")
         self._groups: list[tuple[str, Any, int]] = []  # of each row group: its file, that file's metadata, its number there
         rows = []
         for path in paths:
-            with _reading(path, "parquet"):
+            with reading(path, "parquet"):
                 footer = parquet.read_metadata(path)
                 columns = footer.schema.to_arrow_schema().names
-                _check_columns(columns)
+                check_columns(columns)
                 if path == paths[0]:
                     self.info = {"columns": columns}
                 elif columns != self.info["columns"]:
@@ -444,8 +353,8 @@ class ParquetFiles(Source):
         if self._opened is None or self._opened[0] != group:
             self._opened = None  # free its memory before the next one is read
             path, footer, number = self._groups[group]
-            with _reading(path, "parquet"):
-                with _library("pyarrow.parquet", "pyarrow").ParquetFile(path, metadata=footer) as file:
+            with reading(path, "parquet"):
+                with import_library("pyarrow.parquet", "pyarrow").ParquetFile(path, metadata=footer) as file:
                     self._opened = group, file.read_row_group(number, use_threads=False)  # worker processes run in parallel
         return self._opened[1]
 
@@ -455,8 +364,8 @@ class SavedDataset(Source):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        library = _library("datasets", "datasets")
-        with _reading(path, "a Hugging Face dataset"):
+        library = import_library("datasets", "datasets")
+        with reading(path, "a Hugging Face dataset"):
             self._dataset = library.load_from_disk(path)
             for name, feature in self._dataset.features.items():
                 if getattr(feature, "decode", False):
@@ -476,47 +385,3 @@ class SavedDataset(Source):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return many samples, read together."""
         return list(self._dataset.__getitems__(list(indices)))
-
-
-class InOrder(DataPreparer[Any, Any]):
-    """A preparer that yields the samples of a source in order."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def prepare_data(self) -> Iterator[Any]:
-        """Yield all samples."""
-        yield from (self._source[idx] for idx in range(len(self._source)))
-
-    def get_dataset_info(self) -> Any:
-        """Return the info of the source."""
-        return self._source.info
-
-    def describe_files(self) -> dict[str, Any]:
-        """Return facts that identify the files of the source."""
-        return self._source.describe_files()
-
-
-def _check_columns(names: Sequence[str]) -> None:
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if list(names).count(name) > 1)
-        raise ValueError(f"it has two columns {twice!r}")
-
-
-def _library(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise StorageError(f"this source needs {name.partition('.')[0]}: pip install {package}") from error
-
-
-@contextmanager
-def _reading(path: str, kind: str) -> Iterator[None]:
-    """Turn errors into a StorageError that names the file."""
-    try:
-        yield
-    except (MemoryError, StorageError):
-        raise
-    except Exception as error:  # each library has its own errors
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise StorageError(f"{path} cannot be read as {kind}: {reason}. Repair, convert or remove it.") from error

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, DataLoader
 
 from stocache import LimitError, SampleIndexError, StorageError
-from stocache.storage.preparation.sources import InOrder, open_source
+from stocache.storage.preparation.source import InOrder
+from stocache.storage.preparation.sources import open_source
 from tests.support.equality import same
 from tests.support.preparing import prepare_quietly
 
