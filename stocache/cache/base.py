@@ -13,7 +13,6 @@ NOTE [ Nested loads ]
 
 import contextlib
 import logging
-import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
@@ -25,18 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
+from stocache.cache.allocate import CacheLayout, Proof, open_memory
 from stocache.cache.options import CacheOptions
 from stocache.cache.publishing import PublishingCache
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.errors import BusyError, SlotError
 from stocache.observe.recording.record import note_loads
 from stocache.samples.indices import check_indices
-from stocache.shm.agreement import has_agreement
 from stocache.shm.claims import BLOCKS
 from stocache.shm.segment import Segment
 from stocache.shm.siblings import count_ranks
-from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.spans import LOAD, in_spans, span
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
@@ -183,7 +180,6 @@ class SampleCache(PublishingCache[_T]):
                 cost_s = time.perf_counter() - began
                 self._note_loads([cost_s])
                 self._keep([idx], [value], [cost_s], strict)
-                self._judge(idx, value)
             return value
         finally:
             nesting.samples = outer
@@ -261,16 +257,13 @@ class SampleCache(PublishingCache[_T]):
             nesting.samples = outer or bool(taken)
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
             if taken or claimed or not self._store.unreadable:
-                missing = [idx for idx in missing if states[idx] != SET or self._is_doubted(idx)]  # set meanwhile
+                missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
             for part, values, costs_s in load_in_parts(missing, load, self._segment):
                 self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
                 places = [rows[idx] for idx in part]
                 for row, value in zip(places, values, strict=True):
                     samples[row] = value
                 self._keep(part, values, costs_s, strict, encode_rows and partial(encode_rows, places))
-                if self._agreement is not None:
-                    for idx, value in zip(part, values, strict=True):
-                        self._judge(idx, value)
         finally:
             nesting.samples = outer
             if taken:
@@ -410,7 +403,7 @@ class SampleCache(PublishingCache[_T]):
     @property
     def serves_ranks(self) -> bool:
         """Whether other ranks of this job may use the cache, now or later."""
-        return self._segment.rank > 0
+        return self._segment.ranks > 0
 
     @property
     def ranks(self) -> int:
@@ -420,11 +413,8 @@ class SampleCache(PublishingCache[_T]):
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
-        totals = self._segment.totals()
-        if self._own is not None:
-            totals = list(map(operator.add, totals, self._own._segment.totals()))
         return CacheStats.of(
-            totals,
+            self._segment.totals(),
             dataset_len=self._dataset_len,
             filled=filled,
             reserved_bytes=self._segment.extents.reserved_bytes,
@@ -451,28 +441,9 @@ class SampleCache(PublishingCache[_T]):
 class MemoryCache(SampleCache[_T]):
     """The base of the caches in shared memory, with or without a name."""
 
-    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
-
-    def keep_ready(self, size_limit_gib: float | str) -> None:
-        """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
-        self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
-        self._segment.extents.limit = 1
-
-    def grow_beside(self, shared: Segment) -> None:
-        """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
-        used = shared.extents.reserved_bytes
-        shared.extents.limit = used
-        self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
-
     def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[object, ...]) -> None:
         """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
-        segment, capacity = open_memory(layout, options, proof)
-        own = None
-        if has_agreement(segment, layout.control_bytes, layout.dataset_len):
-            own = type(self).__new__(type(self))
-            own.__setstate__((parts, *open_own(layout, capacity), None))
-            own.keep_ready(options.size_limit_gib)
-        self.__setstate__((parts, segment, capacity, own))
+        self.__setstate__((parts, *open_memory(layout, options, proof)))
         logger.info("%r", self)
 
     def settle(self) -> int:
@@ -480,12 +451,12 @@ class MemoryCache(SampleCache[_T]):
         return self._segment.data_bytes
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._parts, self._segment, self._capacity, self._own
+        return self._parts, self._segment, self._capacity
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._parts, _, self._capacity, _ = state
+        self._parts, _, self._capacity = state
         self._assemble(*state)
 
-    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int, own: "SampleCache | None") -> None:
+    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int) -> None:
         """Set all attributes that follow from the arguments: each process computes them again."""
         raise NotImplementedError

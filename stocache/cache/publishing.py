@@ -30,11 +30,8 @@ from stocache.errors import SampleError, SlotError
 from stocache.shm.extents import REJECTED_WARNING
 from stocache.shm.locks import fence
 from stocache.shm.segment import Segment
-from stocache.system.waiting import wait_until
 
 logger = logging.getLogger("stocache")
-
-_WRITTEN_S = 0.1  # to wait for another rank that is writing a sample
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -77,7 +74,6 @@ class PublishingCache(SampleStates, Generic[_T]):
         """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
         self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
-        self._judge(idx, value)
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
         """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
@@ -132,8 +128,6 @@ class PublishingCache(SampleStates, Generic[_T]):
             filled = indices
             if counters.count(FILLS) < len(indices):
                 filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
-            if self._agreement is not None:
-                self._agreement.note(filled)
             with segment.guard:
                 fence()
                 for idx in filled:
@@ -231,11 +225,3 @@ class PublishingCache(SampleStates, Generic[_T]):
             logger.warning(
                 "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
             )
-
-    def _judge(self, idx: int, value: object) -> None:
-        """Compare a sample that another rank has set with the one that this rank has made."""
-        if self._agreement is None:
-            return
-        wait_until(lambda: self._states[idx] != EMPTY or not self._claims.is_claimed(idx), _WRITTEN_S)
-        if self._is_doubted(idx) and (held := self._load(self._slot(idx), True)) is not MISSING:  # else it cannot be read here
-            self._agreement.judge(idx, held, value)
