@@ -30,7 +30,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
-from stocache.shm import claims, named
+from stocache.shm import claims, named, registry
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity
@@ -411,7 +411,7 @@ def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, ca
     }
     if folder.alone:  # shared memory that killed processes left behind is not newer than the index
         with contextlib.suppress(OSError):
-            named.remove(named.find(name), dead=True)
+            named.remove(registry.path_of(name), dead=True)
     descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
     layout = Layout.for_sizes(control, 0, descriptor.pack())
     found = named.join(name, identity, False, lambda: (layout, initialise))
