@@ -57,8 +57,8 @@ nesting = Nesting()
 
 def load_in_parts(
     keys: list[_K], load: Callable[[list[_K]], Iterable[object]], segment: Segment
-) -> Iterator[tuple[list[_K], list[Any], list[float]]]:
-    """Load samples, in parts that take `_PART_S` each. Yield the keys of a part, its samples, and their costs.
+) -> Iterator[tuple[dict[_K, Any], list[float]]]:
+    """Load samples, in parts that take `_PART_S` each. Yield the samples of a part by key, and their costs.
 
     The keys, such as indices, are all different. The cost of a sample is its share of the call, and the seconds that the result
     of the call takes to yield it. Misses are counted in the segment.
@@ -73,26 +73,24 @@ def load_in_parts(
         values = load(keys)
     segment.count(MISSES, len(keys))
     share_s, began = (time.perf_counter() - began) / len(keys), time.perf_counter()
-    part: list[_K] = []
-    loaded: list[Any] = []
+    loaded: dict[_K, Any] = {}
     costs_s: list[float] = []
     try:
         for key, value in zip(keys, in_spans(LOAD, values), strict=True):
-            part.append(key)
-            loaded.append(value)
+            loaded[key] = value
             now = time.perf_counter()
             costs_s.append(share_s + now - began)
             began = now
             if now - started > _PART_S and type(values) is not list:  # a list was made at once
-                yield part, loaded, costs_s
-                part, loaded, costs_s = [], [], []
+                yield loaded, costs_s
+                loaded, costs_s = {}, []
                 started = began = time.perf_counter()
     except Exception:
-        if part:
-            yield part, loaded, costs_s
+        if loaded:
+            yield loaded, costs_s
         raise
-    if part:
-        yield part, loaded, costs_s
+    if loaded:
+        yield loaded, costs_s
 
 
 class SampleCache(PublishingCache[_T]):
@@ -258,12 +256,12 @@ class SampleCache(PublishingCache[_T]):
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
             if taken or claimed or not self._store.unreadable:
                 missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
-            for part, values, costs_s in load_in_parts(missing, load, self._segment):
-                self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
-                places = [rows[idx] for idx in part]
-                for row, value in zip(places, values, strict=True):
+            for loaded, costs_s in load_in_parts(missing, load, self._segment):
+                self._note_loads([cost_s for idx, cost_s in zip(loaded, costs_s, strict=True) if idx not in ahead])
+                places = [rows[idx] for idx in loaded]
+                for row, value in zip(places, loaded.values(), strict=True):
                     samples[row] = value
-                self._keep(part, values, costs_s, strict, encode_rows and partial(encode_rows, places))
+                self._keep(list(loaded), list(loaded.values()), costs_s, strict, encode_rows and partial(encode_rows, places))
         finally:
             nesting.samples = outer
             if taken:

@@ -73,7 +73,7 @@ class PublishingCache(SampleStates, Generic[_T]):
     def _set(self, idx: int, value: object, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
-        self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
+        self._publish([idx], self._with_costs([encoded], [self._cost_of(idx, overwrite)]), overwrite)
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
         """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
@@ -104,15 +104,16 @@ class PublishingCache(SampleStates, Generic[_T]):
                 self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
         elif len(indices):
             costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
-            self._publish(indices.tolist(), encode(), costs_s, allow_overwrite)
+            self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
+
+    def _with_costs(self, encoded: list[Any], costs_s: Sequence[float | None]) -> list[Any]:
+        """Return encoded samples; with the seconds that each took to load, if samples are admitted by cost."""
+        if not self.may_admit_later:
+            return encoded
+        return [each and each._replace(cost_s=cost_s) for each, cost_s in zip(encoded, costs_s, strict=True)]
 
     def _publish(
-        self,
-        indices: list[int],
-        encoded: Sequence[object],
-        costs_s: Sequence[float | None],
-        overwrite: bool = False,
-        count_races: bool = True,
+        self, indices: list[int], encoded: Sequence[object], overwrite: bool = False, count_races: bool = True
     ) -> None:
         """Store samples, each once in ``indices``, and count the outcomes. See NOTE [ Publishing a slot ]."""
         segment, states, taken = self._segment, self._states, set[int]()
@@ -122,9 +123,9 @@ class PublishingCache(SampleStates, Generic[_T]):
             free = [idx for idx in indices if idx in taken and states[idx] in fillable]
             if len(free) < count:
                 left = set(free)
-                kept = [row for row, idx in enumerate(indices) if idx in left]
-                indices, encoded, costs_s = free, [encoded[row] for row in kept], [costs_s[row] for row in kept]
-            counters = self._write(indices, encoded, costs_s)
+                encoded = [each for idx, each in zip(indices, encoded, strict=True) if idx in left]
+                indices = free
+            counters = self._write(indices, encoded)
             filled = indices
             if counters.count(FILLS) < len(indices):
                 filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
@@ -140,10 +141,10 @@ class PublishingCache(SampleStates, Generic[_T]):
         finally:
             self._claims.end_writing(taken)
 
-    def _write(self, indices: list[int], encoded: Sequence[object], costs_s: Sequence[float | None]) -> list[int | None]:
+    def _write(self, indices: list[int], encoded: Sequence[object]) -> list[int | None]:
         """Write samples as `SampleStore.write_many` does. Reserved memory does not run out; if it does, the job goes on."""
         try:
-            return self._store.write_many(indices, encoded, costs_s) if indices else []
+            return self._store.write_many(indices, encoded) if indices else []
         except OSError as error:
             logger.warning("sample %d stays uncached: %s", indices[0], str(error))
             return [REFUSED] * len(indices)
@@ -165,7 +166,7 @@ class PublishingCache(SampleStates, Generic[_T]):
     def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
         """Cache encoded samples that are empty. If they do not all fit, exclude them all."""
         if self._store.has_room(encoded):
-            self._publish(indices, encoded, [None] * len(indices), count_races=False)
+            self._publish(indices, encoded, count_races=False)
         else:
             self.exclude(indices)
 
@@ -198,10 +199,11 @@ class PublishingCache(SampleStates, Generic[_T]):
         encoded = (encode or self._store.encode_many)(values) if encode or len(values) > 1 else None
         if encoded is None:
             encoded, rows = self._encode_each(indices, values, rows, strict)
-        if len(rows) == len(indices):
-            self._publish(indices, encoded, costs_s)
-        elif rows:
-            self._publish([indices[row] for row in rows], [encoded[row] for row in rows], [costs_s[row] for row in rows])
+        encoded = self._with_costs(encoded, costs_s)
+        if len(rows) < len(indices):
+            indices, encoded = [indices[row] for row in rows], [encoded[row] for row in rows]
+        if rows:
+            self._publish(indices, encoded)
 
     def _encode_each(
         self, indices: list[int], values: list[Any], rows: Sequence[int], strict: bool

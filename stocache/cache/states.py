@@ -56,11 +56,10 @@ class SampleStore(Protocol):
     def encode_many(self, samples: list[Any]) -> list[Any] | None:
         """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
 
-    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+    def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
 
         Return for each the counter to raise, if any; FILLS means that the sample was written.
-        ``costs_s``: the seconds that each took to load; None if that is not known.
         """
 
     def slot(self, idx: int, /) -> int:

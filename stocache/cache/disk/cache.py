@@ -280,16 +280,15 @@ class DiskCache(ListCache[_T]):
         self,
         indices: list[int],
         encoded: Sequence[Any],
-        costs_s: Sequence[float | None],
         overwrite: bool = False,
         count_races: bool = True,
     ) -> None:
         publish, wanted = super()._publish, getattr(self._behind, "wanted", None)
         if wanted is None or overwrite:
-            publish(indices, encoded, costs_s, overwrite, count_races)
+            publish(indices, encoded, overwrite, count_races)
         elif not count_races:  # a block, which others may be waiting for
             rows = [row for row, idx in enumerate(indices) if wanted(idx)]
-            publish([indices[row] for row in rows], [encoded[row] for row in rows], [None] * len(rows), False, False)
+            publish([indices[row] for row in rows], [encoded[row] for row in rows], False, False)
         else:
             for idx, buffers in zip(indices, encoded, strict=True):
                 data = b"".join(buffers)
@@ -336,7 +335,7 @@ class DiskCache(ListCache[_T]):
 class _Sample(NamedTuple):
     """A sample to publish if it is ``wanted`` then."""
 
-    publish: Callable[[list[int], list[Any], list[None]], None]
+    publish: Callable[[list[int], list[Any]], None]
     wanted: Callable[[int], bool]
     idx: int
     data: bytes
@@ -348,7 +347,7 @@ def _write(tasks: list[_Sample | Callable[[], None]]) -> None:
     wanted = [sample for sample in samples if sample.wanted(sample.idx)]
     try:
         if wanted:
-            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted], [None] * len(wanted))
+            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted])
     except Exception as error:  # the next ones may succeed; a sample that is missing is loaded again
         logger.debug("not written: %s", error)
     for task in tasks:

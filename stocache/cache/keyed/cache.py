@@ -127,7 +127,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
             allow_pickle=allow_pickle,
             disk=disk,
             disk_limit=disk_limit,
-            share_ranks=fingerprint is not None,  # else nothing says that their values are equal
         )
         self._open(options, job=None)
 
@@ -342,12 +341,12 @@ class KeyedCache(Attached, Generic[_K, _T]):
             if self._disk is not None:
                 loaded = {each: value for each in wanted if (value := self._from_disk(each)) is not MISSING}
                 wanted = [each for each in wanted if each not in loaded]
-            for part, made, costs_s in load_in_parts(
+            for part, costs_s in load_in_parts(
                 wanted, lambda part: load_missing([missing[each] for each in part]), self._segment
             ):
                 self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
-                loaded.update(zip(part, made, strict=True))
-                self._keep(part, made, strict)
+                loaded |= part
+                self._keep(list(part), list(part.values()), strict)
         finally:
             nesting.samples = outer
             if taken:
