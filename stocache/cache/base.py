@@ -55,13 +55,23 @@ class Nesting(threading.local):
 nesting = Nesting()
 
 
+@contextlib.contextmanager
+def nested(samples: bool) -> Iterator[None]:
+    """Run a block as one that loads ``samples`` under a claim, or as one that may wait for samples."""
+    outer, nesting.samples = nesting.samples, samples
+    try:
+        yield
+    finally:
+        nesting.samples = outer
+
+
 def load_in_parts(
     keys: list[_K], load: Callable[[list[_K]], Iterable[object]], segment: Segment
 ) -> Iterator[tuple[dict[_K, Any], list[float]]]:
-    """Load samples, in parts that take `_PART_S` each. Yield the samples of a part by key, and their costs.
+    """Load samples, in parts that take `_PART_S` each. Yield the samples of a part by key, and their costs. Count misses.
 
     The keys, such as indices, are all different. The cost of a sample is its share of the call, and the seconds that the result
-    of the call takes to yield it. Misses are counted in the segment.
+    of the call takes to yield it.
 
     Raises:
         ValueError: there are fewer or more samples than keys.
@@ -138,8 +148,7 @@ class SampleCache(PublishingCache[_T]):
     ) -> _T:
         """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
 
-        If several threads, processes or jobs want a sample that is not cached, one loads it and the others wait. So jobs
-        that read in the same order (the same seed, a sweep) do not all read the source.
+        If several threads, processes or jobs want a sample that is not cached, one loads it and the others wait.
 
         Args:
             idx: sample index in ``[0, dataset_len)``. If it lies outside the cache, each caller loads the sample itself.
@@ -147,8 +156,7 @@ class SampleCache(PublishingCache[_T]):
             copy: as in `get_slot`.
             strict: False returns a sample that does not fit the cache all the same: uncached, counted (``rejected``), with one
                 warning.
-            timeout_s: seconds to wait for another process that is loading the sample, and may be stopped. Then this process
-                loads it too. A process that has died is not waited for.
+            timeout_s: seconds to wait for another living process that is loading the sample. Then this process loads it too.
 
         Returns:
             The sample: a private copy, or the object that ``load`` returned.
@@ -181,8 +189,7 @@ class SampleCache(PublishingCache[_T]):
             return value
         finally:
             nesting.samples = outer
-            if taken:
-                self._claims.end_loading(taken)
+            self.end_loading(taken)
 
     def get_or_load_many(
         self,
@@ -264,8 +271,7 @@ class SampleCache(PublishingCache[_T]):
                 self._keep(list(loaded), list(loaded.values()), costs_s, strict, encode_rows and partial(encode_rows, places))
         finally:
             nesting.samples = outer
-            if taken:
-                self._claims.end_loading(taken)
+            self.end_loading(taken)
 
     def each(
         self,
@@ -308,11 +314,8 @@ class SampleCache(PublishingCache[_T]):
 
     def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
-        outer, nesting.samples = nesting.samples, True
-        try:
+        with nested(True):
             return list(load(indices))
-        finally:
-            nesting.samples = outer
 
     def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
@@ -341,24 +344,14 @@ class SampleCache(PublishingCache[_T]):
                 note_loads(costs_s)
 
     @contextlib.contextmanager
-    def free_to_wait(self) -> Iterator[None]:
-        """Let this thread wait for samples, although it loads those of another cache. See NOTE [ Nested loads ]."""
-        outer, nesting.samples = nesting.samples, False
-        try:
-            yield
-        finally:
-            nesting.samples = outer
-
-    @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
         """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Yield these."""
-        outer, taken = nesting.samples, set[int]()
+        taken = set[int]()
         try:
             self.claim_to_load(list(indices), taken)
-            nesting.samples = outer or bool(taken)
-            yield sorted(taken)
+            with nested(nesting.samples or bool(taken)):
+                yield sorted(taken)
         finally:
-            nesting.samples = outer
             self.end_loading(taken)
 
     @contextlib.contextmanager
@@ -411,13 +404,8 @@ class SampleCache(PublishingCache[_T]):
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
-        return CacheStats.of(
-            self._segment.totals(),
-            dataset_len=self._dataset_len,
-            filled=filled,
-            reserved_bytes=self._segment.extents.reserved_bytes,
-            **self._store.amounts(filled),
-        )
+        sizes = {"dataset_len": self._dataset_len, "filled": filled, "reserved_bytes": self._segment.extents.reserved_bytes}
+        return CacheStats.of(self._segment.totals(), **sizes, **self._store.amounts(filled))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""

@@ -27,6 +27,7 @@ from typing_extensions import TypeVar
 from stocache.cache.states import SampleStates
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, RACES, REFUSED, REJECTED, SET
 from stocache.errors import SampleError, SlotError
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.extents import REJECTED_WARNING
 from stocache.shm.locks import fence
 from stocache.shm.segment import Segment
@@ -107,10 +108,11 @@ class PublishingCache(SampleStates, Generic[_T]):
             self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
 
     def _with_costs(self, encoded: list[Any], costs_s: Sequence[float | None]) -> list[Any]:
-        """Return encoded samples; with the seconds that each took to load, if samples are admitted by cost."""
+        """Return encoded samples; with the seconds that each took to load, if they are records that are admitted by cost."""
         if not self.may_admit_later:
             return encoded
-        return [each and each._replace(cost_s=cost_s) for each, cost_s in zip(encoded, costs_s, strict=True)]
+        # At half the cost of _replace
+        return [each and EncodedRecord(*each[:-1], cost_s) for each, cost_s in zip(encoded, costs_s, strict=True)]
 
     def _publish(
         self, indices: list[int], encoded: Sequence[object], overwrite: bool = False, count_races: bool = True

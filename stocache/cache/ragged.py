@@ -103,8 +103,6 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         {'text': 'a cat', 'boxes': tensor([[1., 1., 1., 1.]])} None
     """
 
-    _RELEASED = (*SampleCache._RELEASED, "_records")
-
     def __init__(
         self,
         size_limit_gib: float | str,

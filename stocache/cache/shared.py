@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
-from stocache.cache.base import MemoryCache, SampleCache
+from stocache.cache.base import MemoryCache
 from stocache.cache.options import CacheOptions, OnBusy
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays, as_bytes
@@ -86,7 +86,6 @@ class SharedCache(MemoryCache[_T]):
         tensor([1., 1.]) None tensor([0., 0.])
     """
 
-    _RELEASED = (*SampleCache._RELEASED, "_columns")
     _proof: ClassVar[Proof | None] = None
 
     def __init__(

@@ -90,9 +90,6 @@ class SampleStore(Protocol):
 class Attached:
     """What is attached to a segment until it is closed."""
 
-    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_claims")
-    """Attributes that hold memory. close() deletes them."""
-
     _segment: Segment
 
     @property
@@ -105,8 +102,8 @@ class Attached:
 
         Views of the memory (``copy=False``) stay valid, and keep it.
         """
-        for name in self._RELEASED:
-            self.__dict__.pop(name, None)
+        for name in [name for name in vars(self) if name.startswith("_")]:
+            vars(self).pop(name, None)
 
     @property
     def closed(self) -> bool:
@@ -123,15 +120,13 @@ class Attached:
 
         def __getattr__(self, name: str) -> NoReturn:
             # Called only for missing attributes; a check in each method would cost time
-            if name in self._RELEASED:
+            if self.closed and name.startswith("_") and not name.startswith("__"):
                 raise ClosedError("the cache is closed. Make a new one, or close it later.")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class SampleStates(Attached):
     """The state of each sample of a cache, and the samples that are set. `SampleCache` is the whole cache."""
-
-    _RELEASED = (*Attached._RELEASED, "_states", "_aux", "_store", "_load")
 
     thread_safe = True  # worker threads share it
 
@@ -230,7 +225,6 @@ class SampleStates(Attached):
         return self._aux
 
     def _index(self, idx: Any, call: str) -> int:
-        self._segment  # noqa: B018  raises when closed
         return check_index(idx, self._dataset_len, call)
 
     def _outside(self, idx: int, call: str) -> NoReturn:

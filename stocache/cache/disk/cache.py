@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from stocache.cache.base import nested
 from stocache.cache.disk.folder import MOST_TEXT, Folder, manifest_of
 from stocache.cache.disk.formats import Rows, pack_example, unpack_example
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
@@ -128,7 +129,6 @@ class DiskCache(ListCache[_T]):
         tensor([7, 7, 7]) None
     """
 
-    _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")
     _records_loads = False  # the cache in memory does
 
     def __init__(
@@ -264,7 +264,7 @@ class DiskCache(ListCache[_T]):
             else:
                 end()
         # Within the load of another sample this thread does not wait
-        with self.free_to_wait() if outer is None else contextlib.nullcontext():
+        with nested(False) if outer is None else contextlib.nullcontext():
             for idx in others:
                 samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
         return [samples[idx] for idx in indices]
@@ -309,10 +309,9 @@ class DiskCache(ListCache[_T]):
 
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""
-        if "_writer" in self.__dict__:
+        if not self.closed:
             self.flush()
-        self.__dict__.pop("_disk", None)  # with the last thread that uses it, the files are closed
-        super().close()
+        super().close()  # the files are closed with the last thread that uses them
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._options, self._capacity, self._segment, self._folder and self._folder.key

@@ -100,8 +100,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
         tensor([3, 3]) 2 1
     """
 
-    _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load", "_disk")
-
     thread_safe = True  # worker threads share it
 
     def __init__(
