@@ -4,13 +4,14 @@ NOTE [ Sharing between ranks ]
     A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. The *proof*
     describes the samples: the class of the dataset, the steps before the cache, some entries of its tables, and a
     digest of each probed sample. All of it is compared when the cache is made, without a call to other ranks: a rank that
-    comes late finds a warm cache, and one that never comes is not waited for.
+    comes late finds a warm cache, and one that never comes is not waited for. A fingerprint takes the place of the proof. So
+    does an empty proof, with which a program declares that the samples are equal. Without any of these nothing says that the
+    samples of two ranks are equal, and no other rank uses the cache.
 
     Ranks that make different caches at one place of the program have a part of the limit each. The memory that one of them
     has reserved by then stays, so that all together never take more than the limit.
 """
 
-import dataclasses
 import functools
 import logging
 import os
@@ -29,13 +30,13 @@ from stocache.cache.slots import column_offsets
 from stocache.cache.stats import OOB
 from stocache.errors import BusyError, CacheNameError, LimitError, SegmentError
 from stocache.samples.spec import Structure
-from stocache.shm import agreement, claims, named, registry, siblings
+from stocache.shm import claims, named, registry, siblings
 from stocache.shm.job import Job, job_here
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
 from stocache.shm.segment import Segment
-from stocache.shm.siblings import MOST_RANKS, Sibling
+from stocache.shm.siblings import Sibling
 from stocache.system import limits
 from stocache.system.limits import format_size, parse_size, recommended_limit
 from stocache.system.platform import here
@@ -58,8 +59,6 @@ class CacheLayout:
         placement: which samples get the slots; None if samples vary in size.
         expected_bytes: the estimated bytes of all samples, if they vary in size. "auto" then takes twice that at most, or half
             of the memory that the machine can spare if that is more.
-        agrees: whether there is an `Agreement` between ranks: 8 bytes for each sample and a table of the ranks, which the limit
-            does not count either.
     """
 
     dataset_len: int
@@ -68,15 +67,11 @@ class CacheLayout:
     structure: Structure | None = None
     placement: Placement | None = None
     expected_bytes: int | None = None
-    agrees: bool = False
 
     @property
     def all_control_bytes(self) -> int:
-        """The control bytes, with an agreement and the words of claims."""
-        before = self.control_bytes
-        if self.agrees:
-            before = agreement.control_bytes(before, self.dataset_len)
-        return claims.with_words(before, self.dataset_len)
+        """The control bytes, with the words of claims."""
+        return claims.with_words(self.control_bytes, self.dataset_len)
 
     @property
     def extent_bytes(self) -> int | None:
@@ -186,7 +181,8 @@ class Proof:
 
     Attributes:
         facts: texts that must be equal, by their subject.
-        samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one.
+        samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one. If there
+            are no samples, the place of the program must be the same.
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -195,7 +191,8 @@ class Proof:
     @property
     def identity(self) -> Identity:
         """The proof as a part of an identity."""
-        return {**self.facts, "probed": " ".join(f"{idx}:{digest}" for idx, digest in self.samples.items())}
+        probed = " ".join(f"{idx}:{digest}" for idx, digest in self.samples.items())
+        return {**self.facts, "probed": probed} if probed else self.facts
 
 
 def open_memory(
@@ -264,21 +261,19 @@ def open_memory(
 
 def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> tuple[Segment, int]:
     """Return the segment of a cache without a name, and its capacity: that of another rank, or a new one."""
-    if not options.share_ranks or job.alone:
-        if job.alone:
-            _warn_of_containers(job.ranks)
-        return _Opener(layout, options, proof, job).open_part("")
-    return _Opener(layout, options, proof, job).open()
+    if job.alone:
+        _warn_of_containers(job.ranks)
+    opener = _Opener(layout, options, proof, job)
+    return opener.open_part("") if job.alone or not options.share_ranks else opener.open()
 
 
 class _Opener:
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
-        unknown = proof is None and options.fingerprint is None
-        self._layout = dataclasses.replace(layout, agrees=job.launched and options.share_ranks and unknown)
-        self._options, self._job, self._size = options, job, options.size_limit_gib
+        self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
+        self._shares = proof is not None or options.fingerprint is not None
         site = _place()
         self._identity: dict[str, str | int | None] = {
-            "job": job.key,
+            "job": job.key if self._shares else f"{job.key}, each rank alone",
             "place": f"{site} ({_made[site]})",
             "dataset_len": layout.dataset_len,
             **layout.identity,
@@ -292,8 +287,8 @@ class _Opener:
         if not self._job.launched:
             return registry.run_attaching(lambda: self._create(None))
         try:
-            most = MOST_RANKS if self._layout.agrees else None
-            segment, descriptor = siblings.join(self._job.key, self._agrees, self._new, most)
+            agrees = self._agrees if self._shares else None
+            segment, descriptor = siblings.join(str(self._identity["job"]), agrees, self._new)
         except OSError as error:
             if isinstance(error, BusyError) and self._options.on_busy == "raise":
                 raise
@@ -307,7 +302,7 @@ class _Opener:
         if problem:
             name = "The cache" if self._options.name is None else f"Cache {self._options.name!r}"
             logger.warning("%s %s is not shared: this process has its own part of the limit.", problem, name)
-        self._identity["job"], self._layout = "", dataclasses.replace(self._layout, agrees=False)
+        self._identity["job"] = ""
         return registry.run_attaching(lambda: self._create(self._total() // self._job.ranks))
 
     def _create(self, most: int | None) -> tuple[Segment, int]:
@@ -316,7 +311,7 @@ class _Opener:
 
     def _new(self, found: list[Sibling]) -> Segment:
         rivals = [sibling for sibling in found if sibling.descriptor.identity.get("place") == self._identity["place"]]
-        most = self._divide(rivals) if rivals else None
+        most = self._divide(rivals) if rivals or not self._shares else None
         segment, self._capacity = self._create(most)
         return segment
 
@@ -327,11 +322,12 @@ class _Opener:
             total += sum(sibling.layout.data_bytes for sibling in rivals)
         part = total // max(self._job.ranks, len(rivals) + 1)
         left = total - sum(siblings.limit_growth(sibling, part) for sibling in rivals)
-        logger.warning(
-            "the ranks of this job cache different samples in %s: %s. So this rank has a cache of its own, and each has its "
-            "part of size_limit_gib. If that is meant, pass share_ranks=False.",
-            self._identity["place"], self._why(rivals[0].descriptor) or "too many ranks have used it",
-        )  # fmt: skip
+        if self._shares:
+            logger.warning(
+                "the ranks of this job cache different samples in %s: %s. So this rank has a cache of its own, and each has "
+                "its part of size_limit_gib. If that is meant, pass share_ranks=False.",
+                self._identity["place"], self._why(rivals[0].descriptor),
+            )  # fmt: skip
         return max(0, min(part, left))
 
     def _total(self) -> int:

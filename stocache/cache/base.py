@@ -13,7 +13,6 @@ NOTE [ Nested loads ]
 
 import contextlib
 import logging
-import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
@@ -25,18 +24,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from stocache.cache.allocate import CacheLayout, Proof, open_memory, open_own
+from stocache.cache.allocate import CacheLayout, Proof, open_memory
 from stocache.cache.options import CacheOptions
 from stocache.cache.publishing import PublishingCache
 from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.errors import BusyError, SlotError
 from stocache.observe.recording.record import note_loads
 from stocache.samples.indices import check_indices
-from stocache.shm.agreement import has_agreement
 from stocache.shm.claims import BLOCKS
 from stocache.shm.segment import Segment
 from stocache.shm.siblings import count_ranks
-from stocache.system.limits import parse_size, recommended_limit
 from stocache.system.spans import LOAD, in_spans, span
 from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
@@ -58,13 +55,23 @@ class Nesting(threading.local):
 nesting = Nesting()
 
 
+@contextlib.contextmanager
+def nested(samples: bool) -> Iterator[None]:
+    """Run a block as one that loads ``samples`` under a claim, or as one that may wait for samples."""
+    outer, nesting.samples = nesting.samples, samples
+    try:
+        yield
+    finally:
+        nesting.samples = outer
+
+
 def load_in_parts(
     keys: list[_K], load: Callable[[list[_K]], Iterable[object]], segment: Segment
-) -> Iterator[tuple[list[_K], list[Any], list[float]]]:
-    """Load samples, in parts that take `_PART_S` each. Yield the keys of a part, its samples, and their costs.
+) -> Iterator[tuple[dict[_K, Any], list[float]]]:
+    """Load samples, in parts that take `_PART_S` each. Yield the samples of a part by key, and their costs. Count misses.
 
     The keys, such as indices, are all different. The cost of a sample is its share of the call, and the seconds that the result
-    of the call takes to yield it. Misses are counted in the segment.
+    of the call takes to yield it.
 
     Raises:
         ValueError: there are fewer or more samples than keys.
@@ -76,26 +83,24 @@ def load_in_parts(
         values = load(keys)
     segment.count(MISSES, len(keys))
     share_s, began = (time.perf_counter() - began) / len(keys), time.perf_counter()
-    part: list[_K] = []
-    loaded: list[Any] = []
+    loaded: dict[_K, Any] = {}
     costs_s: list[float] = []
     try:
         for key, value in zip(keys, in_spans(LOAD, values), strict=True):
-            part.append(key)
-            loaded.append(value)
+            loaded[key] = value
             now = time.perf_counter()
             costs_s.append(share_s + now - began)
             began = now
             if now - started > _PART_S and type(values) is not list:  # a list was made at once
-                yield part, loaded, costs_s
-                part, loaded, costs_s = [], [], []
+                yield loaded, costs_s
+                loaded, costs_s = {}, []
                 started = began = time.perf_counter()
     except Exception:
-        if part:
-            yield part, loaded, costs_s
+        if loaded:
+            yield loaded, costs_s
         raise
-    if part:
-        yield part, loaded, costs_s
+    if loaded:
+        yield loaded, costs_s
 
 
 class SampleCache(PublishingCache[_T]):
@@ -143,8 +148,7 @@ class SampleCache(PublishingCache[_T]):
     ) -> _T:
         """Return sample ``idx`` from the cache, or else from ``load(idx)``, which is then cached.
 
-        If several threads, processes or jobs want a sample that is not cached, one loads it and the others wait. So jobs
-        that read in the same order (the same seed, a sweep) do not all read the source.
+        If several threads, processes or jobs want a sample that is not cached, one loads it and the others wait.
 
         Args:
             idx: sample index in ``[0, dataset_len)``. If it lies outside the cache, each caller loads the sample itself.
@@ -152,8 +156,7 @@ class SampleCache(PublishingCache[_T]):
             copy: as in `get_slot`.
             strict: False returns a sample that does not fit the cache all the same: uncached, counted (``rejected``), with one
                 warning.
-            timeout_s: seconds to wait for another process that is loading the sample, and may be stopped. Then this process
-                loads it too. A process that has died is not waited for.
+            timeout_s: seconds to wait for another living process that is loading the sample. Then this process loads it too.
 
         Returns:
             The sample: a private copy, or the object that ``load`` returned.
@@ -183,12 +186,10 @@ class SampleCache(PublishingCache[_T]):
                 cost_s = time.perf_counter() - began
                 self._note_loads([cost_s])
                 self._keep([idx], [value], [cost_s], strict)
-                self._judge(idx, value)
             return value
         finally:
             nesting.samples = outer
-            if taken:
-                self._claims.end_loading(taken)
+            self.end_loading(taken)
 
     def get_or_load_many(
         self,
@@ -261,20 +262,16 @@ class SampleCache(PublishingCache[_T]):
             nesting.samples = outer or bool(taken)
             missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
             if taken or claimed or not self._store.unreadable:
-                missing = [idx for idx in missing if states[idx] != SET or self._is_doubted(idx)]  # set meanwhile
-            for part, values, costs_s in load_in_parts(missing, load, self._segment):
-                self._note_loads([cost_s for idx, cost_s in zip(part, costs_s, strict=True) if idx not in ahead])
-                places = [rows[idx] for idx in part]
-                for row, value in zip(places, values, strict=True):
+                missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
+            for loaded, costs_s in load_in_parts(missing, load, self._segment):
+                self._note_loads([cost_s for idx, cost_s in zip(loaded, costs_s, strict=True) if idx not in ahead])
+                places = [rows[idx] for idx in loaded]
+                for row, value in zip(places, loaded.values(), strict=True):
                     samples[row] = value
-                self._keep(part, values, costs_s, strict, encode_rows and partial(encode_rows, places))
-                if self._agreement is not None:
-                    for idx, value in zip(part, values, strict=True):
-                        self._judge(idx, value)
+                self._keep(list(loaded), list(loaded.values()), costs_s, strict, encode_rows and partial(encode_rows, places))
         finally:
             nesting.samples = outer
-            if taken:
-                self._claims.end_loading(taken)
+            self.end_loading(taken)
 
     def each(
         self,
@@ -317,11 +314,8 @@ class SampleCache(PublishingCache[_T]):
 
     def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
-        outer, nesting.samples = nesting.samples, True
-        try:
+        with nested(True):
             return list(load(indices))
-        finally:
-            nesting.samples = outer
 
     def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
@@ -350,24 +344,14 @@ class SampleCache(PublishingCache[_T]):
                 note_loads(costs_s)
 
     @contextlib.contextmanager
-    def free_to_wait(self) -> Iterator[None]:
-        """Let this thread wait for samples, although it loads those of another cache. See NOTE [ Nested loads ]."""
-        outer, nesting.samples = nesting.samples, False
-        try:
-            yield
-        finally:
-            nesting.samples = outer
-
-    @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
         """Claim the samples among ``indices`` that can be cached and are not, and that nobody is loading. Yield these."""
-        outer, taken = nesting.samples, set[int]()
+        taken = set[int]()
         try:
             self.claim_to_load(list(indices), taken)
-            nesting.samples = outer or bool(taken)
-            yield sorted(taken)
+            with nested(nesting.samples or bool(taken)):
+                yield sorted(taken)
         finally:
-            nesting.samples = outer
             self.end_loading(taken)
 
     @contextlib.contextmanager
@@ -410,7 +394,7 @@ class SampleCache(PublishingCache[_T]):
     @property
     def serves_ranks(self) -> bool:
         """Whether other ranks of this job may use the cache, now or later."""
-        return self._segment.rank > 0
+        return self._segment.ranks > 0
 
     @property
     def ranks(self) -> int:
@@ -420,16 +404,8 @@ class SampleCache(PublishingCache[_T]):
     def stats(self) -> CacheStats:
         """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
         filled = int(np.count_nonzero(self._aux.numpy() == SET))
-        totals = self._segment.totals()
-        if self._own is not None:
-            totals = list(map(operator.add, totals, self._own._segment.totals()))
-        return CacheStats.of(
-            totals,
-            dataset_len=self._dataset_len,
-            filled=filled,
-            reserved_bytes=self._segment.extents.reserved_bytes,
-            **self._store.amounts(filled),
-        )
+        sizes = {"dataset_len": self._dataset_len, "filled": filled, "reserved_bytes": self._segment.extents.reserved_bytes}
+        return CacheStats.of(self._segment.totals(), **sizes, **self._store.amounts(filled))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""
@@ -451,28 +427,9 @@ class SampleCache(PublishingCache[_T]):
 class MemoryCache(SampleCache[_T]):
     """The base of the caches in shared memory, with or without a name."""
 
-    _total_bytes: int = 0  # of a cache that is kept ready: the bytes that all ranks may have
-
-    def keep_ready(self, size_limit_gib: float | str) -> None:
-        """Reserve nothing before `grow_beside`: this is the cache of one rank, in case that ranks have different samples."""
-        self._total_bytes = recommended_limit() if size_limit_gib == "auto" else parse_size(size_limit_gib)
-        self._segment.extents.limit = 1
-
-    def grow_beside(self, shared: Segment) -> None:
-        """Take a part of the bytes that the limit leaves beside a segment that ranks share, which grows no more."""
-        used = shared.extents.reserved_bytes
-        shared.extents.limit = used
-        self._segment.extents.limit = (self._total_bytes - used) // max(2, shared.ranks)
-
     def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[object, ...]) -> None:
         """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
-        segment, capacity = open_memory(layout, options, proof)
-        own = None
-        if has_agreement(segment, layout.control_bytes, layout.dataset_len):
-            own = type(self).__new__(type(self))
-            own.__setstate__((parts, *open_own(layout, capacity), None))
-            own.keep_ready(options.size_limit_gib)
-        self.__setstate__((parts, segment, capacity, own))
+        self.__setstate__((parts, *open_memory(layout, options, proof)))
         logger.info("%r", self)
 
     def settle(self) -> int:
@@ -480,12 +437,12 @@ class MemoryCache(SampleCache[_T]):
         return self._segment.data_bytes
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._parts, self._segment, self._capacity, self._own
+        return self._parts, self._segment, self._capacity
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._parts, _, self._capacity, _ = state
+        self._parts, _, self._capacity = state
         self._assemble(*state)
 
-    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int, own: "SampleCache | None") -> None:
+    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int) -> None:
         """Set all attributes that follow from the arguments: each process computes them again."""
         raise NotImplementedError

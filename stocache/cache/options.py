@@ -70,18 +70,19 @@ class CacheOptions:
     Attributes:
         size_limit_gib: GiB for the cache on this machine: 32, 0.5, "32GiB" or "500MB". "auto" takes the memory that the machine
             can spare (`recommended_limit`); 0 caches nothing. The limit covers the samples and one state byte for each sample
-            of the dataset. On top come a header of 132 KiB (``EXTENTS_AT`` in shm/layout.py), 4 bytes for each sample of the
-            dataset, and where ranks compare samples 8 more and 128 KiB. In a `RaggedCache` each sample of the dataset takes 9
-            bytes, and each cached one 16 more, 1, 2, 4 or 8 for each size in it, and up to 7 for alignment.
+            of the dataset. On top come a header of 132 KiB (``EXTENTS_AT`` in shm/layout.py) and 4 bytes for each sample of the
+            dataset. In a `RaggedCache` each sample of the dataset takes 9 bytes, and each cached one 16 more, 1, 2, 4 or 8 for
+            each size in it, and up to 7 for alignment.
         name: the name by which every process of this user on this machine finds the same cache, if its other arguments are
             equal too: DDP ranks, other jobs, notebooks. The first process makes the cache, and the last one to close it
             deletes it. Where killed processes left it behind, the next process takes it over with its samples. A cache without
-            a name is shared by the ranks of one job, see ``share_ranks``, and ends with them.
+            a name ends with its processes. Ranks of one job share it if ``share_ranks`` allows that.
         persist: True keeps a named cache when no process uses it, so that the next run starts warm. ``stocache rm`` deletes it.
         fingerprint: a text that identifies the samples. Change it whenever the samples change: a named cache that was left
             behind with another fingerprint is replaced. Ranks with other fingerprints do not share a cache without a name.
-        share_ranks: True lets the ranks of one job that share this machine use one cache without a name, if it has the same
-            arguments and samples in all of them. With False each rank has its own, and its part of the limit.
+        share_ranks: True lets the ranks of one job on this machine use one cache without a name, if its arguments are the same
+            and its samples are known to be the same: by the same ``fingerprint``, by a `SharedCacheDDP`, or because a
+            `CachedDataset` has compared them. Otherwise each rank has a cache of its own, and its part of the limit.
         disk: a folder on a local disk for the samples that do not fit in memory; see `DiskCache`. Needs ``disk_limit``.
         disk_limit: bytes for that folder: 500 (GiB), "500GB".
         on_busy: what to do when another process, which may be stopped, holds the lock of the named caches for 10 seconds:

@@ -27,14 +27,12 @@ from typing_extensions import TypeVar
 from stocache.cache.states import SampleStates
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, RACES, REFUSED, REJECTED, SET
 from stocache.errors import SampleError, SlotError
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.extents import REJECTED_WARNING
 from stocache.shm.locks import fence
 from stocache.shm.segment import Segment
-from stocache.system.waiting import wait_until
 
 logger = logging.getLogger("stocache")
-
-_WRITTEN_S = 0.1  # to wait for another rank that is writing a sample
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -76,8 +74,7 @@ class PublishingCache(SampleStates, Generic[_T]):
     def _set(self, idx: int, value: object, overwrite: bool = False) -> None:
         """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
         encoded = self._store.encode(value, f"set_slot({idx})")
-        self._publish([idx], [encoded], [self._cost_of(idx, overwrite)], overwrite)
-        self._judge(idx, value)
+        self._publish([idx], self._with_costs([encoded], [self._cost_of(idx, overwrite)]), overwrite)
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
         """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
@@ -108,15 +105,17 @@ class PublishingCache(SampleStates, Generic[_T]):
                 self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
         elif len(indices):
             costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
-            self._publish(indices.tolist(), encode(), costs_s, allow_overwrite)
+            self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
+
+    def _with_costs(self, encoded: list[Any], costs_s: Sequence[float | None]) -> list[Any]:
+        """Return encoded samples; with the seconds that each took to load, if they are records that are admitted by cost."""
+        if not self.may_admit_later:
+            return encoded
+        # At half the cost of _replace
+        return [each and EncodedRecord(*each[:5], cost_s) for each, cost_s in zip(encoded, costs_s, strict=True)]  # type: ignore[call-arg]
 
     def _publish(
-        self,
-        indices: list[int],
-        encoded: Sequence[object],
-        costs_s: Sequence[float | None],
-        overwrite: bool = False,
-        count_races: bool = True,
+        self, indices: list[int], encoded: Sequence[object], overwrite: bool = False, count_races: bool = True
     ) -> None:
         """Store samples, each once in ``indices``, and count the outcomes. See NOTE [ Publishing a slot ]."""
         segment, states, taken = self._segment, self._states, set[int]()
@@ -126,14 +125,12 @@ class PublishingCache(SampleStates, Generic[_T]):
             free = [idx for idx in indices if idx in taken and states[idx] in fillable]
             if len(free) < count:
                 left = set(free)
-                kept = [row for row, idx in enumerate(indices) if idx in left]
-                indices, encoded, costs_s = free, [encoded[row] for row in kept], [costs_s[row] for row in kept]
-            counters = self._write(indices, encoded, costs_s)
+                encoded = [each for idx, each in zip(indices, encoded, strict=True) if idx in left]
+                indices = free
+            counters = self._write(indices, encoded)
             filled = indices
             if counters.count(FILLS) < len(indices):
                 filled = [idx for idx, counter in zip(indices, counters, strict=True) if counter == FILLS]
-            if self._agreement is not None:
-                self._agreement.note(filled)
             with segment.guard:
                 fence()
                 for idx in filled:
@@ -146,10 +143,10 @@ class PublishingCache(SampleStates, Generic[_T]):
         finally:
             self._claims.end_writing(taken)
 
-    def _write(self, indices: list[int], encoded: Sequence[object], costs_s: Sequence[float | None]) -> list[int | None]:
+    def _write(self, indices: list[int], encoded: Sequence[object]) -> list[int | None]:
         """Write samples as `SampleStore.write_many` does. Reserved memory does not run out; if it does, the job goes on."""
         try:
-            return self._store.write_many(indices, encoded, costs_s) if indices else []
+            return self._store.write_many(indices, encoded) if indices else []
         except OSError as error:
             logger.warning("sample %d stays uncached: %s", indices[0], str(error))
             return [REFUSED] * len(indices)
@@ -171,7 +168,7 @@ class PublishingCache(SampleStates, Generic[_T]):
     def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
         """Cache encoded samples that are empty. If they do not all fit, exclude them all."""
         if self._store.has_room(encoded):
-            self._publish(indices, encoded, [None] * len(indices), count_races=False)
+            self._publish(indices, encoded, count_races=False)
         else:
             self.exclude(indices)
 
@@ -204,10 +201,11 @@ class PublishingCache(SampleStates, Generic[_T]):
         encoded = (encode or self._store.encode_many)(values) if encode or len(values) > 1 else None
         if encoded is None:
             encoded, rows = self._encode_each(indices, values, rows, strict)
-        if len(rows) == len(indices):
-            self._publish(indices, encoded, costs_s)
-        elif rows:
-            self._publish([indices[row] for row in rows], [encoded[row] for row in rows], [costs_s[row] for row in rows])
+        encoded = self._with_costs(encoded, costs_s)
+        if len(rows) < len(indices):
+            indices, encoded = [indices[row] for row in rows], [encoded[row] for row in rows]
+        if rows:
+            self._publish(indices, encoded)
 
     def _encode_each(
         self, indices: list[int], values: list[Any], rows: Sequence[int], strict: bool
@@ -231,11 +229,3 @@ class PublishingCache(SampleStates, Generic[_T]):
             logger.warning(
                 "sample %d does not fit and stays uncached. So will others like it, without a warning: %s", idx, problem
             )
-
-    def _judge(self, idx: int, value: object) -> None:
-        """Compare a sample that another rank has set with the one that this rank has made."""
-        if self._agreement is None:
-            return
-        wait_until(lambda: self._states[idx] != EMPTY or not self._claims.is_claimed(idx), _WRITTEN_S)
-        if self._is_doubted(idx) and (held := self._load(self._slot(idx), True)) is not MISSING:  # else it cannot be read here
-            self._agreement.judge(idx, held, value)

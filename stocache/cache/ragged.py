@@ -74,6 +74,8 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
     times, Decimals, Fractions, ranges, slices and PIL images in it. Each sample may differ from the others. It comes back equal
     in type, structure, dtype, shape, strides (if dense) and value. Nothing is pickled unless allowed.
 
+    Ranks of a job share the cache if it has a ``name`` or a ``fingerprint``.
+
     Records name the classes of their samples. A process that reads a record looks for these classes in the modules that it has
     imported; it imports nothing for that. Where a class is missing the sample is a miss: it is loaded again and counted, with
     one warning.
@@ -100,8 +102,6 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         ...     print(cache.get_slot(4), cache.get_slot(5))
         {'text': 'a cat', 'boxes': tensor([[1., 1., 1., 1.]])} None
     """
-
-    _RELEASED = (*SampleCache._RELEASED, "_records")
 
     @shows_options(*RECORDS, *SHARING)
     def __init__(self, size_limit_gib: float | str | CacheOptions, dataset_len: int, **options: Any) -> None:
@@ -136,13 +136,12 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         cache._open(options, dataset_len, proof, expected_bytes)
         return cache
 
-    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: SampleCache | None) -> None:
+    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         dataset_len, options = parts
         self._options: CacheOptions = options
         self.may_admit_later = options.admission == "cost"
         self._records = RecordStore(segment, dataset_len, options)
-        room, before = format_size(segment.data_bytes), control_bytes(dataset_len, options)
-        self._share(segment, dataset_len, self._records, "samples of any size", room, own, before)
+        self._share(segment, dataset_len, self._records, "samples of any size", format_size(segment.data_bytes))
 
     @property
     def codec(self) -> str | None:

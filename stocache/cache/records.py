@@ -79,17 +79,15 @@ class RecordStore:
         except SampleError:
             return None
 
-    def write_many(
-        self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
-    ) -> list[int | None]:
+    def write_many(self, indices: list[int], encoded: Sequence[EncodedRecord]) -> list[int | None]:
         """Append the records of samples that are admitted, as long as there is room. See `SampleStore.write_many`.
 
         It takes the arena's lock once, and writes records that lie one behind the other together.
         """
         with self._segment.guard:
-            places = self.arena.run_locked(lambda: self._place_all(indices, encoded, costs_s), None)
+            places = self.arena.run_locked(lambda: self._place_all(indices, encoded), None)
         if places is None:
-            places = list(map(self._late, costs_s))
+            places = list(map(self._late, encoded))
         buffers: list[Any] = []  # to be written from ``begin`` to ``end``
         begin = end = 0
         for record, (at, number) in zip(encoded, places, strict=True):
@@ -102,12 +100,10 @@ class RecordStore:
         self._write(begin, buffers, end - begin)
         return [self._outcome(idx, at) for idx, (at, _) in zip(indices, places, strict=True)]
 
-    def _place_all(
-        self, indices: list[int], encoded: Sequence[EncodedRecord], costs_s: Sequence[float | None]
-    ) -> list[tuple[int, int]]:
+    def _place_all(self, indices: list[int], encoded: Sequence[EncodedRecord]) -> list[tuple[int, int]]:
         """Take room for records, at once for many of one treedef; see `_place`. With the arena's lock held."""
-        if len(encoded) < _MANY or (self._admission is not None and costs_s.count(None) < len(costs_s)):
-            return list(map(self._place, indices, encoded, costs_s))
+        if len(encoded) < _MANY or (self._admission is not None and any(record.cost_s is not None for record in encoded)):
+            return list(map(self._place, indices, encoded))
         places: list[tuple[int, int]] = []
         for treedef, run in itertools.groupby(encoded, key=operator.attrgetter("treedef")):
             rooms, number = [record.room for record in run], self.arena.number_of(treedef)
@@ -116,13 +112,13 @@ class RecordStore:
                 places += zip(itertools.accumulate(rooms[:-1], initial=begin), itertools.repeat(number), strict=False)
             else:
                 rows = slice(len(places), len(places) + len(rooms))
-                places += map(self._place, indices[rows], encoded[rows], costs_s[rows])
+                places += map(self._place, indices[rows], encoded[rows])
         return places
 
-    def _place(self, idx: int, record: EncodedRecord, cost_s: float | None) -> tuple[int, int]:
+    def _place(self, idx: int, record: EncodedRecord) -> tuple[int, int]:
         """Take room for a record. Return its offset, or a negative number; and its treedef. With the arena's lock held."""
-        if self._admission is not None and cost_s is not None:
-            decision = self._admission.decide(idx, cost_s, record.room, self.arena.used)
+        if self._admission is not None and record.cost_s is not None:
+            decision = self._admission.decide(idx, record.cost_s, record.room, self.arena.used)
             if decision != YES:
                 if decision == NEVER:
                     self._states[idx] = OOB
@@ -130,9 +126,9 @@ class RecordStore:
         number = self.arena.number_of(record.treedef)
         return (self.arena.take(record.room) if number >= 0 else number), number
 
-    def _late(self, cost_s: float | None) -> tuple[int, int]:
+    def _late(self, record: EncodedRecord) -> tuple[int, int]:
         """Return the result of `_place` for an arena whose lock another process does not release."""
-        return (MEMORY_REFUSED if self._admission is None or cost_s is None else _NOT_ADMITTED), 0
+        return (MEMORY_REFUSED if self._admission is None or record.cost_s is None else _NOT_ADMITTED), 0
 
     def _write(self, at: int, buffers: list[Any], nbytes: int) -> None:
         """Write ``buffers`` (``nbytes`` in total) at offset ``at``."""

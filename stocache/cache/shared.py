@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
-from stocache.cache.base import MemoryCache, SampleCache
+from stocache.cache.base import MemoryCache
 from stocache.cache.options import SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays, as_bytes
@@ -42,7 +42,7 @@ class NextTier(Protocol):
 
 
 class SharedCache(MemoryCache[_T]):
-    """A cache in shared memory for samples of one shape: one copy for all processes of a training job.
+    """A cache in shared memory for samples of one shape: one copy for a process and its workers.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:
 
@@ -51,9 +51,10 @@ class SharedCache(MemoryCache[_T]):
             x = load(idx)
             self.cache.set_slot(idx, x)    # does nothing where idx is not resident
 
-    Workers share it whatever the start method (fork, spawn, forkserver). When the limit is below the size of the dataset,
-    some samples are resident and can be cached; the others always miss. Memory is taken as slots are filled. When the machine
-    has no more to give, samples stay uncached and training goes on.
+    Workers share it whatever the start method (fork, spawn, forkserver). Ranks of a job share it if it has a ``name`` or a
+    ``fingerprint``, or is a `SharedCacheDDP`. When the limit is below the size of the dataset, some samples are resident and
+    can be cached; the others always miss. Memory is taken as slots are filled. When the machine has no more to give, samples
+    stay uncached and training goes on.
 
     Args:
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
@@ -74,9 +75,8 @@ class SharedCache(MemoryCache[_T]):
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
 
     Where the machine cannot give the limit, the cache is smaller; where it gives no shared memory at all, the cache holds
-    nothing. Where another user has taken the directory of this user's named caches, the cache is in the user's runtime
-    directory if that is in memory; else it is not shared, and each rank has its part of the limit. All of this is logged as a
-    warning on the logger "stocache".
+    nothing. If another user has taken the directory of this user's named caches, the cache is not shared, and each rank has its
+    part of the limit. All of this is logged as a warning on the logger "stocache".
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
 
     Examples:
@@ -86,7 +86,7 @@ class SharedCache(MemoryCache[_T]):
         tensor([1., 1.]) None tensor([0., 0.])
     """
 
-    _RELEASED = (*SampleCache._RELEASED, "_columns")
+    _proof: ClassVar[Proof | None] = None
 
     @shows_options(*SHARING)
     def __init__(
@@ -116,7 +116,7 @@ class SharedCache(MemoryCache[_T]):
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         identity = {"samples": structure.identity, "placement": str(placement)}
         layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
-        self._open_memory(layout, options, proof, (structure, placement, dataset_len))
+        self._open_memory(layout, options, proof or self._proof, (structure, placement, dataset_len))
 
     @classmethod
     def from_options(
@@ -149,7 +149,7 @@ class SharedCache(MemoryCache[_T]):
         """
         return cls(size_limit_gib, dataset_len, Structure.of(sample), **options)
 
-    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int, own: SampleCache | None) -> None:
+    def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         structure: Structure
         placement: Placement
         structure, placement, dataset_len = parts
@@ -157,7 +157,7 @@ class SharedCache(MemoryCache[_T]):
         capacity = 0 if segment.backing == "none" else capacity  # as in a process that cannot have the memory of this one
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, capacity))
         room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
-        self._share(segment, dataset_len, self._columns, str(structure), room, own, dataset_len)
+        self._share(segment, dataset_len, self._columns, str(structure), room)
 
     def get_slots(self, indices: Sequence[int] | Tensor, *, out: Any = None) -> tuple[Any, Tensor]:
         """Return the samples ``indices`` in one gather, and which of them are cached.
@@ -183,11 +183,6 @@ class SharedCache(MemoryCache[_T]):
         mask, hits = self._gather_hits(index, items)
         if hits < count:
             columns.erase(torch.from_numpy(~mask), items)
-            if self._agreement is not None:
-                for row in np.flatnonzero(~mask).tolist():
-                    if (sample := self._agreement.own.hit(int(index[row]), False)) is not MISSING:
-                        columns.put(items, row, self._structure.encode(sample, "sample"))
-                        mask[row] = True
             self._miss_many(index[~mask])
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
@@ -380,6 +375,9 @@ class SharedCacheDDP(SharedCache):
         cache = SharedCacheDDP(32, len(dataset), (3, 224, 224))
 
     Every rank makes it with the same arguments, at the same place of the program. The ranks may be started by torchrun,
-    `torch.multiprocessing.spawn` or by hand, and need no process group. A `SharedCache` does the same; this name says so.
+    `torch.multiprocessing.spawn` or by hand, and need no process group. The class declares that all ranks have the same
+    samples: they are not compared.
     Source: announced as a plan by the article on stocaching (C. Jones).
     """
+
+    _proof = Proof()

@@ -395,7 +395,7 @@ class SlotArrays:
         slots: _Indices = self._residency.slots(indices)
         return slots
 
-    def write_many(self, indices: list[int], encoded: Sequence[list[Any]], costs_s: Sequence[float | None]) -> list[int | None]:
+    def write_many(self, indices: list[int], encoded: Sequence[list[Any]]) -> list[int | None]:
         """Write the encoded bytes of samples into their slots. Return FILLS for each, or REFUSED if its memory is refused."""
         if len(indices) == 1:  # at a third of the cost
             return [self._write_one(indices[0], encoded[0])]

@@ -15,7 +15,6 @@ from torch import Tensor
 from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import ClosedError, SampleIndexError
 from stocache.samples.indices import check_index
-from stocache.shm.agreement import Agreement
 from stocache.shm.claims import Claims
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
@@ -57,11 +56,10 @@ class SampleStore(Protocol):
     def encode_many(self, samples: list[Any]) -> list[Any] | None:
         """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
 
-    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+    def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
 
         Return for each the counter to raise, if any; FILLS means that the sample was written.
-        ``costs_s``: the seconds that each took to load; None if that is not known.
         """
 
     def slot(self, idx: int, /) -> int:
@@ -92,9 +90,6 @@ class SampleStore(Protocol):
 class Attached:
     """What is attached to a segment until it is closed."""
 
-    _RELEASED: ClassVar[tuple[str, ...]] = ("_segment", "_claims")
-    """Attributes that hold memory. close() deletes them."""
-
     _segment: Segment
 
     @property
@@ -107,8 +102,8 @@ class Attached:
 
         Views of the memory (``copy=False``) stay valid, and keep it.
         """
-        for name in self._RELEASED:
-            self.__dict__.pop(name, None)
+        for name in [name for name in vars(self) if name.startswith("_")]:
+            vars(self).pop(name, None)
 
     @property
     def closed(self) -> bool:
@@ -125,15 +120,13 @@ class Attached:
 
         def __getattr__(self, name: str) -> NoReturn:
             # Called only for missing attributes; a check in each method would cost time
-            if name in self._RELEASED:
+            if self.closed and name.startswith("_") and not name.startswith("__"):
                 raise ClosedError("the cache is closed. Make a new one, or close it later.")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 class SampleStates(Attached):
     """The state of each sample of a cache, and the samples that are set. `SampleCache` is the whole cache."""
-
-    _RELEASED = (*Attached._RELEASED, "_states", "_aux", "_store", "_load", "_agreement")
 
     thread_safe = True  # worker threads share it
 
@@ -144,21 +137,10 @@ class SampleStates(Attached):
     may_admit_later: bool = False
     """Whether a sample that was not kept when it was set may be kept when it is set again."""
 
-    def _share(
-        self,
-        segment: Segment,
-        dataset_len: int,
-        store: SampleStore,
-        samples: str,
-        room: str,
-        own: Any = None,
-        control_bytes: int = 0,
-    ) -> None:
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
-        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages. ``own``: a cache of
-        this rank alone, if it shares this one with other ranks that may have other samples. ``control_bytes``: without those
-        of the agreement with them and of the claims.
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
         """
         self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
         self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
@@ -168,7 +150,6 @@ class SampleStates(Attached):
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
-        self._agreement = None if own is None else Agreement(segment, control_bytes, dataset_len, own)
         self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     def hit(self, idx: int, copy: bool) -> Any:
@@ -180,8 +161,6 @@ class SampleStates(Attached):
             return MISSING
         if WEAKLY_ORDERED:
             fence()
-        if self._agreement is not None and not self._agreement.allows(idx):
-            return self._agreement.own.hit(idx, copy)
         value = self._load(self._slot(idx), copy)
         if value is not MISSING:  # else it is of a class that is not imported here
             if FREE_THREADED:
@@ -195,11 +174,7 @@ class SampleStates(Attached):
         mask: NDArray[np.bool_] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
         if WEAKLY_ORDERED:
             fence()
-        return mask if self._agreement is None else mask & self._agreement.allowed(indices)
-
-    def _is_doubted(self, idx: int) -> bool:
-        """Return whether a sample is set by a rank whose samples this rank has to compare. See NOTE [ Ranks that agree ]."""
-        return self._agreement is not None and self._states[idx] == SET and not self._agreement.allows(idx)
+        return mask
 
     def holds_all(self) -> bool:
         """Return whether all samples that are not outside the cache will have room in it; an estimate if sizes vary."""
@@ -249,13 +224,7 @@ class SampleStates(Attached):
         """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
         return self._aux
 
-    @property
-    def _own(self) -> Any:
-        """The cache of this rank alone; None where there is no agreement with other ranks. See NOTE [ Ranks that agree ]."""
-        return None if self._agreement is None else self._agreement.own
-
     def _index(self, idx: Any, call: str) -> int:
-        self._segment  # noqa: B018  raises when closed
         return check_index(idx, self._dataset_len, call)
 
     def _outside(self, idx: int, call: str) -> NoReturn:

@@ -272,6 +272,7 @@ class EncodedRecord(NamedTuple):
         nbytes: bytes of the leaves.
         packed: the number for the head that describes the integers.
         tail: the integers, up to a multiple of 8 bytes of the record.
+        cost_s: the seconds that the sample took to load; None if that is not known. It is not stored.
     """
 
     treedef: bytes
@@ -279,6 +280,7 @@ class EncodedRecord(NamedTuple):
     nbytes: int
     packed: int
     tail: bytes
+    cost_s: float | None = None
 
     @property
     def room(self) -> int:

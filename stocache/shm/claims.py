@@ -139,10 +139,6 @@ class Claims:
         if not ready():
             self._segment.wait_for_holder(self._word[idx] & ~_WRITING, ready, timeout_s)
 
-    def is_claimed(self, idx: int) -> bool:
-        """Return whether a process has claimed a sample, and has not ended since."""
-        return bool(self._word[idx]) and self._segment.is_held(self._word[idx] & ~_WRITING)
-
     def run_unwritten(self, work: Callable[[], None]) -> bool:
         """Run ``work`` while no process can claim a sample. Return False if a process is writing one."""
         with self._segment.guard:

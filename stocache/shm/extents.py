@@ -109,7 +109,7 @@ class Extents:
         """Return "", or why ``nbytes`` more may not be reserved."""
         if not self.limit or self.reserved_bytes + nbytes <= self.limit:
             return ""
-        return f"its part of size_limit_gib is {format_size(self.limit)}, because the ranks of this job cache different samples"
+        return f"its part of size_limit_gib is {format_size(self.limit)}: other ranks of this job have caches of their own"
 
     def _allocate(self, at: int, nbytes: int) -> str:
         """Reserve memory for a part of the file. Return "", or why it failed."""

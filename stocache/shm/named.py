@@ -113,7 +113,7 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
     Raises:
         CacheNameError: the name is not valid.
         MismatchError: the name is in use for other data.
-        ForeignError: another user has taken the directory of this user's caches, and there is not a second one.
+        ForeignError: another user has taken the directory of this user's caches.
         BusyError: another process holds the lock of the directory.
         SegmentError: the file of that name is not a segment, or is damaged.
         OSError: /dev/shm does not take more files.
@@ -127,7 +127,7 @@ def join(name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegmen
 def _join(
     name: str, wanted: Identity, persist: bool, new: Callable[[], NewSegment | None]
 ) -> tuple[Segment, Descriptor] | None:
-    path, problem = registry.path_of(name), ""
+    path = registry.path_of(name)
 
     def find_or_make(at: int | None) -> tuple[Segment, Descriptor] | None:
         assert at is not None
@@ -142,22 +142,12 @@ def _join(
             found[0].persist()
         return found
 
-    for folder in registry.directories_of():
-        path = f"{folder}/{name}"
-        try:
-            found = registry.run_locked(folder, find_or_make, create=True)
-        except registry.ForeignError as error:
-            problem = problem or str(error)  # not the error itself: its traceback would hold the segment
-            continue
-        if problem:
-            logger.warning("%s Cache %r is in %s instead.", problem, name, folder)
-        return found
-    raise registry.ForeignError(problem)
+    return registry.run_locked(registry.directory_of(), find_or_make, create=True)
 
 
 def identity_of(name: str) -> Identity | None:
     """Return the identity of the segment of a name; None if it does not exist or is damaged."""
-    path = find(name)
+    path = registry.path_of(name)
 
     def read(at: int | None) -> Identity | None:
         if at is None:
@@ -169,17 +159,6 @@ def identity_of(name: str) -> Identity | None:
         return registry.run_locked(os.path.dirname(path), read)
     except OSError:
         return None
-
-
-def find(name: str, uid: int | None = None) -> str:
-    """Return the path of a user's named segment; if it does not exist, the path that it would have.
-
-    Raises:
-        CacheNameError: the name is not valid.
-    """
-    usual = registry.path_of(name, uid)
-    paths = [f"{folder}/{name}" for folder in registry.directories_of(uid)]
-    return next((path for path in paths if os.path.lexists(path)), usual)
 
 
 @contextlib.contextmanager

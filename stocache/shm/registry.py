@@ -22,7 +22,7 @@ NOTE [ Interrupts and finalizers ]
 NOTE [ Whose directory ]
     Every user may write to /dev/shm, so a directory with the name of ours may be another user's. It is opened once, without
     following links; owner and mode are checked on the open descriptor; and all files in it are opened through that descriptor.
-    If another user has taken the name, the user's runtime directory is used instead, if it is in memory.
+    If another user has taken the name, this user's caches are not shared.
 
     A directory of another user is only read (by root). It is never locked, because its owner may hold the lock for ever. Its
     files are opened for reading, without waiting for a pipe, and may change at any moment.
@@ -44,7 +44,6 @@ from typing import TypeVar
 from stocache.errors import BusyError, CacheNameError, SegmentError
 from stocache.shm.layout import persists
 from stocache.system import limits
-from stocache.system.limits import filesystem_of
 from stocache.system.platform import here
 from stocache.system.waiting import (
     FileKey,
@@ -62,7 +61,6 @@ logger = logging.getLogger("stocache")
 _PREFIX = "stocache-"  # and the number of the user
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _USERS = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,9}})")
-_RUNTIME_DIR = "/run/user/{}"
 
 DIRECTORY_PATIENCE_S = 10.0
 """Seconds to wait for the lock of a directory."""
@@ -99,36 +97,13 @@ def path_of(name: str, uid: int | None = None) -> str:
 
 
 def directory_of(uid: int | None = None) -> str:
-    """Return the directory of a user's named segments."""
+    """Return the directory of a user's named segments; see NOTE [ Whose directory ]."""
     return f"{limits.SHM_DIR}/{_PREFIX}{here.user() if uid is None else uid}"
 
 
 def owner_of(folder: str) -> int:
     """Return the user that a directory should belong to, by its name."""
     return int(os.path.basename(folder).removeprefix(_PREFIX))
-
-
-def directories_of(uid: int | None = None) -> Iterator[str]:
-    """Yield the directories in which a user's named segments may be, best first; see NOTE [ Whose directory ]."""
-    yield directory_of(uid)
-    number = here.user() if uid is None else uid
-    folders = [_RUNTIME_DIR.format(number)]
-    if number == here.user() and os.environ.get("XDG_RUNTIME_DIR"):
-        folders.append(os.path.normpath(os.environ["XDG_RUNTIME_DIR"]))
-    for folder in dict.fromkeys(folders):
-        if _is_private_memory(folder, number):
-            yield f"{folder}/{_PREFIX}{number}"
-
-
-def _is_private_memory(folder: str, uid: int) -> bool:
-    """Return whether only one user may use a folder, and it is a tmpfs."""
-    try:
-        status = os.lstat(folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid or status.st_mode & 0o077:
-            return False
-    except OSError:
-        return False
-    return filesystem_of(status.st_dev) == "tmpfs"
 
 
 def users() -> list[int]:

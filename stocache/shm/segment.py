@@ -70,7 +70,6 @@ class Segment:
         guard: lock for the threads of this process. Take it before a lock of the file, and before reserving.
         backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
             "process" is memory of this process alone, where the platform shares none.
-        rank: a number of this process's rank among those that share a segment without a name; else 0.
     """
 
     control: memoryview
@@ -78,7 +77,6 @@ class Segment:
     extents: Extents
     locks: FileLocks
     guard: threading.Lock
-    rank: int = 0
 
     def __init__(self, fds: list[int], layout: Layout, backing: str, path: str | None = None) -> None:
         self.layout, self.backing, self.path, self._pid = layout, backing, path, os.getpid()
@@ -304,7 +302,7 @@ class Segment:
             return _of_this_process, (self._key, self.layout.control_bytes)
         spawning = get_spawning_popen() is not None
         handle = DupFd(self._fds[0]) if spawning else f"/proc/{os.getpid()}/fd/{self._fds[0]}"
-        return _attach, (self._key, handle, self.backing, self.path, self.rank)
+        return _attach, (self._key, handle, self.backing, self.path)
 
     @property
     def key(self) -> FileKey:
@@ -401,15 +399,13 @@ def _of_this_process(key: FileKey, control_bytes: int) -> Segment:
     return _attached.get(key) or _blank(control_bytes)
 
 
-def _attach(key: FileKey, handle: Any, backing: str, path: str | None, rank: int) -> Segment:
+def _attach(key: FileKey, handle: Any, backing: str, path: str | None) -> Segment:
     """Return the segment of a pickled handle: the one that this process has, or a new one."""
     try:
         with registry.attaching:  # two threads must not make two segments of one file
             segment = _attached.get(key)
             if segment is None:
-                segment = _attach_anew(key, handle, backing, path)
-                segment.rank = rank
-                return segment
+                return _attach_anew(key, handle, backing, path)
             if not isinstance(handle, str) and (fd := handle.detach()) not in segment._fds:
                 segment._fds.append(fd)  # closing it would drop this process's locks
             return segment

@@ -20,9 +20,6 @@ from stocache.shm.segment import Segment, abandon, all_attached, attached
 from stocache.system.platform import here
 from stocache.system.waiting import FileKey, identify
 
-MOST_RANKS = 64
-"""Ranks that share a segment in which each has a bit for each sample."""
-
 
 class Sibling(NamedTuple):
     """A segment of another process of this user that this process is not attached to, open for a moment."""
@@ -35,21 +32,17 @@ class Sibling(NamedTuple):
 
 
 def join(
-    job: str,
-    agrees: Callable[[Sibling], bool],
-    new: Callable[[list[Sibling]], Segment],
-    most: int | None,
+    job: str, agrees: Callable[[Sibling], bool] | None, new: Callable[[list[Sibling]], Segment]
 ) -> tuple[Segment, Descriptor | None]:
     """Return a segment that a rank of this job has made and that ``agrees`` accepts; else a new one.
 
     Args:
         job: the key of the job.
-        agrees: whether this process may attach to a segment of the job.
+        agrees: whether this process may attach to a segment of the job; None if each rank has its own segment.
         new: called with the segments of the job that this process is not attached to; returns the segment to use instead.
-        most: ranks that may attach to one segment; None for any number, and then numbers may repeat.
 
     Returns:
-        The segment, whose ``rank`` is a number of this rank's own; and its descriptor, None for a new one.
+        The segment; and its descriptor, None for a new one.
 
     Raises:
         SegmentError: another user has taken the directory, or it is open to others.
@@ -60,23 +53,19 @@ def join(
     def find_or_make(_: int | None) -> tuple[Segment, Descriptor | None]:
         with siblings(job) as found:
             for sibling in found:
-                if agrees(sibling) and (rank := _number(sibling.fd, most)):
+                if agrees is not None and agrees(sibling):
                     found.remove(sibling)
-                    return _attach(sibling, rank), sibling.descriptor
+                    _count_rank(sibling.fd)
+                    return _attach(sibling), sibling.descriptor
             segment = new(found)
             if segment.backing != "none":
                 if segment.key not in holders():
                     raise SegmentError("/proc/locks does not list the locks of processes.")
-                segment.rank = _number(segment.fd, most)
+                if agrees is not None:
+                    _count_rank(segment.fd)
             return segment, None
 
-    problem: SegmentError | None = None
-    for folder in registry.directories_of():
-        try:
-            return registry.run_locked(folder, find_or_make, create=True)
-        except registry.ForeignError as error:
-            problem = problem or error.with_traceback(None)
-    raise problem or SegmentError("there is no directory for the lock of this user's segments.")
+    return registry.run_locked(registry.directory_of(), find_or_make, create=True)
 
 
 @contextlib.contextmanager
@@ -144,21 +133,15 @@ def _open(key: FileKey, pids: list[int]) -> Sibling | None:
     return None
 
 
-def _attach(sibling: Sibling, rank: int) -> Segment:
+def _attach(sibling: Sibling) -> Segment:
     fds = [sibling.fd]
     try:
-        segment = Segment(fds, sibling.layout, sibling.backing)
+        return Segment(fds, sibling.layout, sibling.backing)
     except BaseException:
         abandon(sibling.key, fds)
         raise
-    segment.rank = rank
-    return segment
 
 
-def _number(fd: int, most: int | None) -> int:
-    """Return the next number for a rank in a segment; 0 if all are taken. The caller holds the lock of the directory."""
-    number = min(os.pread(fd, 1, RANKS_AT)[0] + 1, 255)
-    if most is not None and number > most:
-        return 0
-    os.pwrite(fd, bytes([number]), RANKS_AT)
-    return number
+def _count_rank(fd: int) -> None:
+    """Count a rank that attaches to a segment, up to 255. The caller holds the lock of the directory."""
+    os.pwrite(fd, bytes([min(os.pread(fd, 1, RANKS_AT)[0] + 1, 255)]), RANKS_AT)

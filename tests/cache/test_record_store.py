@@ -23,15 +23,15 @@ MIXED = [
     {"image": torch.ones(3, 2, 2), "label": 4},
     *(np.full(100_000, 7, np.uint8), "more text", ["much that is easy to compress "] * 40),
 ]
-write_one_by_one = lambda cache, *batch: [cache._store.write_many([i], [e], [c])[0] for i, e, c in zip(*batch, strict=True)]
+write_one_by_one = lambda cache, *batch: [cache._store.write_many([i], [e])[0] for i, e in zip(*batch, strict=True)]
 write_together = lambda cache, *batch: cache._store.write_many(*batch)
 
 
 def outcome(cache, write, values, epochs=1, cost_s=lambda idx: None):
     """Write the samples of a few epochs, and return all that may depend on how they are written."""
     store, indices = cache._store, list(range(len(values)))
-    encoded = [store.encode(value, "sample") for value in values]
-    counters = [write(cache, indices, encoded, list(map(cost_s, indices))) for _ in range(epochs)]
+    encoded = [store.encode(value, "sample")._replace(cost_s=cost_s(idx)) for idx, value in enumerate(values)]
+    counters = [write(cache, indices, encoded) for _ in range(epochs)]
     with cache._segment.guard:
         number = store.arena.run_locked(lambda: store.arena.number_of(encoded[-1].treedef), None)
     control, used = bytes(cache._segment.control), store.arena.used
@@ -52,7 +52,7 @@ def test_a_batch_is_written_as_its_samples_are(name):
     codec = name and makers.codec(name)
     assert compare(lambda: RaggedCache("1MB", N, codec=codec), MIXED) == [[FILLS] * len(MIXED)]
     with RaggedCache("1MB", N, codec=codec) as cache:
-        assert write_together(cache, [], [], []) == []
+        assert write_together(cache, [], []) == []
         outcome(cache, write_together, MIXED)
         assert all(same(cache._store.load(idx, True), value) for idx, value in enumerate(MIXED))
 

@@ -79,47 +79,6 @@ def test_where_another_user_has_taken_the_place_each_rank_has_a_cache_of_its_own
     assert as_user(VICTIM, use)
 
 
-@pytest.fixture
-def runtime(monkeypatch):
-    """A runtime directory of the victim's, in memory."""
-    root = Path("/dev/shm/stocache-test-runtime")
-    place = root / str(VICTIM)
-    place.mkdir(0o700, parents=True)
-    os.chown(place, VICTIM, VICTIM)
-    monkeypatch.setattr(registry, "_RUNTIME_DIR", f"{root}/{{}}")
-    yield place
-    shutil.rmtree(root)
-
-
-def test_or_it_is_in_the_users_runtime_directory(runtime, caplog):
-    Path(registry.directory_of(VICTIM)).mkdir()
-
-    def use():
-        with make() as cache:
-            cache.set_slot(3, torch.full((4,), 7, dtype=torch.uint8))
-            assert as_user(VICTIM, join)
-            assert [(found.name, found.state) for found in listing.find()] == [("?", "bad"), (NAME, "live")]
-            assert listing.find()[1].path == f"{runtime}/stocache-{VICTIM}/{NAME}"
-        assert not list(runtime.iterdir())
-        assert f"Cache {NAME!r} is in {runtime}/stocache-{VICTIM} instead" in caplog.text
-
-    def join():
-        assert make().get_slot(3).tolist() == [7] * 4
-
-    assert as_user(VICTIM, use)
-    for spoil in (lambda: runtime.chmod(0o755), lambda: (runtime.chmod(0o700), os.chown(runtime, ATTACKER, -1))):
-        spoil()  # it is open, or another user's
-        assert as_user(VICTIM, lambda: is_shared() and os._exit(1))
-
-
-def test_and_only_if_that_is_in_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(registry, "_RUNTIME_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    in_memory = any(kind == "tmpfs" and f"{tmp_path}".startswith(place + "/") for _, place, kind, *_ in mounts)
-    assert len(list(registry.directories_of())) == 1 + in_memory
-
-
 def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch):
     place = Path(registry.directory_of())
     really_open = os.open

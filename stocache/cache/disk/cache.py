@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
+from stocache.cache.base import nested
 from stocache.cache.disk.folder import MOST_TEXT, Folder, manifest_of
 from stocache.cache.disk.formats import Rows, pack_example, unpack_example
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
@@ -30,7 +31,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
-from stocache.shm import claims, named
+from stocache.shm import claims, named, registry
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity
@@ -128,7 +129,6 @@ class DiskCache(ListCache[_T]):
         tensor([7, 7, 7]) None
     """
 
-    _RELEASED = (*ListCache._RELEASED, "_folder", "_writer")
     _records_loads = False  # the cache in memory does
 
     def __init__(
@@ -264,7 +264,7 @@ class DiskCache(ListCache[_T]):
             else:
                 end()
         # Within the load of another sample this thread does not wait
-        with self.free_to_wait() if outer is None else contextlib.nullcontext():
+        with nested(False) if outer is None else contextlib.nullcontext():
             for idx in others:
                 samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
         return [samples[idx] for idx in indices]
@@ -280,16 +280,15 @@ class DiskCache(ListCache[_T]):
         self,
         indices: list[int],
         encoded: Sequence[Any],
-        costs_s: Sequence[float | None],
         overwrite: bool = False,
         count_races: bool = True,
     ) -> None:
         publish, wanted = super()._publish, getattr(self._behind, "wanted", None)
         if wanted is None or overwrite:
-            publish(indices, encoded, costs_s, overwrite, count_races)
+            publish(indices, encoded, overwrite, count_races)
         elif not count_races:  # a block, which others may be waiting for
             rows = [row for row, idx in enumerate(indices) if wanted(idx)]
-            publish([indices[row] for row in rows], [encoded[row] for row in rows], [None] * len(rows), False, False)
+            publish([indices[row] for row in rows], [encoded[row] for row in rows], False, False)
         else:
             for idx, buffers in zip(indices, encoded, strict=True):
                 data = b"".join(buffers)
@@ -310,10 +309,9 @@ class DiskCache(ListCache[_T]):
 
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""
-        if "_writer" in self.__dict__:
+        if not self.closed:
             self.flush()
-        self.__dict__.pop("_disk", None)  # with the last thread that uses it, the files are closed
-        super().close()
+        super().close()  # the files are closed with the last thread that uses them
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._options, self._capacity, self._segment, self._folder and self._folder.key
@@ -336,7 +334,7 @@ class DiskCache(ListCache[_T]):
 class _Sample(NamedTuple):
     """A sample to publish if it is ``wanted`` then."""
 
-    publish: Callable[[list[int], list[Any], list[None]], None]
+    publish: Callable[[list[int], list[Any]], None]
     wanted: Callable[[int], bool]
     idx: int
     data: bytes
@@ -348,7 +346,7 @@ def _write(tasks: list[_Sample | Callable[[], None]]) -> None:
     wanted = [sample for sample in samples if sample.wanted(sample.idx)]
     try:
         if wanted:
-            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted], [None] * len(wanted))
+            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted])
     except Exception as error:  # the next ones may succeed; a sample that is missing is loaded again
         logger.debug("not written: %s", error)
     for task in tasks:
@@ -411,7 +409,7 @@ def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, ca
     }
     if folder.alone:  # shared memory that killed processes left behind is not newer than the index
         with contextlib.suppress(OSError):
-            named.remove(named.find(name), dead=True)
+            named.remove(registry.path_of(name), dead=True)
     descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
     layout = Layout.for_sizes(control, 0, descriptor.pack())
     found = named.join(name, identity, False, lambda: (layout, initialise))

@@ -25,7 +25,7 @@ from stocache.cache.disk.folder import (
 )
 from stocache.cache.disk.samples_file import CHECKSUM_BYTES, CHUNK, ENTRY_BYTES, SamplesFile, may_be_true, read_entries, seed_of
 from stocache.errors import DiskError
-from stocache.shm import named
+from stocache.shm import named, registry
 from stocache.system.limits import filesystem_of
 from stocache.system.platform import here
 from stocache.system.waiting import describe_first, flock_owners, printable
@@ -169,7 +169,7 @@ def remove(path: str | os.PathLike[str], force: bool = False) -> None:
         os.rmdir(path)
     if key is not None:
         with contextlib.suppress(OSError):  # shared memory that killed processes left
-            named.remove(named.find(f"disk.{key}"), dead=True)
+            named.remove(registry.path_of(f"disk.{key}"), dead=True)
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[str, int]:

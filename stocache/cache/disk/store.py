@@ -91,7 +91,7 @@ class DiskStore:
         """See `SampleStore`: one by one."""
         return None
 
-    def write_many(self, indices: list[int], encoded: Sequence[Any], costs_s: Sequence[float | None]) -> list[int | None]:
+    def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
         if self.file is None or not self._writable:
             return [REFUSED] * len(indices)

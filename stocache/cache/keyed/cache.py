@@ -1,6 +1,5 @@
 """KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
 
-import dataclasses
 import logging
 import threading
 import time
@@ -104,15 +103,12 @@ class KeyedCache(Attached, Generic[_K, _T]):
         tensor([3, 3]) 2 1
     """
 
-    _RELEASED = (*Attached._RELEASED, "_store", "_table", "_arena", "_load", "_disk")
-
     thread_safe = True  # worker threads share it
 
     @shows_options(*KEYED)
     def __init__(self, size_limit_gib: float | str | CacheOptions = "auto", **options: Any) -> None:
         (taken,) = take_options(type(self).__name__, [size_limit_gib], options, {CacheOptions: KEYED})
-        share_ranks = taken.fingerprint is not None  # else nothing says that their values are equal
-        self._open(dataclasses.replace(taken, share_ranks=share_ranks), job=None)
+        self._open(taken, job=None)
 
     def _open(self, options: CacheOptions, job: Job | None) -> None:
         codec, allow_pickle = options.codec, options.allow_pickle
@@ -325,12 +321,12 @@ class KeyedCache(Attached, Generic[_K, _T]):
             if self._disk is not None:
                 loaded = {each: value for each in wanted if (value := self._from_disk(each)) is not MISSING}
                 wanted = [each for each in wanted if each not in loaded]
-            for part, made, costs_s in load_in_parts(
+            for part, costs_s in load_in_parts(
                 wanted, lambda part: load_missing([missing[each] for each in part]), self._segment
             ):
                 self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
-                loaded.update(zip(part, made, strict=True))
-                self._keep(part, made, strict)
+                loaded |= part
+                self._keep(list(part), list(part.values()), strict)
         finally:
             nesting.samples = outer
             if taken:

@@ -8,6 +8,7 @@ cache, or make other rows. These are refused.
 """
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any
 
 from stocache.datasets.transforms.pipelines import step_name
 from stocache.errors import DatasetError
+
+logger = logging.getLogger("stocache")
 
 _CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
 _CHANGING = frozenset({"set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform"})

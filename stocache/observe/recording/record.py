@@ -399,12 +399,12 @@ def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
 
 
 def _remove_dead(prefix: str) -> None:
-    for folder in registry.directories_of():
-        with contextlib.suppress(OSError):
-            for name in os.listdir(folder):
-                if name.startswith(prefix):
-                    with contextlib.suppress(StocacheError, OSError):
-                        named.remove(f"{folder}/{name}", dead=True)
+    folder = registry.directory_of()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(prefix):
+                with contextlib.suppress(StocacheError, OSError):
+                    named.remove(f"{folder}/{name}", dead=True)
 
 
 def read_named(fd: int, layout: Layout) -> Counted:

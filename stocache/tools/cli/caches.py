@@ -90,7 +90,7 @@ def rm(
     With --force, processes that use one keep it, but no other can join.
     """
     from stocache.errors import StocacheError
-    from stocache.shm import named
+    from stocache.shm import named, registry
     from stocache.system import limits
     from stocache.system.waiting import printable
     from stocache.tools.cli import listing
@@ -111,7 +111,7 @@ def rm(
         paths = []
         for name in names or ():
             try:
-                paths.append(name if name in folders else named.find(name, uid))
+                paths.append(name if name in folders else registry.path_of(name, uid))
             except StocacheError as error:
                 fail(str(error))
     failed = False

@@ -186,14 +186,13 @@ _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to 
 
 
 def _find(uid: int, pids: _Pids) -> Iterator[NamedFile]:
-    user = user_name(uid)
-    for folder in registry.directories_of(uid):
-        try:
-            yield from registry.run_locked(folder, partial(_list, folder=folder, user=user, pids=pids))
-        except PermissionError:
-            yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
-        except OSError as error:
-            yield NamedCache("?", user, folder, problem=printable(str(error)))
+    user, folder = user_name(uid), registry.directory_of(uid)
+    try:
+        yield from registry.run_locked(folder, partial(_list, folder=folder, user=user, pids=pids))
+    except PermissionError:
+        yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
+    except OSError as error:
+        yield NamedCache("?", user, folder, problem=printable(str(error)))
 
 
 def _list(at: int | None, folder: str, user: str, pids: _Pids) -> list[NamedFile]:
