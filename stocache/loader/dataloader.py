@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.lazy import ListedBatches, with_lazy_batches
+from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError, WorkerError
-from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
+from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
 from stocache.loader.epochs import EpochLog, RunningEpoch
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.requests import RequestContext
@@ -39,7 +39,7 @@ from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_samp
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
-from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
+from stocache.loader.torch_iterators import AheadIterator, MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
 from stocache.loader.worker_state import StateBatch, WorkerStates
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
@@ -146,13 +146,13 @@ class DataLoader(ResumableLoader[_T]):
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, drop_last, generator, in_order: as for torch's
             DataLoader, which has ``in_order`` from torch 2.6 on.
-        timeout, worker_init_fn, multiprocessing_context, persistent_workers, pin_memory, pin_memory_device: likewise.
+        timeout, worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers, pin_memory, pin_memory_device:
+            likewise.
         num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to
             10 s, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
             logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for
-            each CPU, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
-        prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
-            of batches that a thread of this process gathers in advance; the attribute is None then, as torch's loader needs it.
+            each CPU, at most 8. If it is 0, ``prefetch_factor``, ``persistent_workers`` and ``multiprocessing_context`` have no
+            effect.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
@@ -192,7 +192,6 @@ class DataLoader(ResumableLoader[_T]):
         self,
         dataset: Any,
         *args: Any,
-        prefetch_factor: int | None = None,
         snapshot_every_n_steps: int | None = 1,
         sample_seed: int | SampleSeed | None = None,
         worker_method: str | None = None,
@@ -208,11 +207,7 @@ class DataLoader(ResumableLoader[_T]):
 
             arguments = with_chosen_workers(dataset, arguments, DataLoader)
             args, kwargs = (), arguments
-        alone = arguments.get("num_workers", 0) == 0
-        super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
-        if alone and prefetch_factor is not None and prefetch_factor < 0:
-            raise ValueError("prefetch_factor option should be non-negative")
-        self._gathered_ahead = prefetch_factor or 0  # without workers
+        super().__init__(dataset, *args, **kwargs)
         self.snapshot_every_n_steps = None if snapshot_every_n_steps is None else operator.index(snapshot_every_n_steps)
         planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
         if planned is not None and self.batch_size not in (planned, None):
@@ -323,19 +318,12 @@ class DataLoader(ResumableLoader[_T]):
         if self.device is not None:
             replaced |= {"pin_memory": False}  # the ring and the pool are pinned
         if alone:
-            dataset = self._restored_here(dataset)
-            if lazy is None:
-                replaced |= {"dataset": dataset}
-                pool = self._pool if stacking else None
-                replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main, pool)}
-                return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-            runs_ahead = self.device is not None and order.may_run_ahead
+            collate_here = MainCollate(collate_fn, self.batch_sampler is not None, self.record.main, stacking, self._pool)
+            replaced |= {"dataset": self._restored_here(dataset), "collate_fn": collate_here}
             # A state is that of the delivered batches
-            depth = 0 if self._keeps_states else max(self._gathered_ahead, runs_ahead)
-            planned = depth and runs_ahead and seed is None and _gathered_on_device(lazy) is not None
-            order.at_once = order.most_at_once if planned else 1
-            lists = self._torch_iterator(order, progress, replaced | {"dataset": ListedBatches(dataset), "collate_fn": as_is})
-            return Gatherer(lists, self._pool, depth, self.record.main), WorkerGroup(order)
+            if self.device is not None and lazy is not None and order.may_run_ahead and not self._keeps_states:
+                order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
+            return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
         iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
@@ -383,7 +371,8 @@ class DataLoader(ResumableLoader[_T]):
         if self._uses_threads:
             return ThreadIterator(self)
         if not self.num_workers:
-            return MainIterator(self)
+            order = self._index_source
+            return AheadIterator(self) if isinstance(order, Order) and order.at_once else MainIterator(self)
         self.check_worker_number_rationality()
         return ProcessIterator(self)
 

@@ -120,7 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         final_requests: requests without indices at the end: the workers answer them with their last states.
-        at_once: how many batches of indices it gives at a time, in a list; 0 for one that is in no list.
+        at_once: how many batches an `AheadIterator` asks for at a time; 0 for another iterator.
         error: the error of the sampler; None without one.
     """
 
@@ -153,7 +153,7 @@ class Order:
         if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
             self.restore(progress.workers_made)
             progress.workers_made = None
-        return _in_lists(numbered, self.at_once) if self.at_once else numbered
+        return numbered
 
     def _begin_sampler(self) -> Iterator[Any]:
         return begin(self.sampler, self.at_once > 1 or (self.context is not None and self.context.arrays))
@@ -303,23 +303,6 @@ class Order:
         """Return the samplers, and the iterator over the batches, whose states are kept after each batch."""
         tracked = [sampler for sampler in self._stateful() if not isinstance(sampler, ResumableSampler)]
         return [*tracked, indices] if has_state(indices) else tracked
-
-
-def _in_lists(values: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Yield values in lists of at most ``size``. An error comes after the values before it."""
-    found: list[Any] = []
-    try:
-        for value in values:
-            found.append(value)
-            if len(found) == size:
-                yield found
-                found = []
-    except Exception:
-        if found:
-            yield found
-        raise
-    if found:
-        yield found
 
 
 def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:
