@@ -217,7 +217,7 @@ class CachedDataset(DatasetProxy[_T]):
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
             for sample in list(wrapped.probe.named.values())[:1]:
                 self.after_cache.check(sample)
-        self._epochs = EpochCounter(self._len, self.cache)
+        self._epochs = EpochCounter(self.cache.counts())
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
         self._last_stats: DatasetStats | None = None  # when it was closed
@@ -274,8 +274,6 @@ class CachedDataset(DatasetProxy[_T]):
         Raises:
             DatasetError: the dataset has become longer or shorter.
         """
-        if not self.cache.closed:
-            self._epochs.update(self.cache)
         now = length_of(self.dataset)
         if now is not None and now != self._len:
             raise DatasetError(
@@ -473,7 +471,7 @@ class CachedDataset(DatasetProxy[_T]):
                     batches = [indices[at : at + 16] for at in range(0, len(indices), 16)]
                 begin = os.getpid() * 40503 % max(1, len(batches))
                 self._warm(batches[begin:] + batches[:begin], num_workers or 1, bar)
-        self._epochs.begin(self.cache)  # filling does not count as an epoch
+        self._epochs.begin(self.cache.counts())  # filling does not count as an epoch
         return self.stats()
 
     def _warm(self, batches: list[list[int]], num_workers: int, bar: Any) -> None:
@@ -498,22 +496,24 @@ class CachedDataset(DatasetProxy[_T]):
         """Return the counts of all processes, in total and for each epoch; after `close` those of that moment."""
         if self.cache.closed and self._last_stats is not None:
             return self._last_stats
-        self._epochs.update(self.cache)
         total, disk = self._tiers.stats()
-        epochs = self._epochs.stats(self.cache)
+        epochs = self._epochs.stats(self.cache.counts())
         return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
     def begin_loop(self, loader: Any, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
         self._follow_transforms()
-        self._epochs.loop_begins(self.cache, loader, expected=looped and not self._audit.changed)
+        self._epochs.loop_begins(self.cache.counts(), loader, expected=looped and not self._audit.changed)
         if loader.num_workers and loader.persistent_workers:
             self._audit.meet_workers(started=loader.has_workers)
         self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
-        self._epochs.update(self.cache, begins=True, epoch=None if self._audit.changed else epoch)
+        """Begin an epoch, for `stats` and the log; and in the dataset, if it has ``set_epoch``.
+
+        A `stocache.DataLoader` begins epochs by itself.
+        """
+        self._epochs.epoch_is_set(self.cache.counts(), epoch, expected=not self._audit.changed)
         if takes_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()

@@ -146,7 +146,6 @@ class DatasetProxy(Dataset[_T]):
         return _new, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._epochs.workers_start()
         self._follow_transforms()
         return vars(self)
 
@@ -163,7 +162,7 @@ class DatasetProxy(Dataset[_T]):
             _len=len(rows),
             _collates={},
             _sizes_compared=set(),
-            _epochs=EpochCounter(len(rows), self.cache),
+            _epochs=EpochCounter(self.cache.counts()),
         )
 
     def _replace(self: _Self, **attributes: Any) -> _Self:
