@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
-from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
+from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
 from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback

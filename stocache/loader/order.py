@@ -32,9 +32,9 @@ from torch.utils.data import (
 )
 
 from stocache.errors import StateError
-from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
+from stocache.loader.workers.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.system import rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
@@ -68,8 +68,8 @@ class Progress:
         epochs: the epochs of the samplers that have ``set_epoch``.
         now: states of the samplers after the batches that were delivered; None if they do not have one.
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
-        replay: batches to load and drop, because the states of the workers are older; see worker_state.py.
-        fillers: requests that the first workers answer with a batch that is dropped; see worker_state.py.
+        replay: batches to load and drop, because the states of the workers are older; see workers/states.py.
+        fillers: requests that the first workers answer with a batch that is dropped; see workers/states.py.
         sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler, de
 
 import stocache
 from stocache import CachedDataset
-from stocache.loader import dataloader, epochs
+from stocache.loader import epochs, iteration
 from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
@@ -116,7 +116,7 @@ def test_requests_of_other_loaders_are_one_epoch(caplog):
 def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
     clock = SimpleNamespace(now=1)
     clock.perf_counter_ns = lambda: clock.now
-    for module in (dataloader, epochs):
+    for module in (iteration, epochs):
         monkeypatch.setattr(module, "time", clock)
 
     class Slow(Images):
