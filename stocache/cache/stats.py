@@ -97,7 +97,8 @@ class DatasetStats:
 
     Attributes:
         total: the counts since the cache was made, and its content.
-        epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits.
+        epochs: the counts of each epoch, in order; the last one may still be running. Only hits in memory count as hits. An
+            epoch begins with a loop over a `stocache.DataLoader`, and with ``set_epoch`` of the dataset.
         disk: the counts of the disk behind the memory, if there is one. Its misses are the reads of the dataset.
         compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
         left: whether the cache is not served any more, because samples depend on more than their index.

@@ -144,7 +144,7 @@ class CachedDataset(DatasetProxy[_T]):
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
             for sample in list(wrapped.probe.named.values())[:1]:
                 self.after_cache.check(sample)
-        self._epochs = EpochCounter(self._len, self.cache)
+        self._epochs = EpochCounter(self.cache.counts())
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
         self._last_stats: DatasetStats | None = None  # when it was closed
@@ -318,7 +318,7 @@ class CachedDataset(DatasetProxy[_T]):
                 bar.total = bar.n + len(indices)
                 for count in self._warm(indices, num_workers or 1):
                     bar.update(count)
-        self._epochs.begin(self.cache)  # filling does not count as an epoch
+        self._epochs.begin(self.cache.counts())  # filling does not count as an epoch
         return self.stats()
 
     def _warm(self, indices: list[int], num_workers: int) -> Iterable[int]:
@@ -346,22 +346,24 @@ class CachedDataset(DatasetProxy[_T]):
         """Return the counts of all processes, in total and for each epoch; after `close` those of that moment."""
         if self.cache.closed and self._last_stats is not None:
             return self._last_stats
-        self._epochs.update(self.cache)
         total, disk = self._tiers.stats()
-        epochs = self._epochs.stats(self.cache)
+        epochs = self._epochs.stats(self.cache.counts())
         return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
     def begin_loop(self, loader: Any, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
         self._follow_transforms()
-        self._epochs.loop_begins(self.cache, loader, expected=looped and not self._audit.changed)
+        self._epochs.loop_begins(self.cache.counts(), loader, expected=looped and not self._audit.changed)
         if loader.num_workers and loader.persistent_workers:
             self._audit.meet_workers(started=loader.has_workers)
         self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, for `stats`, which otherwise finds epochs by itself; and in the dataset, if it has ``set_epoch``."""
-        self._epochs.update(self.cache, begins=True, epoch=None if self._audit.changed else epoch)
+        """Begin an epoch, for `stats` and the log; and in the dataset, if it has ``set_epoch``.
+
+        A `stocache.DataLoader` begins epochs by itself.
+        """
+        self._epochs.epoch_is_set(self.cache.counts(), epoch, expected=not self._audit.changed)
         if takes_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()

@@ -17,8 +17,6 @@ from torch.utils.data import ConcatDataset, Subset
 from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import BatchSpec, Empty, LazyBatch, Load, append_to
 from stocache.datasets.cached import is_cache
-from stocache.errors import SampleIndexError
-from stocache.samples.indices import as_array
 from stocache.system.walking import branch_of, inner_datasets, passes_on, through_subsets
 
 
@@ -143,32 +141,6 @@ class LazyConcat(ConcatDataset[Any]):
             for number, (positions, inner) in branches.items()
         }
         return JoinedBatch(parts, len(indices), self._batch_spec)
-
-
-class ListedBatches:
-    """A dataset whose ``__getitems__`` returns one batch for each list of indices that it gets, or an error in its place."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, lists: list[Any]) -> list[Any]:
-        """Return the batches. Several lists are asked for at once, if they are integers."""
-        arrays = list(map(as_array, lists)) if len(lists) > 1 else []
-        if arrays and all(isinstance(each, np.ndarray) for each in arrays):
-            try:
-                batches: list[Any] = self.dataset.__getitems__(np.concatenate(arrays)).split(list(map(len, arrays)))
-                return batches
-            except SampleIndexError:  # which list has it is found out below
-                pass
-            except Exception as error:
-                return [error, *map(self._batch, lists[1:])]
-        return list(map(self._batch, lists))
-
-    def _batch(self, indices: Any) -> Any:
-        try:
-            return self.dataset.__getitems__(indices)
-        except Exception as error:
-            return error
 
 
 def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:

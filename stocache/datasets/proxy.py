@@ -55,8 +55,6 @@ class DatasetProxy(Dataset[_T]):
         Raises:
             DatasetError: the dataset has become longer or shorter.
         """
-        if not self.cache.closed:
-            self._epochs.update(self.cache)
         now = length_of(self.dataset)
         if now is not None and now != self._len:
             raise DatasetError(
@@ -172,7 +170,6 @@ class DatasetProxy(Dataset[_T]):
         return _new, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._epochs.workers_start()
         self._follow_transforms()
         return vars(self)
 

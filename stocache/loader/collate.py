@@ -1,11 +1,8 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import contextlib
-import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +12,11 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
-from stocache.loader.requests import count_samples
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
+from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
 from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
-from stocache.system.background import Background
 from stocache.system.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
@@ -161,28 +157,33 @@ def as_is(samples: object) -> Any:
 
 
 class MainCollate:
-    """The collate function of a loader without workers: that of the user, timed.
+    """The collate function of a loader without workers: that of the user, timed. A `LazyBatch` is gathered.
 
     Args:
         collate_fn: the user's collate function.
         batched: whether the loader makes batches of samples.
         row: of the main process.
-        pool: memory for large stacked tensors; None if the function does not `stack`.
+        stacking: whether it `stacks`.
+        pool: memory for gathered tensors, and for large stacked ones.
     """
 
-    def __init__(self, collate_fn: Callable[[Any], object], batched: bool, row: TimingRow, pool: Pool | None) -> None:
-        self._collate_fn, self._batched, self._row, self._pool = collate_fn, batched, row, pool
+    def __init__(self, collate_fn: Callable[[Any], object], batched: bool, row: TimingRow, stacking: bool, pool: Pool) -> None:
+        self._collate_fn, self._batched, self._row, self._stacking, self._pool = collate_fn, batched, row, stacking, pool
 
     def __call__(self, samples: object) -> Any:
-        """Return the batch of a list of samples, or of one sample."""
-        self._row.add_making(count_samples(samples) if self._batched else 1)
-        with span(COLLATE):
-            batch = self._collate(samples)
+        """Return the batch of a list of samples, of a `LazyBatch`, or of one sample."""
+        if isinstance(samples, LazyBatch):
+            self._row.add_making(len(samples))
+            batch = _gather(samples, self._pool)
+        else:
+            self._row.add_making(count_samples(samples) if self._batched else 1)
+            with span(COLLATE):
+                batch = self._collate(samples)
         self._row.add_collating()
         return batch
 
     def _collate(self, samples: Any) -> object:
-        if self._pool is None or not stacks(self._collate_fn):
+        if not (self._stacking and stacks(self._collate_fn)):
             return self._collate_fn(samples)
         return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack_large, self._pool)})
 
@@ -204,80 +205,6 @@ def _stack_large(pool: Pool, batch: list[Tensor], *, collate_fn_map: object) -> 
 def _is_like(tensor: Tensor, first: Tensor) -> bool:
     alike = _is_plain(tensor) and tensor.dtype == first.dtype and tensor.shape == first.shape and tensor.is_contiguous()
     return alike and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-
-
-class Gatherer:
-    """An iterator that gathers lazy batches into memory of a pool; a thread gathers ``depth`` of them in advance.
-
-    Batches that a GPU gathers need no thread: they are only asked for in advance.
-
-    Gathering releases the GIL for the training step. The thread gathers only batches whose samples are all cached. Other
-    samples are loaded by the thread that asks for the batch, in the same order as without a cache.
-
-    Args:
-        lists: yields lists of lazy batches, or of errors in their place.
-        pool, depth: the memory, and how many batches are asked for in advance.
-        row: of the main process.
-    """
-
-    def __init__(self, lists: Iterator[list[LazyBatch | Exception]], pool: Pool, depth: int, row: TimingRow) -> None:
-        self._lists, self._pool, self._depth, self._pid, self._row = lists, pool, depth, os.getpid(), row
-        self._waiting: deque[tuple[LazyBatch | Exception, Future[tuple[Any, int]] | None]] = deque()
-        self._background = Background("stocache-gather")
-
-    def __iter__(self) -> "Gatherer":
-        return self
-
-    def __len__(self) -> int:
-        return len(self._lists)  # type: ignore[arg-type]  # torch's have one
-
-    def __next__(self) -> Any:
-        self._look_ahead()
-        if not self._waiting:
-            self._ask()
-        lazy, future = self._waiting.popleft()
-        if isinstance(lazy, Exception):
-            raise lazy
-        # A forked child does not have the thread
-        batch, took_ns = (None, 0) if future is None or os.getpid() != self._pid else future.result()
-        if batch is None:
-            self._row.add_making(len(lazy))
-            batch = _gather(lazy, self._pool)
-            self._row.add_collating()
-        else:
-            self._row.add_gathered(len(lazy), 1, took_ns)
-        self._look_ahead()
-        return batch
-
-    def _ask(self) -> None:
-        for lazy in next(self._lists):
-            needs_thread = self._depth and not isinstance(lazy, Exception) and not lazy.on_device and os.getpid() == self._pid
-            future = self._background.submit(_gather_cached, lazy, self._pool) if needs_thread else None
-            self._waiting.append((lazy, future))
-
-    def _look_ahead(self) -> None:
-        while len(self._waiting) < self._depth and os.getpid() == self._pid:
-            try:
-                self._ask()
-            except StopIteration:
-                return
-            except Exception as error:  # raised when its batch is requested
-                self._waiting.append((error, None))
-
-    def is_ready(self) -> bool:
-        """Return whether all samples of the next batch are cached."""
-        self._look_ahead()
-        lazy = self._waiting[0][0] if self._waiting else None
-        try:
-            return isinstance(lazy, LazyBatch) and lazy.cached
-        except Exception:  # raised when the batch is requested
-            return False
-
-
-def _gather_cached(lazy: LazyBatch, pool: Pool) -> tuple[Any, int]:
-    """Return a batch that is wholly cached, and the nanoseconds that gathering it took; None if it is not."""
-    began = time.perf_counter_ns()
-    return (_gather(lazy, pool), time.perf_counter_ns() - began) if lazy.cached else (None, 0)
 
 
 def _gather(lazy: LazyBatch, pool: Pool) -> Any:

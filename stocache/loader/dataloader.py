@@ -5,7 +5,7 @@ NOTE [ How torch's DataLoader is used ]
     the loader, in which some arguments are replaced. ``collate_fn`` becomes `RingCollate`, which writes the batch into the
     ring and returns a handle; or `ThreadCollate`, if the workers are threads. The sampler becomes `Order`, which can be
     resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``, any dataset becomes a
-    `SeededDataset`. Datasets that have a state get the wrappers of worker_state.py. Of torch's methods ``__iter__`` is
+    `SeededDataset`. Datasets that have a state get the wrappers of workers/states.py. Of torch's methods ``__iter__`` is
     overridden, and the private ``_get_iterator``, which makes subclasses of torch's iterators. More private names of torch are
     ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its processes,
     and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
@@ -19,47 +19,40 @@ import logging
 import multiprocessing
 import operator
 import os
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.lazy import ListedBatches, with_lazy_batches
-from stocache.errors import LimitError, WorkerError
-from stocache.loader.collate import Gatherer, MainCollate, RingCollate, ThreadCollate, as_is, stacks
-from stocache.loader.epochs import EpochLog, RunningEpoch
+from stocache.datasets.lazy import with_lazy_batches
+from stocache.errors import LimitError
+from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
+from stocache.loader.epochs import EpochLog, LoaderStats, RunningEpoch
+from stocache.loader.iteration import Iteration, LateIteration
 from stocache.loader.order import Order, Progress, known_length
-from stocache.loader.requests import RequestContext
 from stocache.loader.resumable import ResumableLoader
 from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
-from stocache.loader.torch_iterators import MainIterator, ProcessIterator, with_quick_queues
-from stocache.loader.worker_group import WorkerGroup, is_timeout, try_to_start
-from stocache.loader.worker_state import StateBatch, WorkerStates
-from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
-from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord, record_here
-from stocache.observe.verdict import LoaderEpochStats, Verdict
+from stocache.loader.torch_iterators import AheadIterator, MainIterator, ProcessIterator, with_quick_queues
+from stocache.loader.worker_group import WorkerGroup, try_to_start
+from stocache.loader.workers.requests import RequestContext
+from stocache.observe.recording.record import TimingRecord
 from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
-from stocache.system.figures import flat_numbers
 from stocache.system.limits import parse_size
 from stocache.system.loading.children import fork_lock
 from stocache.system.objects import TorchLoader
 from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
-from stocache.system.spans import WAIT, span
 from stocache.system.walking import through_subsets, walk
 
 if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
     from stocache.loader.choice.choice import GilTrial
     from stocache.loader.device.batches import DeviceStage
-    from stocache.loader.device.gathering import DeviceStats
 
 logger = logging.getLogger("stocache")
 
@@ -78,60 +71,6 @@ def with_arguments_of_torch(function: _F) -> _F:
     return function
 
 
-@dataclass(frozen=True)
-class LoaderStats:
-    """Counts and times of a `DataLoader`, over all its iterators.
-
-    Attributes:
-        batches: number of batches delivered.
-        waited_s: seconds for which the loop waited for batches.
-        ring: batches that arrived through the ring.
-        fallbacks: number of batches that workers sent without the ring, as torch does, by reason.
-        ring_bytes: memory that the ring takes now.
-        hit_rate: share of samples that were in memory, of all that this process and its workers requested; None if the dataset
-            is not a `CachedDataset`, or is closed.
-        wait: how long the loop waited for each batch.
-        load: how long it took to load each sample that was not in memory.
-        collate: how long collating or gathering each batch took, without loading.
-        hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
-        ring_occupancy: the share of the ring's buffers that hold a batch now; None if the workers are not processes.
-        device: where the samples came from that a GPU has gathered; None without ``device``.
-        epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
-        verdict: why the trainer waited in the last epoch that has ended; None if it hardly waited.
-    """
-
-    batches: int
-    waited_s: float
-    ring: int
-    fallbacks: dict[str, int]
-    ring_bytes: int
-    hit_rate: float | None
-    wait: Distribution = EMPTY_DISTRIBUTION
-    load: Distribution = EMPTY_DISTRIBUTION
-    collate: Distribution = EMPTY_DISTRIBUTION
-    hand_over: Distribution = EMPTY_DISTRIBUTION
-    ring_occupancy: float | None = None
-    device: "DeviceStats | None" = None
-    epochs: tuple[LoaderEpochStats, ...] = ()
-    verdict: Verdict | None = None
-
-    def flat(self, prefix: str = "loader") -> dict[str, float]:
-        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
-
-        ``loader/wait_p95_s`` is over all epochs, ``loader/epoch_wait_p95_s`` of the last epoch, and
-        ``loader/epoch_worker_0_wait_p95_s`` of worker 0 in it. Counts of batches by reason add up to ``loader/fallbacks``.
-        """
-        own = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        own |= {"fallbacks": sum(self.fallbacks.values()), "verdict": None}
-        if not self.epochs:
-            return flat_numbers(prefix, own)
-        epoch = self.epochs[-1]
-        last = {item.name: getattr(epoch, item.name) for item in dataclasses.fields(epoch) if item.name != "verdict"}
-        last |= {"hit_rate": epoch.hit_rate, "waited_share": epoch.waited_share}
-        last |= {f"worker_{number}_wait": wait for number, wait in enumerate(epoch.wait_by_worker)}
-        return flat_numbers(prefix, own, {"epoch": last})
-
-
 class DataLoader(ResumableLoader[_T]):
     """torch's DataLoader with the same arguments and the same batches, and less copying.
 
@@ -146,13 +85,13 @@ class DataLoader(ResumableLoader[_T]):
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, drop_last, generator, in_order: as for torch's
             DataLoader, which has ``in_order`` from torch 2.6 on.
-        timeout, worker_init_fn, multiprocessing_context, persistent_workers, pin_memory, pin_memory_device: likewise.
+        timeout, worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers, pin_memory, pin_memory_device:
+            likewise.
         num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to
             10 s, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
             logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for
-            each CPU, at most 8. With 0, ``persistent_workers`` and ``multiprocessing_context`` have no effect.
-        prefetch_factor: as for torch's DataLoader. With ``num_workers=0``, and a cached dataset without a transform, the number
-            of batches that a thread of this process gathers in advance; the attribute is None then, as torch's loader needs it.
+            each CPU, at most 8. If it is 0, ``prefetch_factor``, ``persistent_workers`` and ``multiprocessing_context`` have no
+            effect.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
@@ -192,7 +131,6 @@ class DataLoader(ResumableLoader[_T]):
         self,
         dataset: Any,
         *args: Any,
-        prefetch_factor: int | None = None,
         snapshot_every_n_steps: int | None = 1,
         sample_seed: int | SampleSeed | None = None,
         worker_method: str | None = None,
@@ -208,11 +146,7 @@ class DataLoader(ResumableLoader[_T]):
 
             arguments = with_chosen_workers(dataset, arguments, DataLoader)
             args, kwargs = (), arguments
-        alone = arguments.get("num_workers", 0) == 0
-        super().__init__(dataset, *args, prefetch_factor=None if alone else prefetch_factor, **kwargs)
-        if alone and prefetch_factor is not None and prefetch_factor < 0:
-            raise ValueError("prefetch_factor option should be non-negative")
-        self._gathered_ahead = prefetch_factor or 0  # without workers
+        super().__init__(dataset, *args, **kwargs)
         self.snapshot_every_n_steps = None if snapshot_every_n_steps is None else operator.index(snapshot_every_n_steps)
         planned = self.sampler.batch_size if isinstance(self.sampler, LocalityDistributedSampler) else None
         if planned is not None and self.batch_size not in (planned, None):
@@ -224,7 +158,11 @@ class DataLoader(ResumableLoader[_T]):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
         self._trial: GilTrial | None = None  # of worker_method="auto"
-        self.device, self.device_limit_gib = None if device is None else _as_device(device), device_limit_gib
+        if device is not None:
+            from stocache.loader.device.cuda import as_device  # here: few loaders need a GPU
+
+            device = as_device(device)
+        self.device, self.device_limit_gib = device, device_limit_gib
         self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
         self._warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
@@ -255,10 +193,10 @@ class DataLoader(ResumableLoader[_T]):
         self._promised = self._loaded is not None
         if self._loaded is None:
             self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
-        return _LateIteration(functools.partial(self._begin, order.epochs(every=True)))
+        return LateIteration(functools.partial(self._begin, order.epochs(every=True)))
 
-    def _begin(self, epochs: list[int | None] | None = None) -> "_Iteration":
-        """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `_LateIteration`."""
+    def _begin(self, epochs: list[int | None] | None = None) -> "Iteration":
+        """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `LateIteration`."""
         if epochs is not None and epochs != self._order().epochs(every=True):
             self._leave_resumed_epoch()
         progress = self._next_progress()
@@ -288,7 +226,7 @@ class DataLoader(ResumableLoader[_T]):
         group.busy = False
         if self._stage is not None:
             batches = self._stage.delivered(batches)
-        return _Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
+        return Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self._log)
 
     def _begin_epoch(self) -> RunningEpoch:
         for cached in self._cached_datasets:
@@ -323,19 +261,12 @@ class DataLoader(ResumableLoader[_T]):
         if self.device is not None:
             replaced |= {"pin_memory": False}  # the ring and the pool are pinned
         if alone:
-            dataset = self._restored_here(dataset)
-            if lazy is None:
-                replaced |= {"dataset": dataset}
-                pool = self._pool if stacking else None
-                replaced |= {"collate_fn": MainCollate(collate_fn, self.batch_sampler is not None, self.record.main, pool)}
-                return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-            runs_ahead = self.device is not None and order.may_run_ahead
+            collate_here = MainCollate(collate_fn, self.batch_sampler is not None, self.record.main, stacking, self._pool)
+            replaced |= {"dataset": self._restored_here(dataset), "collate_fn": collate_here}
             # A state is that of the delivered batches
-            depth = 0 if self._keeps_states else max(self._gathered_ahead, runs_ahead)
-            planned = depth and runs_ahead and seed is None and _gathered_on_device(lazy) is not None
-            order.at_once = order.most_at_once if planned else 1
-            lists = self._torch_iterator(order, progress, replaced | {"dataset": ListedBatches(dataset), "collate_fn": as_is})
-            return Gatherer(lists, self._pool, depth, self.record.main), WorkerGroup(order)
+            if self.device is not None and lazy is not None and order.may_run_ahead and not self._keeps_states:
+                order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
+            return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
         ring = None if self._uses_threads else self.ring
         iteration = 0 if ring is None else ring.begin()
         order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
@@ -383,7 +314,8 @@ class DataLoader(ResumableLoader[_T]):
         if self._uses_threads:
             return ThreadIterator(self)
         if not self.num_workers:
-            return MainIterator(self)
+            order = self._index_source
+            return AheadIterator(self) if isinstance(order, Order) and order.at_once else MainIterator(self)
         self.check_worker_number_rationality()
         return ProcessIterator(self)
 
@@ -469,37 +401,15 @@ class DataLoader(ResumableLoader[_T]):
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
-        ring = self._ring
-        counted = None if self._record is None else self._record.read()
-        times = {} if counted is None else counted.distributions()
-        wait, load = (times.get(name, EMPTY_DISTRIBUTION) for name in ("wait", "load"))
-        samples, epochs = 0 if counted is None else counted.sum(SAMPLES_MADE), self._log.epochs()
         is_open = any(not cached.cache.closed for cached in self._cached_datasets)
-        return LoaderStats(
-            batches=wait.count,
-            waited_s=0.0 if counted is None else counted.sum(WAIT_NS) / 1e9,
-            ring=0 if ring is None else ring.received,
-            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
-            ring_bytes=0 if ring is None else ring.nbytes,
-            hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
-            ring_occupancy=None if ring is None else ring.occupancy,
-            device=None if self._stage is None else self._stage.stats(),
-            epochs=epochs,
-            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
-            **times,
-        )
+        device = None if self._stage is None else self._stage.stats()
+        return LoaderStats.of(self._record, self._ring, self._log.epochs(), is_open, device)
 
     @property
     def _cached_datasets(self) -> list[CachedDataset]:
         """The outermost cached datasets within the dataset."""
         found = walk(self.source, through=lambda wrapper: not isinstance(wrapper, CachedDataset))
         return [dataset for dataset in found if isinstance(dataset, CachedDataset)]
-
-
-def _as_device(device: Any) -> torch.device | None:
-    from stocache.loader.device.cuda import as_device
-
-    return as_device(device)
 
 
 def _gathered_on_device(lazy: Any) -> Any:
@@ -533,102 +443,3 @@ def _warn_of_lost(options: list[str], dataset: int, pid: int) -> None:
             "that you made, or leave the option out.",
             " and ".join(options),
         )
-
-
-@dataclass(eq=False, repr=False)
-class _Iteration:
-    """An iterator over batches that counts them, and explains the deaths of workers."""
-
-    _batches: Iterator[Any]
-    _progress: Progress
-    _worker_group: WorkerGroup
-    _worker_states: WorkerStates
-    _ordered: bool
-    _epoch: RunningEpoch
-    _log: EpochLog
-
-    def __post_init__(self) -> None:
-        self._own_row = None if self._epoch.workers else self._epoch.record.main  # where this thread makes the batches
-
-    def __iter__(self) -> "_Iteration":
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # __init__ has not run
-            raise AttributeError(name)
-        return getattr(self._batches, name)  # attributes of torch's iterator
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
-
-    def __next__(self) -> Any:
-        group, began, before = self._worker_group, time.perf_counter_ns(), None
-        if group.busy:
-            raise WorkerError("an interrupt ended the last step of this iterator, and may have lost a batch. Make another one.")
-        group.busy = True
-        try:
-            with span(WAIT):
-                if self._own_row is not None:
-                    before = record_here(self._own_row)
-                    self._own_row.begin_step()
-                batch = self._next()
-                while self._progress.replay:
-                    self._progress.replay -= 1
-                    batch = self._next()
-        except StopIteration:
-            self._progress.finished = True
-            self._log.end(self._epoch)
-            group.busy = False
-            raise
-        except Exception as error:
-            death = group.explanation(error)
-            group.busy = self._own_row is None and death is None and not group.expects(error)
-            if isinstance(error, WorkerError) and death is not None:
-                raise
-            if death is not None:
-                raise WorkerError(death) from error
-            if not is_timeout(error):
-                self._progress.deliver()  # the error took the place of a batch
-                self._worker_states.note_error()
-            raise
-        finally:
-            if self._own_row is not None:
-                record_here(before)
-        ended = time.perf_counter_ns()
-        self._epoch.note_batch(ended, ended - began, getattr(self._batches, "last_worker", None))
-        group.busy = False
-        return batch
-
-    def _next(self) -> Any:
-        """Return the next batch, and note its number and the state of its worker."""
-        while True:
-            if self._worker_group.ring is not None:
-                self._worker_group.ring.reap()
-            batch = next(self._batches)
-            if type(batch) is not StateBatch:
-                self._progress.deliver()
-                return batch
-            self._worker_states.note(batch, self._progress.delivered)
-            if not batch.dropped:
-                self._progress.deliver(None if self._ordered else batch.number)
-                return batch.batch
-
-
-class _LateIteration(_Iteration):
-    """An iterator that begins when it is first used, for samplers that have ``set_epoch``.
-
-    Lightning makes the first iterator of a run before it sets the epoch of the samplers. Workers would begin at once, with the
-    order of epoch 0. And after a checkpoint of the last step of an epoch, the iterator would resume that epoch, which has
-    nothing left, and Lightning would count it as the next one. Without workers torch, too, takes the epoch that is set when the
-    first batch is asked for.
-    """
-
-    def __init__(self, begin: Callable[[], _Iteration]) -> None:
-        self._begin = begin
-
-    def __getattr__(self, name: str) -> Any:
-        if "_begin" in vars(self):  # of its attributes it has no other yet
-            vars(self).update(vars(self._begin()))
-            del self._begin
-            return getattr(self, name)
-        return super().__getattr__(name)

@@ -1,28 +1,116 @@
-"""The figures of each epoch of a loader: how long the trainer waited, how long each part took, and the verdict."""
+"""The figures of a loader, and of each of its epochs: how long the trainer waited, how long each part took, the verdict."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
 from stocache.observe.recording.epochs import EpochStats
+from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord
-from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, judge
+from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, Verdict, judge
 from stocache.shm.ring.ring import NO_BUFFER, Ring
 from stocache.system import limits
+from stocache.system.figures import flat_numbers
 from stocache.system.platform import here
 from stocache.system.ranks import is_first_rank
+
+if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
+    from stocache.loader.device.gathering import DeviceStats
 
 logger = logging.getLogger("stocache")
 
 _KEPT = 1000  # epochs
 _EVERY = 8  # batches between two readings of the ring's occupancy
 _WRITE_NS = 250_000_000  # between two writes of the record, for `stocache metrics`
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """Counts and times of a `DataLoader`, over all its iterators.
+
+    Attributes:
+        batches: number of batches delivered.
+        waited_s: seconds for which the loop waited for batches.
+        ring: batches that arrived through the ring.
+        fallbacks: number of batches that workers sent without the ring, as torch does, by reason.
+        ring_bytes: memory that the ring takes now.
+        hit_rate: share of samples that were in memory, of all that this process and its workers requested; None if the dataset
+            is not a `CachedDataset`, or is closed.
+        wait: how long the loop waited for each batch.
+        load: how long it took to load each sample that was not in memory.
+        collate: how long collating or gathering each batch took, without loading.
+        hand_over: how long it took to pack each batch in a worker process, and to unpack it here.
+        ring_occupancy: the share of the ring's buffers that hold a batch now; None if the workers are not processes.
+        device: where the samples came from that a GPU has gathered; None without ``device``.
+        epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
+        verdict: why the trainer waited in the last epoch that has ended; None if it hardly waited.
+    """
+
+    batches: int
+    waited_s: float
+    ring: int
+    fallbacks: dict[str, int]
+    ring_bytes: int
+    hit_rate: float | None
+    wait: Distribution = EMPTY_DISTRIBUTION
+    load: Distribution = EMPTY_DISTRIBUTION
+    collate: Distribution = EMPTY_DISTRIBUTION
+    hand_over: Distribution = EMPTY_DISTRIBUTION
+    ring_occupancy: float | None = None
+    device: "DeviceStats | None" = None
+    epochs: tuple[LoaderEpochStats, ...] = ()
+    verdict: Verdict | None = None
+
+    @classmethod
+    def of(
+        cls,
+        record: TimingRecord | None,
+        ring: Ring | None,
+        epochs: tuple[LoaderEpochStats, ...],
+        is_open: bool,
+        device: "DeviceStats | None",
+    ) -> "LoaderStats":
+        """Return the statistics of a loader. ``is_open``: whether it has an open cache."""
+        counted = None if record is None else record.read()
+        times = {} if counted is None else counted.distributions()
+        wait, load = (times.get(name, EMPTY_DISTRIBUTION) for name in ("wait", "load"))
+        samples = 0 if counted is None else counted.sum(SAMPLES_MADE)
+        return cls(
+            batches=wait.count,
+            waited_s=0.0 if counted is None else counted.sum(WAIT_NS) / 1e9,
+            ring=0 if ring is None else ring.received,
+            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
+            ring_bytes=0 if ring is None else ring.nbytes,
+            hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
+            ring_occupancy=None if ring is None else ring.occupancy,
+            device=device,
+            epochs=epochs,
+            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
+            **times,
+        )
+
+    def flat(self, prefix: str = "loader") -> dict[str, float]:
+        """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
+
+        ``loader/wait_p95_s`` is over all epochs, ``loader/epoch_wait_p95_s`` of the last epoch, and
+        ``loader/epoch_worker_0_wait_p95_s`` of worker 0 in it. Counts of batches by reason add up to ``loader/fallbacks``.
+        """
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        own |= {"fallbacks": sum(self.fallbacks.values()), "verdict": None}
+        if not self.epochs:
+            return flat_numbers(prefix, own)
+        epoch = self.epochs[-1]
+        last = {item.name: getattr(epoch, item.name) for item in fields(epoch) if item.name != "verdict"}
+        last |= {"hit_rate": epoch.hit_rate, "waited_share": epoch.waited_share}
+        last |= {f"worker_{number}_wait": wait for number, wait in enumerate(epoch.wait_by_worker)}
+        return flat_numbers(prefix, own, {"epoch": last})
 
 
 @dataclass

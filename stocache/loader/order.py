@@ -32,9 +32,9 @@ from torch.utils.data import (
 )
 
 from stocache.errors import StateError
-from stocache.loader.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
+from stocache.loader.workers.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
 from stocache.system import rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
@@ -68,8 +68,8 @@ class Progress:
         epochs: the epochs of the samplers that have ``set_epoch``.
         now: states of the samplers after the batches that were delivered; None if they do not have one.
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
-        replay: batches to load and drop, because the states of the workers are older; see worker_state.py.
-        fillers: requests that the first workers answer with a batch that is dropped; see worker_state.py.
+        replay: batches to load and drop, because the states of the workers are older; see workers/states.py.
+        fillers: requests that the first workers answer with a batch that is dropped; see workers/states.py.
         sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.
@@ -120,7 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         final_requests: requests without indices at the end: the workers answer them with their last states.
-        at_once: how many batches of indices it gives at a time, in a list; 0 for one that is in no list.
+        at_once: how many batches an `AheadIterator` asks for at a time; 0 for another iterator.
         error: the error of the sampler; None without one.
     """
 
@@ -153,7 +153,7 @@ class Order:
         if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
             self.restore(progress.workers_made)
             progress.workers_made = None
-        return _in_lists(numbered, self.at_once) if self.at_once else numbered
+        return numbered
 
     def _begin_sampler(self) -> Iterator[Any]:
         return begin(self.sampler, self.at_once > 1 or (self.context is not None and self.context.arrays))
@@ -303,23 +303,6 @@ class Order:
         """Return the samplers, and the iterator over the batches, whose states are kept after each batch."""
         tracked = [sampler for sampler in self._stateful() if not isinstance(sampler, ResumableSampler)]
         return [*tracked, indices] if has_state(indices) else tracked
-
-
-def _in_lists(values: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Yield values in lists of at most ``size``. An error comes after the values before it."""
-    found: list[Any] = []
-    try:
-        for value in values:
-            found.append(value)
-            if len(found) == size:
-                yield found
-                found = []
-    except Exception:
-        if found:
-            yield found
-        raise
-    if found:
-        yield found
 
 
 def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:

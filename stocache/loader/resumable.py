@@ -10,12 +10,12 @@ from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, 
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import StateError
 from stocache.loader.order import Order, Progress, epoch_of, samplers_in
-from stocache.loader.requests import set_epoch
 from stocache.loader.sample_seed import SampleSeed
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
-from stocache.loader.worker_state import (
+from stocache.loader.workers.requests import set_epoch
+from stocache.loader.workers.states import (
     StatefulCollate,
     StatefulDataPipe,
     StatefulInit,

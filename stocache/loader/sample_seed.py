@@ -28,9 +28,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # documented
 from stocache.datasets.batches import Load, only_collates
 from stocache.datasets.cached import is_cache
 from stocache.errors import DatasetError, LimitError
-from stocache.loader.requests import EpochIndices, current_answer, note_answer, set_epoch
 from stocache.loader.threads.collating import CollateRng
 from stocache.loader.threads.info import Generators
+from stocache.loader.workers.requests import EpochIndices, current_answer, note_answer, set_epoch
 from stocache.system.generators import GENERATORS, Kept, read, restore_all, seed_all, seed_generator, seeded_samples
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets

@@ -1,14 +1,11 @@
 """The batches of worker threads, and the tasks that make them; see NOTE [ Batches made by threads ]."""
 
 import contextlib
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import zip_longest
 from operator import itemgetter
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,14 +18,15 @@ from stocache.datasets.cached import CachedDataset, is_cache
 from stocache.datasets.lazy import LazyConcat
 from stocache.errors import StocacheError
 from stocache.loader.collate import as_is
-from stocache.loader.requests import BatchRequest, EpochIndices, count_samples, set_epoch
 from stocache.loader.sample_seed import ThreadSeededDataset
+from stocache.loader.threads.batches import NOT_MADE, Batch, Group, Turn
 from stocache.loader.threads.collating import Collator
 from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, wrap_error
 from stocache.loader.threads.info import Generators
 from stocache.loader.threads.workers import Task, WorkerThreads
 from stocache.loader.torch_iterators import DatasetKind
-from stocache.loader.worker_state import StateBatch, StatefulCollate, StatefulMap
+from stocache.loader.workers.requests import EpochIndices, count_samples, set_epoch
+from stocache.loader.workers.states import StateBatch, StatefulCollate, StatefulMap
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.system.objects import attribute_of
 from stocache.system.spans import COLLATE, span
@@ -37,98 +35,10 @@ from stocache.system.walking import through_subsets, walk
 _RUN_S = 0.002  # a run of samples takes about as long
 _FIRST_RUNS = 8  # for each thread, of a batch whose samples' cost is not known
 
-_NOT_MADE = object()
 # Of a dataset, a cache or torch. Others that are raised in the loop are of a signal's handler
 _OF_SAMPLES = StocacheError, IndexError, TypeError, ValueError, MemoryError, RuntimeError
 
 _pin_memory: Any = torch_pinning.pin_memory
-
-
-class Batch:
-    """A batch that threads are making.
-
-    Attributes:
-        stream: the number of its random numbers' stream; or of its worker, if the dataset is bound.
-        before: the batch before it in its stream, until that is done.
-        data: the batch, when it is done.
-        error: the error to raise instead.
-        done: whether ``data`` or ``error`` is set.
-        group: the group with which the batch is gathered, if it is wholly cached.
-        maker: the number of the thread that finished it; None for the loop itself.
-        ready: whether its samples are made, in ``data``, and the loop is to collate them.
-        ended: whether the iterable dataset of the worker had no more samples.
-    """
-
-    def __init__(
-        self, crew: ThreadWorkers, request: BatchRequest, stream: int, before: "Batch | None", finished: "SimpleQueue[None]"
-    ) -> None:
-        self._crew, self.request, self.stream, self.before, self._finished = crew, request, stream, before, finished
-        self.data: Any = None
-        self.error: ExceptionWrapper | None = None
-        self.done = self.ended = self.ready = False
-        self.group: Group | None = None
-        self.maker: int | None = None
-        self.index: Any = None
-        self.samples: list[Any] = []
-        self.lazy: LazyBatch | None = None
-        self.errors: list[tuple[int, ExceptionWrapper]] = []
-        self.runs_left = 0
-        self.lock = threading.Lock()
-
-    def finish(self, data: object = None, error: ExceptionWrapper | None = None) -> None:
-        """Set the result for the loop."""
-        self.data, self.error, self.done = data, error, True
-        self.before = self.lazy = None
-        self.samples = []
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake the loop, if it waits."""
-        if self._crew.waiting:
-            self._finished.put(None)
-
-    def waits_for_loop(self) -> bool:
-        """Whether the loop is to collate the batch before it."""
-        before = self.before
-        return before is not None and (before.ready or before.waits_for_loop())
-
-
-def _follows(batch: Batch) -> bool:
-    """Whether all batches before it in its stream are done."""
-    before = batch.before
-    return before is None or before.done
-
-
-class Group:
-    """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``.
-
-    It does not keep the batches alive, which refer to it. An iterator that dies frees them, and those before them, at once.
-
-    Attributes:
-        lazy: all their samples.
-    """
-
-    def __init__(self, batches: list[Batch], lazy: LazyBatch) -> None:
-        self.batches, self.lazy, self.claim = [weakref.ref(batch) for batch in batches], lazy, threading.Lock()
-        for batch in batches:
-            batch.group = self
-
-
-class _Turn:
-    """Gives a sample the generators of its stream, in its turn; see NOTE [ Random numbers in threads ]."""
-
-    def __init__(self, crew: ThreadWorkers, batch: Batch) -> None:
-        self._crew, self._batch, self.position = crew, batch, 0
-
-    def generators(self) -> Generators:
-        self._crew.await_turn(self._is_mine, self._batch.waits_for_loop)
-        return self._crew.streams[self._batch.stream]
-
-    def _is_mine(self) -> bool:
-        batch = self._batch
-        if any(position < self.position for position, _ in batch.errors):  # a worker process would not make the sample
-            raise Stopped
-        return _follows(batch) and all(made is not _NOT_MADE for made in batch.samples[: self.position])
 
 
 class ThreadMaker:
@@ -179,7 +89,7 @@ class ThreadMaker:
         try:
             self._check(worker, batch)
             if self.collators:  # the collate function and the next samples may depend on each other
-                self.crew.await_turn(partial(_follows, batch), batch.waits_for_loop)
+                self.crew.await_turn(batch.is_next, batch.waits_for_loop)
             with self.crew.loading():
                 fetcher = self._fetchers.get(number)
                 if fetcher is None:
@@ -246,7 +156,7 @@ class ThreadMaker:
             return None
         index = batch.index = batch.request.answer()
         rows = range(len(_indices_of(index)) if self._batched else 1)
-        batch.samples = [_NOT_MADE] * len(rows)
+        batch.samples = [NOT_MADE] * len(rows)
         if not self._batched or self._way is not LazyBatch:
             self._put_runs(batch, rows, threads.put)
             return None
@@ -288,7 +198,7 @@ class ThreadMaker:
             return True
         batch.samples = [None] * len(batch.samples)
         for row in rows:
-            batch.samples[row] = _NOT_MADE
+            batch.samples[row] = NOT_MADE
         self._put_runs(batch, rows, put)
         return False
 
@@ -310,7 +220,7 @@ class ThreadMaker:
     def _load_run(self, batch: Batch, index: Any, rows: Sequence[int], number: int) -> None:
         worker = self.crew.workers[number]
         at = rows[0] if rows else 0
-        turn = _Turn(self.crew, batch)
+        turn = Turn(self.crew, batch)
         worker.rng.draws = turn
         began, row = time.perf_counter(), self._begin_step(number)
         try:
@@ -393,7 +303,7 @@ class ThreadMaker:
 
     def collate(self, batch: Batch) -> None:
         """Collate a batch, in the loop, if all batches before it in its stream are done."""
-        if not _follows(batch):
+        if not batch.is_next():
             return
         row, data, error = self.record.main, batch.data, None
         row.begin_step()

@@ -31,7 +31,8 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data import dataloader as torch_dataloader
 
 from stocache.errors import WorkerError
-from stocache.loader.thread_batches import Batch, Group, ThreadMaker
+from stocache.loader.thread_batches import ThreadMaker
+from stocache.loader.threads.batches import Batch, Group
 from stocache.loader.threads.crew import ThreadWorkers, graph_lock
 from stocache.loader.threads.workers import WorkerThreads, stop_all, wait_for
 from stocache.loader.torch_iterators import QuickIterator

@@ -15,14 +15,19 @@ import multiprocessing
 import multiprocessing.queues
 import select
 import weakref
+from collections import deque
 from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
+from stocache.datasets.batches import LazyBatch
+from stocache.errors import SampleIndexError
+from stocache.samples.indices import as_array
 from stocache.system.platform import here
 
 BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
@@ -53,6 +58,75 @@ class QuickIterator(BaseIterator):  # type: ignore[misc]
 
 class MainIterator(QuickIterator, torch_dataloader._SingleProcessDataLoaderIter):
     """An iterator that loads batches itself."""
+
+
+class AheadIterator(MainIterator):
+    """A `MainIterator` over a dataset that returns a `LazyBatch`. It asks for some of them before the loop does.
+
+    A GPU then learns the next batches during a training step, and plans several of them together.
+    """
+
+    _dataset: Any
+    _collate_fn: Any
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._at_once: int = self._index_sampler.at_once
+        self._waiting: deque[LazyBatch | Exception] = deque()
+
+    def _next_data(self) -> Any:
+        if not self._waiting:
+            self._ask()
+        batch = self._waiting.popleft()
+        if isinstance(batch, Exception):
+            raise batch
+        return self._collate_fn(batch)
+
+    def _ask(self) -> None:
+        """Ask for some batches. An error of the sampler comes after the batches before it."""
+        lists: list[Any] = []
+        ended: list[Exception] = []
+        try:
+            while len(lists) < self._at_once:
+                lists.append(self._next_index())  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if not lists:
+                raise
+            ended = [] if isinstance(error, StopIteration) else [error]
+        self._waiting += [*self._batches(lists), *ended]
+
+    def _batches(self, lists: list[Any]) -> list[LazyBatch | Exception]:
+        """Return the batches of several lists of indices, or errors in their place."""
+        arrays = list(map(as_array, lists)) if len(lists) > 1 else []
+        if arrays and all(isinstance(each, np.ndarray) for each in arrays):
+            try:
+                together: LazyBatch = self._dataset.__getitems__(np.concatenate(arrays))
+                return [*together.split(list(map(len, arrays)))]
+            except SampleIndexError:  # which list has it is found out below
+                pass
+            except Exception as error:
+                return [error, *map(self._batch, lists[1:])]
+        return list(map(self._batch, lists))
+
+    def _batch(self, indices: Any) -> LazyBatch | Exception:
+        try:
+            return self._dataset.__getitems__(indices)  # type: ignore[no-any-return]
+        except Exception as error:
+            return error
+
+    def is_ready(self) -> bool:
+        """Return whether all samples of the next batch are cached."""
+        try:
+            if not self._waiting:
+                self._ask()
+            batch = self._waiting[0]
+            return isinstance(batch, LazyBatch) and batch.cached
+        except StopIteration:
+            return False
+        except Exception as error:  # raised when the batch is requested
+            if not self._waiting:
+                self._waiting.append(error)
+            return False
 
 
 class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoaderIter):

@@ -64,29 +64,27 @@ class WorkerGroup:
         Exit code 0 counts as a death if workers are persistent, or if torch misses the worker: its pid is in ``missed``.
         """
         ended = [worker for worker in self.workers if worker.exitcode is not None]
-        ended.sort(key=lambda worker: not worker.exitcode)
-        for worker in ended:
+        for worker in sorted(ended, key=lambda worker: not worker.exitcode):
             if worker.exitcode or worker.pid in missed or self.persistent:
                 return self._death_of(worker.pid or 0, worker.exitcode or 0)
         return None
 
     def _death_of(self, pid: int, code: int) -> str:
-        knows = self.ring is not None and self.ring.works
-        number = self.ring.last_request_of(pid) if self.ring is not None and knows else None
-        at_work = (
-            f" at work on batch {number} of the epoch" if number is not None else " before its first batch" if knows else ""
-        )
+        ring = self.ring if self.ring is not None and self.ring.works else None
+        number = None if ring is None else ring.last_request_of(pid)
+        batch = "" if number is None else f" at work on batch {number} of the epoch"
+        if ring is not None and number is None:
+            batch = " before its first batch"
         if code < 0:
-            how, hint = (
-                f"was killed by signal {-code} ({signal_name(-code)})",
-                _HINTS.get(signal_name(-code), "Another process or the system ended it."),
-            )
+            name = signal_name(-code)
+            how, hint = f"was killed by signal {-code} ({name})", _HINTS.get(name, "Another process or the system ended it.")
+        elif code == 1 and number is None and self.start_method != "fork":
+            how, hint = "exited with code 1", f"Its output says why. {_guard_hint()}"
         else:
+            ending = "." if code else ": os._exit, sys.exit, or a KeyboardInterrupt."
             how = f"exited with code {code}"
-            hint = "Code in the dataset, collate_fn or worker_init_fn ended the process" + (_ENDINGS if not code else ".")
-            if code == 1 and number is None and self.start_method != "fork":
-                hint = f"Its output says why. {_guard_hint()}"
-        return f"DataLoader worker (pid {pid}) {how}{at_work}. {hint}"
+            hint = f"Code in the dataset, collate_fn or worker_init_fn ended the process{ending}"
+        return f"DataLoader worker (pid {pid}) {how}{batch}. {hint}"
 
     def expects(self, error: Exception) -> bool:
         """Whether a worker, the sampler or the timeout raised ``error``, and not a signal handler, which may do so anywhere."""
@@ -163,7 +161,6 @@ def _text_of(error: Exception) -> str:
     return ""
 
 
-_ENDINGS = ": os._exit, sys.exit, or a KeyboardInterrupt."
 _HINTS = {
     "SIGKILL": "Often the kernel does this when memory runs out (see dmesg). Use fewer workers or smaller batches.",
     "SIGSEGV": "A library that the dataset uses crashed. num_workers=0 with python -X faulthandler shows where.",

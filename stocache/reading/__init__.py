@@ -14,10 +14,10 @@ from stocache.reading.graph.pipes import FullSync, PinMemory, Prefetcher, Shardi
 from stocache.reading.graph.seeds import SeedGenerator, set_graph_random_seed
 from stocache.reading.interfaces import CheckpointableReadingServiceInterface, ReadingServiceInterface
 from stocache.reading.loader import DataLoader2, DataLoader2Iterator, Shuffle
+from stocache.reading.ranks import DistributedReadingService
 from stocache.reading.run.replica import WorkerInfo
 from stocache.reading.services import (
     CachingReadingService,
-    DistributedReadingService,
     InProcessReadingService,
     MultiProcessingReadingService,
     SequentialReadingService,

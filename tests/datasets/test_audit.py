@@ -25,7 +25,6 @@ EPOCHS = 3
 LOADERS = {
     "torch": (DataLoader, {}), "torch, 2 workers": (DataLoader, {"num_workers": 2}), "ours": (stocache.DataLoader, {}),
     "ours, 2 workers": (stocache.DataLoader, {"num_workers": 2}),
-    "ours, ahead": (stocache.DataLoader, {"prefetch_factor": 2}),
     "ours, persistent": (stocache.DataLoader, {"num_workers": 1, "persistent_workers": True}),
     "ours, threads": (stocache.DataLoader, {"num_workers": 2, "worker_method": "thread"}),
 }  # fmt: skip

@@ -108,7 +108,7 @@ HALF = f"{N + 20 * 200}B"
 
 
 @pytest.mark.parametrize(("limit", "options"), [
-    (1, {}), (HALF, {"prefetch_factor": 3}), (0, {"num_workers": 2}), (HALF, {"num_workers": 2}), (HALF, WORKERS[-1]),
+    (1, {}), (HALF, {}), (0, {"num_workers": 2}), (HALF, {"num_workers": 2}), (HALF, WORKERS[-1]),
     (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (0, {**THREADS, "prefetch_factor": 9}),
 ])  # fmt: skip
 def test_a_cached_dataset_gives_the_same_batches(limit, options):
@@ -181,7 +181,7 @@ def test_a_default_collate_that_was_extended_is_used(monkeypatch):
 @pytest.mark.parametrize("options", [
     {"num_workers": -1}, {"timeout": -1}, {"persistent_workers": True}, {"shuffle": True, "sampler": range(3)},
     {"batch_sampler": [[1]], "batch_size": 3}, {"batch_size": None, "drop_last": True}, {"batch_size": 0},
-    {"num_workers": 1, "prefetch_factor": -1}, {"multiprocessing_context": "fork"},
+    {"num_workers": 1, "prefetch_factor": -1}, {"prefetch_factor": 2}, {"multiprocessing_context": "fork"},
 ], ids=str)  # fmt: skip
 def test_arguments_are_refused_as_by_torch(options):
     with pytest.raises(ValueError, match=r".") as theirs:
@@ -199,8 +199,6 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     assert (loader.collate_fn, type(loader.dataset), len(loader)) == (default_collate, Images, N // 4)
     with pytest.raises(ValueError, match="should not be set"):
         loader.batch_size = 3
-    with pytest.raises(ValueError, match="non-negative"):  # torch has no use for it without workers
-        stocache.DataLoader(Images(), prefetch_factor=-1)
     ours, theirs = (list(inspect.signature(kind).parameters.values()) for kind in (stocache.DataLoader, type(loader).__base__))
     assert ours[:-5] == theirs
     names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "device_limit_gib"]
@@ -406,26 +404,6 @@ def test_where_torch_gets_no_shared_memory_either_batches_go_through_the_pipe(co
     assert caplog.text.count("they go through a pipe") == 1
 
 
-@pytest.mark.unaudited
-def test_a_thread_gathers_ahead_only_what_is_cached():
-    loads = []
-
-    class Recording(Images):
-        def __getitem__(self, idx):
-            loads.append(threading.current_thread())
-            return super().__getitem__(idx)
-
-    with CachedDataset(Recording(), 1, probe=1) as dataset:
-        loader = stocache.DataLoader(dataset, batch_size=8, prefetch_factor=2)
-        for _ in range(2):
-            batches = iter(loader)
-            first, threads = next(batches), [thread.name for thread in threading.enumerate()]
-            assert same([first, *batches], in_batches(8))
-        assert any(name.startswith("stocache-gather") for name in threads)
-        assert set(loads) == {threading.main_thread()}
-        assert len(loads) == N - 1  # one was loaded by the probe, in a child process
-
-
 def test_batches_without_workers_are_private_and_their_memory_is_used_again():
     with CachedDataset([torch.full((200, 200), float(idx)) for idx in range(16)], 1) as dataset:
         loader = stocache.DataLoader(dataset, 4)
@@ -437,23 +415,23 @@ def test_batches_without_workers_are_private_and_their_memory_is_used_again():
         assert [kept[0, 0, 0].item() for kept in list(loader)] == [0, 4, 8, 12]
 
 
-def test_an_error_ahead_comes_in_its_turn():
+def test_an_error_of_a_batch_comes_in_its_turn_and_the_loader_goes_on():
     with CachedDataset(Images(), 1) as dataset:
         dataset.warm(progress=False)
         wanted = [[4 * n, 4 * n + 1] for n in range(8)]
         wanted[5] = [-100, 1]
-        batches = iter(stocache.DataLoader(dataset, batch_sampler=wanted, prefetch_factor=3))
+        batches = iter(stocache.DataLoader(dataset, batch_sampler=wanted))
         assert [next(batches)[1].tolist() for _ in range(5)] == wanted[:5]
         with pytest.raises(IndexError, match="-100"):
             next(batches)
         assert [labels.tolist() for _, labels in batches] == wanted[6:]
 
 
-def test_another_thread_and_a_forked_child_go_on_with_an_iterator_that_gathers_ahead(monkeypatch):
+def test_another_thread_and_a_forked_child_go_on_with_an_iterator(monkeypatch):
     monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
     with CachedDataset(Images(), 1) as dataset, ThreadPoolExecutor(1) as other:
         dataset.warm(progress=False)
-        batches = iter(stocache.DataLoader(dataset, 8, prefetch_factor=3))
+        batches = iter(stocache.DataLoader(dataset, 8))
         next(batches)
         assert other.submit(next, batches).result()[1].tolist() == list(range(8, 16))
         assert in_child(lambda: labels_of(batches) == list(range(16, N)) or os._exit(1)) == 0

@@ -60,7 +60,6 @@ exec(program)
 CACHED = "dataset = stocache.CachedDataset(Data(), 0.01); "
 LOADERS = {
     "threads": CACHED + "loader = stocache.DataLoader(dataset, 8, num_workers=2, worker_method='thread')",
-    "gathered ahead": CACHED + "loader = stocache.DataLoader(dataset, 8, prefetch_factor=2)",
     "processes": CACHED + "loader = stocache.DataLoader(dataset, 8, num_workers=2)",
     "graph": "loader = DataLoader2(IterableWrapper(range(48)).shuffle().prefetch(4).sharding_filter())",
     "on disk": """dataset = stocache.CachedDataset(Data(), '8KB', disk=data, disk_limit='1MB', fingerprint='1')

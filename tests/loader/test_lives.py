@@ -51,7 +51,7 @@ def test_a_forked_child_starts_its_own_persistent_threads():
     assert labels(loader) == ALL
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch_factor": 2}, {"num_workers": 2}, PERSISTENT, THREADS, THREADED], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, PERSISTENT, THREADS, THREADED], ids=str)
 def test_each_batch_may_be_asked_for_by_another_thread(options, monkeypatch):
     monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
     loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, Subset, SubsetRandomSampler, de
 
 import stocache
 from stocache import CachedDataset
-from stocache.loader import dataloader, epochs
+from stocache.loader import epochs, iteration
 from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
@@ -97,21 +97,26 @@ def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_
         assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
 
 
-@pytest.mark.parametrize(("make", "options", "each"), [
-    (stocache.DataLoader, {"num_workers": 2, "drop_last": True}, N // 12 * 12),
-    (torch.utils.data.DataLoader, {"num_workers": 1}, N),
-])  # fmt: skip
-def test_a_new_loader_for_each_epoch_begins_an_epoch(make, options, each):
+def test_a_new_loader_for_each_epoch_begins_an_epoch():
     with CachedDataset(Images(), 1, probe=0) as dataset:
         for _ in range(3):
-            list(make(dataset, 12, sampler=silent, **options))
-        assert [sum(each) for each in counts(dataset.stats().epochs)] == [each] * 3
+            list(stocache.DataLoader(dataset, 12, sampler=silent, num_workers=2, drop_last=True))
+        assert [sum(each) for each in counts(dataset.stats().epochs)] == [N // 12 * 12] * 3
+
+
+def test_requests_of_other_loaders_are_one_epoch(caplog):
+    caplog.set_level(logging.INFO, "stocache")
+    with CachedDataset(Images(), 1, probe=0) as dataset:
+        for _ in range(3):
+            assert len(dataset) == sum(len(labels) for _, labels in torch.utils.data.DataLoader(dataset, 12, num_workers=1))
+        assert counts(dataset.stats().epochs) == [(2 * N, N)]
+    assert not any(message.startswith("epoch") for message in caplog.messages)
 
 
 def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
     clock = SimpleNamespace(now=1)
     clock.perf_counter_ns = lambda: clock.now
-    for module in (dataloader, epochs):
+    for module in (iteration, epochs):
         monkeypatch.setattr(module, "time", clock)
 
     class Slow(Images):

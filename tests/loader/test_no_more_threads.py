@@ -42,20 +42,6 @@ def test_worker_threads_that_cannot_start_are_an_error(monkeypatch):
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_batches_are_gathered_when_they_are_asked_for(refused, monkeypatch):
-    expected = list(torch.utils.data.DataLoader(Images(), 8))
-    with CachedDataset(Images(), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 8, prefetch_factor=2)
-        assert same(list(loader), expected)
-        assert refused
-        monkeypatch.undo()
-        iterator = iter(loader)
-        first = next(iterator)
-        start_some(monkeypatch, 0)  # within an epoch
-        assert same([first, *iterator], expected)
-        assert dataset.stats().total.hits >= len(dataset)
-
-
 def test_samples_are_written_to_the_disk_by_the_one_who_loads_them(refused, tmp_path):
     options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "v1"}
     for _ in range(2):

@@ -15,7 +15,7 @@ from tests.support.images import Images
 from tests.support.loading import THREADS
 
 OPTIONS = [
-    {}, {"prefetch_factor": 2}, {"sample_seed": 3}, {"num_workers": 1, "persistent_workers": True},
+    {}, {"sample_seed": 3}, {"num_workers": 1, "persistent_workers": True},
     {**THREADS, "persistent_workers": True},
 ]  # fmt: skip
 COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]

@@ -16,7 +16,7 @@ from tests.support.images import Images, N
 from tests.support.processes import run_python
 
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
-WORKERS = [{}, {"prefetch_factor": 2}, FORKED, {"num_workers": 2, "worker_method": "thread"}]
+WORKERS = [{}, FORKED, {"num_workers": 2, "worker_method": "thread"}]
 every_way = pytest.mark.parametrize("workers", WORKERS, ids=str)
 
 
@@ -51,7 +51,6 @@ def test_a_collate_function_that_each_worker_registers_is_called():
 
 @every_way
 def test_a_collate_function_that_is_registered_while_batches_come_is_called_soon(workers, monkeypatch):
-    workers = {name: value for name, value in workers.items() if name != "prefetch_factor"}
     if "multiprocessing_context" in workers:
         pytest.skip("worker processes have started before")
     with CachedDataset(Images(), 1) as cached:

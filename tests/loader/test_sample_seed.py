@@ -140,7 +140,7 @@ HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.m
     (lambda cached: Made(shaken), shaken, 32, 1, {}),
     (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
     (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
-    (before_cache(2000), shaken, 1, 2, {"prefetch_factor": 2}), (before_cache(300), shaken, None, 1, {}),
+    (before_cache(2000), shaken, 1, 2, {}), (before_cache(300), shaken, None, 1, {}),
     (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
     (before_cache(2000), shaken, 32, 1, SPAWNED), (after_cache(2000), shaken, 4, 1, {}),
     (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),

@@ -125,7 +125,7 @@ def with_chosen_workers(dataset: object, arguments: Mapping[str, Any], make_load
     chosen["num_workers"], reason = _choose_number(dataset, size, chosen.get("collate_fn"), make_loader)
     logger.info("num_workers='auto' chooses %d: %s", chosen["num_workers"], reason)
     if not chosen["num_workers"]:
-        for name in ("persistent_workers", "multiprocessing_context"):
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
             chosen.pop(name, None)
     return chosen
 

@@ -41,7 +41,7 @@ class EpochIndices(NamedTuple):
 
 
 class NoIndices:
-    """The class stands for the indices of a batch that is dropped. See worker_state.py."""
+    """The class stands for the indices of a batch that is dropped. See workers/states.py."""
 
 
 class BatchRequest:

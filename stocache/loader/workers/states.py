@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from stocache.errors import StateError
-from stocache.loader.requests import NoIndices, current_request
+from stocache.loader.workers.requests import NoIndices, current_request
 from stocache.system.objects import attribute_of, has_state
 
 logger = logging.getLogger("stocache")
