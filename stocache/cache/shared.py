@@ -14,9 +14,10 @@ from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import MemoryCache
+from stocache.cache.columns import as_bytes
 from stocache.cache.options import SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.placement import Placement, residency
-from stocache.cache.slots import SlotArrays, as_bytes
+from stocache.cache.slots import SlotArrays
 from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
 from stocache.errors import SampleError, SampleIndexError, SegmentError
 from stocache.observe.recording.record import note_loads

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
-from stocache.cache.admission import LATER, NEVER, YES, CostAdmission, control_bytes
+from stocache.cache.records import LATER, NEVER, YES, CostAdmission, control_bytes
 from stocache.cache.states import SlotState
 from stocache.errors import CodecError, LimitError, MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.system import limits

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.cache.slots import as_bytes
+from stocache.cache.columns import as_bytes
 from stocache.errors import SegmentError
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure

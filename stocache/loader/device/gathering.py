@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stocache.cache.columns import as_bytes
 from stocache.cache.shared import SharedCache
-from stocache.cache.slots import as_bytes
 from stocache.datasets.batches import BatchGroup, BatchSpec, GroupPart, PartialBatch
 from stocache.loader.device.cuda import Staging
 from stocache.loader.device.kernels import copy_rows, select_rows
