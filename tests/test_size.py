@@ -23,7 +23,7 @@ def test_each_file_of_the_package_belongs_to_a_room():
     assert {*PACKAGE.rglob("*.py")} - counted == {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
 
 
-@pytest.mark.parametrize("path", PACKAGE.rglob("*.py"), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_module_has_no_rulers_and_a_long_one_says_why_it_is_one(path):
     text = path.read_text()
     assert not [line for line in text.splitlines() if line.lstrip().startswith("# ---")], "two modules, or none"

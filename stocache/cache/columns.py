@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.slots import Indices
 from stocache.errors import SampleError
 from stocache.samples.leaves.fixed import ArrayLeaf, Leaf, NarrowLeaf, NumberLeaf, TensorLeaf
 from stocache.shm.pool import NUMPY_DTYPES, Pool
 
+_Indices = NDArray[np.int64]
 _FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")  # of tensors that can be stacked
 
 
@@ -89,7 +89,7 @@ class Column(ABC):
         """Return the values of a batch in the type of the leaf; tensors and arrays are views of the batch."""
         return list(batch)
 
-    def gather(self, slots: Indices, out: Any, parallel: bool = True) -> None:
+    def gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
         """Copy the values of ``slots`` (int64, 1-D) into ``out``, a contiguous batch of as many.
 
         ``parallel``: by the threads that torch has for one call.
@@ -99,7 +99,7 @@ class Column(ABC):
         elif self.nbytes:
             self._gather(slots, out, parallel)
 
-    def gathered(self, slots: Indices) -> Any:
+    def gathered(self, slots: _Indices) -> Any:
         """Return the values of ``slots`` in new memory, each in the order of the leaf."""
         out = self._pooled((len(slots), *self._stored))
         if self.nbytes:
@@ -115,7 +115,7 @@ class Column(ABC):
             return rows
         return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
 
-    def _gather(self, slots: Indices, out: Any, parallel: bool = True) -> None:
+    def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
         if not (parallel and torch.get_num_threads() > 1) and (rows := _as_words(out, self._array.dtype)) is not None:
             self._array.take(slots, 0, rows, "clip")  # releases the GIL once; torch's functions do so each time (measured)
             return
@@ -133,7 +133,7 @@ class Column(ABC):
         """Copy values into a contiguous batch of as many. Return False if they do not fit after all."""
         raise NotImplementedError
 
-    def scatter(self, slots: Indices, data: bytes) -> None:
+    def scatter(self, slots: _Indices, data: bytes) -> None:
         """Write values, one after the other in ``data``, into reserved slots through the mapping of the memory."""
         if self.nbytes:
             rows = np.frombuffer(data, np.uint8).reshape(len(slots), self.nbytes)
@@ -164,7 +164,8 @@ def _as_words(batch: Any, dtype: Any) -> Any:
     return rows if rows.flags.aligned else None
 
 
-def _is_contiguous(batch: Any) -> bool:
+def is_contiguous(batch: Any) -> bool:
+    """Return whether the values of a tensor or array lie one after another."""
     return bool(batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous)
 
 
@@ -279,13 +280,13 @@ class NarrowColumn(Column):
         """Return the value in a slot, widened."""
         return self.decode(self._memory, slot * self.nbytes, True)
 
-    def gathered(self, slots: Indices) -> Any:
+    def gathered(self, slots: _Indices) -> Any:
         """Return a batch of the values in some slots, widened."""
         out = self._wide._pooled((len(slots), *self._stored))
         self._gather(slots, out)
         return self._wide._ordered(out)
 
-    def _gather(self, slots: Indices, out: Any, parallel: bool = True) -> None:
+    def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
         rows, wide = self._rows.numpy().view(self._leaf.dtype), as_bytes(out).view(self._leaf.wide_dtype)
         widen = self._leaf.narrowing.widen
         count = _WIDENED // self.nbytes

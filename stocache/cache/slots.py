@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.columns import ALIGNMENT, COLUMNS, LARGE, SCATTERED, Column, NarrowColumn, _is_contiguous, as_bytes
+from stocache.cache.columns import ALIGNMENT, COLUMNS, LARGE, SCATTERED, Column, NarrowColumn, as_bytes, is_contiguous
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
@@ -25,7 +25,7 @@ from stocache.shm.segment import Segment
 logger = logging.getLogger("stocache")
 
 
-Indices = NDArray[np.int64]
+_Indices = NDArray[np.int64]
 
 
 COLUMNS[NarrowLeaf] = NarrowColumn
@@ -101,13 +101,13 @@ class SlotArrays:
 
     def buffers(self, items: list[Any], count: int) -> list[list[Any]]:
         """Return the bytes of the samples of a batch, as `encode` does for each; views of it where it is contiguous."""
-        if any(column.is_ordered for column in self.columns) or not all(map(_is_contiguous, items)):
+        if any(column.is_ordered for column in self.columns) or not all(map(is_contiguous, items)):
             return [self.encode(sample, "batch") for sample in self.samples(items, count)]
         return list(map(list, zip(*(list(as_bytes(item)) for item in items), strict=True))) if items else [[]] * count
 
-    def slots_of(self, indices: Indices) -> Indices:
+    def slots_of(self, indices: _Indices) -> _Indices:
         """Return the slots of resident samples."""
-        slots: Indices = self._residency.slots(indices)
+        slots: _Indices = self._residency.slots(indices)
         return slots
 
     def write_many(self, indices: list[int], encoded: Sequence[list[Any]]) -> list[int | None]:
@@ -137,7 +137,7 @@ class SlotArrays:
         self.write_slot(slot, encoded)
         return FILLS
 
-    def _reserve(self, slots: Indices) -> "NDArray[np.bool_]":
+    def _reserve(self, slots: _Indices) -> "NDArray[np.bool_]":
         """Reserve the memory of slots. Return for each whether it is safe to touch."""
         states = np.frombuffer(self.segment.extents.states, np.uint8)
         extents = np.concatenate([np.empty((len(slots), 0), np.int64), *map(partial(self.extents_of, slots), self.places)], 1)
@@ -149,12 +149,12 @@ class SlotArrays:
         safe: NDArray[np.bool_] = ~missing.any(1)
         return safe
 
-    def extents_of(self, slots: Indices, place: tuple[int, int]) -> Indices:
+    def extents_of(self, slots: _Indices, place: tuple[int, int]) -> _Indices:
         """Return for each slot the extents of the segment that its value lies in. ``place``: of the column."""
         size, (offset, nbytes) = self.segment.layout.extent_bytes, place
         begin = (offset + slots * nbytes)[:, None]
         most = np.arange((nbytes - 2) // size + 2 if nbytes else 0)  # a value of 2 bytes may touch 2 extents
-        extents: Indices = np.minimum(begin // size + most, (begin + nbytes - 1) // size)
+        extents: _Indices = np.minimum(begin // size + most, (begin + nbytes - 1) // size)
         return extents
 
     def write_slot(self, slot: int, encoded: list[Any]) -> None:
@@ -210,17 +210,17 @@ class SlotArrays:
         items = self._structure.columns(batch, where)
         for column, item in zip(self.columns, items, strict=True):
             column.check_batch(item, count, where)
-            if contiguous and not _is_contiguous(item):
+            if contiguous and not is_contiguous(item):
                 raise SampleError(f"{where} is not contiguous. Give memory as get_slots returns it.")
         return items
 
-    def gather(self, indices: Indices, items: list[Any], parallel: bool = True) -> None:
+    def gather(self, indices: _Indices, items: list[Any], parallel: bool = True) -> None:
         """Copy samples into a contiguous batch of as many. All of them are set. ``parallel``: see `Column.gather`."""
         slots = self.slots_of(indices)
         for column, item in zip(self.columns, items, strict=True):
             column.gather(slots, item, parallel)
 
-    def load_many(self, indices: Indices) -> list[Any]:
+    def load_many(self, indices: _Indices) -> list[Any]:
         """Return private copies of samples. All of them are set.
 
         They are views of a batch whose memory is used again later, or of leased memory.

@@ -1,4 +1,5 @@
-"""Share a segment of memory between processes: map it, write it, count in it, and send it to other processes.
+"""Share a segment of memory between processes: map it, write it, count in it, and send it to other processes. One module,
+because a process has one table of the segments that it is attached to, with one descriptor each.
 
 `Extents` reserves its memory before it is touched, and `FileLocks` locks parts of it.
 """

@@ -11,85 +11,49 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.base import nested
-from stocache.cache.disk.folder import MOST_TEXT, Folder, manifest_of
-from stocache.cache.disk.formats import Rows, pack_example, unpack_example
-from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
-from stocache.cache.disk.store import USED, Control, DiskStore, control_bytes
+from stocache.cache.disk.folder import Folder
+from stocache.cache.disk.formats import Rows
+from stocache.cache.disk.opening import DiskOptions, affordable, blank, count_slots, open_control
+from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
+from stocache.cache.disk.store import DiskStore
 from stocache.cache.options import CacheOptions
-from stocache.cache.placement import Placement, residency
+from stocache.cache.placement import Placement
 from stocache.cache.ragged import ListCache
 from stocache.cache.shared import SharedCache
-from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
-from stocache.errors import ClosedError, DiskError, LimitError, SegmentError
+from stocache.cache.stats import HITS, CacheStats
+from stocache.errors import ClosedError, DiskError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
-from stocache.shm import claims, named, registry
 from stocache.shm.extents import DISK_WARNING
-from stocache.shm.layout import Layout
-from stocache.shm.named import Descriptor, Identity
 from stocache.shm.segment import Segment
 from stocache.system.background import Background
 from stocache.system.limits import format_size, parse_size
-from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 
+
 _T = TypeVar("_T", default=Any)  # the samples
 
+
 _LOOK_S = 0.1
+
+
 _MOST_BYTES = 64 << 20  # that wait to be written
+
+
 _ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
+
+
 _TOGETHER = 256  # samples, and releases of claims, that are taken together
 
+
 _Indices = NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskOptions:
-    """The options of a `DiskCache`, which describes them."""
-
-    disk: str
-    limit: float | str
-    dataset_len: int
-    structure: Structure | None
-    placement: Placement
-    memory_slots: int
-    fingerprint: str | None
-    codec: Literal["zstd", "lz4"] | None
-    allow_pickle: bool
-
-    def make_form(self) -> Rows | Records:
-        """Return how samples become bytes."""
-        if self.structure is not None:
-            return Rows(self.structure)
-        return Records(self.allow_pickle, Codec(self.codec) if self.codec else None)
-
-    @property
-    def identity(self) -> Identity:
-        """Identifies the content of the folder, but for the fingerprint. If that differs, the folder is emptied."""
-        samples = "any size" if self.structure is None else self.structure.identity
-        return {
-            "dataset_len": self.dataset_len,
-            "samples": samples,
-            "placement": "" if self.structure is None else str(self.placement),
-            "codec": self.codec,
-            "allow_pickle": self.allow_pickle,
-        }
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts for later runs: which samples have room first, and an example of a sample if it is not too long."""
-        facts = {"memory_slots": self.memory_slots}
-        example = None if self.structure is None else pack_example(self.structure.example())
-        return facts | {"example": example} if example is None or len(example) <= MOST_TEXT else facts
 
 
 class DiskCache(ListCache[_T]):
@@ -158,12 +122,12 @@ class DiskCache(ListCache[_T]):
             allow_pickle,
         )
         limit, form = parse_size(disk_limit, "disk_limit"), options.make_form()
-        capacity = _capacity(options, form, limit)
+        capacity = count_slots(options, form, limit)
         folder: Folder | None = None
         try:
             folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
-            capacity = _affordable(options, folder, limit, capacity)
-            segment = _open_control(options, form, folder, capacity)
+            capacity = affordable(options, folder, limit, capacity)
+            segment = open_control(options, form, folder, capacity)
             folder.share()
         except OSError as error:
             if folder is not None:
@@ -172,7 +136,7 @@ class DiskCache(ListCache[_T]):
                 raise
             logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
             folder, capacity = None, 0
-            segment = _blank(options)
+            segment = blank(options)
         self._assemble(options, form, capacity, segment, folder)
         logger.info("%r", self)
 
@@ -353,105 +317,3 @@ def _write(tasks: list[_Sample | Callable[[], None]]) -> None:
         if not isinstance(task, _Sample):
             with contextlib.suppress(ClosedError):  # while the disk did not take the samples before
                 task()
-
-
-def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
-    """Return a sample as a disk cache holds them; None where they vary in size; MISSING where there is no such cache."""
-    manifest = manifest_of(disk)
-    if manifest is None or (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
-        return MISSING
-    try:
-        example = manifest["facts"]["example"]
-        return None if example is None else unpack_example(example)
-    except (ValueError, LookupError, TypeError, SegmentError):
-        return MISSING
-
-
-def _capacity(options: DiskOptions, form: Rows | Records, limit: int) -> int:
-    """Return the bytes that the file of samples may have. Raises LimitError where that is less than one sample."""
-    capacity = max(0, limit - index_bytes(options.dataset_len))
-    least = DATA_OFFSET + SamplesFile.room(form.nbytes or 0)
-    if options.dataset_len and capacity < least:
-        raise LimitError(
-            f"disk_limit={options.limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one sample "
-            f"needs {least}. Raise disk_limit."
-        )
-    return capacity
-
-
-def _affordable(options: DiskOptions, folder: Folder, limit: int, capacity: int) -> int:
-    """Return the capacity; or the room on the disk if that is less, with a warning."""
-    if not folder.writable:
-        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", options.disk)
-        return capacity
-    room = folder.free_bytes + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index))
-    room = max(0, room - index_bytes(options.dataset_len))
-    if room < capacity:
-        logger.warning(
-            "disk_limit=%s is more than %r has room for: %s.", options.limit, options.disk, format_size(room + limit - capacity)
-        )
-    return min(capacity, room)
-
-
-def _open_control(options: DiskOptions, form: Rows | Records, folder: Folder, capacity: int) -> Segment:
-    """Return the shared memory with the states of the samples of a folder, attached to or new."""
-    name, control = f"disk.{folder.key}", claims.with_words(control_bytes(options.dataset_len), options.dataset_len)
-    initialise = partial(_initialise, options, form.nbytes, folder, capacity)
-    if not here.SHARES_MEMORY:
-        segment = Segment.create(control, 0, for_threads=True)
-        initialise(segment.control)
-        return segment
-    identity: Identity = {
-        "disk": folder.path,
-        "dataset_len": options.dataset_len,
-        "limit": str(options.limit),
-        "fingerprint": folder.key,
-    }
-    if folder.alone:  # shared memory that killed processes left behind is not newer than the index
-        with contextlib.suppress(OSError):
-            named.remove(registry.path_of(name), dead=True)
-    descriptor = Descriptor(identity, {"dataset_len": options.dataset_len, "capacity": 0})
-    layout = Layout.for_sizes(control, 0, descriptor.pack())
-    found = named.join(name, identity, False, lambda: (layout, initialise))
-    assert found is not None
-    return found[0]
-
-
-def _blank(options: DiskOptions) -> Segment:
-    """Return memory of this process and its children, for a cache that holds nothing."""
-    segment = Segment.create(claims.with_words(control_bytes(options.dataset_len), options.dataset_len), 0)
-    np.asarray(segment.control[: options.dataset_len]).fill(OOB)
-    return segment
-
-
-def _initialise(options: DiskOptions, row_bytes: int | None, folder: Folder, capacity: int, control: memoryview) -> None:
-    """Write the states and the places of samples, each of ``row_bytes`` if that is one number, into new shared memory."""
-    count = options.dataset_len
-    states, words, offsets, sizes = map(np.asarray, Control.of(control, count))
-    words[USED] = load_index(folder, offsets, sizes, row_bytes)
-    states[:] = np.where(offsets > 0, SET, EMPTY)
-    if not folder.writable:
-        states[states == EMPTY] = OOB
-    elif row_bytes is not None and count:
-        slots = min(count, (capacity - DATA_OFFSET) // SamplesFile.room(row_bytes))
-        chosen = _resident(options, int(folder.facts["memory_slots"]), slots)
-        states[(states == EMPTY) & ~chosen] = OOB
-    if row_bytes is not None:
-        places, empty = free_rows(offsets, row_bytes, int(words[USED])), np.flatnonzero(states == EMPTY)
-        empty = empty[: len(places)]
-        offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
-
-
-def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "NDArray[np.bool_]":
-    """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
-    count = options.dataset_len
-    indices = torch.arange(count, dtype=torch.int64, device="cpu")
-
-    def first(number: int) -> Tensor:
-        return residency(options.placement, count, min(count, number)).resident(indices)
-
-    chosen = first(memory_slots + slots) & ~first(memory_slots)
-    if memory_slots + slots > count:
-        chosen |= first(memory_slots + slots - count)
-    found: NDArray[np.bool_] = chosen.numpy()
-    return found

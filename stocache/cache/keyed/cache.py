@@ -1,9 +1,10 @@
-"""KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
+"""KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them. One
+module, because reading, claiming and writing a key follow one protocol.
+"""
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Generic
@@ -16,14 +17,15 @@ from stocache.cache.base import load_in_parts, nesting
 from stocache.cache.keyed.disk import DiskValues
 from stocache.cache.keyed.keys import Key, decode, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
+from stocache.cache.keyed.mapping import KeyedMapping
+from stocache.cache.keyed.store import KeyedStore
 from stocache.cache.keyed.table import KeyTable
 from stocache.cache.options import CacheOptions, shows_options, take_options
 from stocache.cache.publishing import count_rejected
-from stocache.cache.records import RecordStore
 from stocache.cache.states import Attached
 from stocache.cache.stats import FILLS, HITS, LOAD_NS, MISSES, MISSING, RACES, REFUSED, CacheStats
 from stocache.errors import BusyError, SampleError, SlotError
-from stocache.samples.record_encoder import HEAD, EncodedRecord
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.claims import BLOCKS, Claims
 from stocache.shm.extents import FULL_WARNING
 from stocache.shm.job import Job
@@ -35,32 +37,24 @@ from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
 
 logger = logging.getLogger("stocache")
 
+
 _CLAIMS = 1 << 14
 """Words of claims. Keys whose hashes have one word exclude each other: one is loaded after the other."""
+
+
 _RACED = -4  # in place of an offset, beside NO_ROOM and MEMORY_REFUSED: the key is there by now
+
+
 _TRIES = 8  # to claim one of the words that say that somebody writes
+
+
 _MOST_MISSED = 1 << 16  # keys that a process remembers to have missed
 
+
 _K = TypeVar("_K", default=Any)
+
+
 _T = TypeVar("_T", default=Any)
-
-
-class KeyedStore(RecordStore):
-    """Records of values, behind the bytes of their keys. The slot of a value is the offset of its record."""
-
-    def __init__(self, segment: Segment, options: CacheOptions) -> None:
-        super().__init__(segment, 0, options)
-        self._offsets: Any = range(segment.data_bytes)  # each slot is its own offset
-
-    def place(self, key: Key, record: EncodedRecord) -> tuple[int, int]:
-        """Take room for a key and its record: as `RecordStore.write_many` does for samples. With the arena's lock held."""
-        number = self.arena.number_of(record.treedef)
-        return (self.arena.take(len(key[0]) + record.room) if number >= 0 else number), number
-
-    def write(self, key: Key, record: EncodedRecord, at: int, number: int) -> None:
-        """Write a key and its record."""
-        head = HEAD.pack(record.nbytes, number, record.packed)
-        self._write(at, [key[0], head, *record.leaves, record.tail], len(key[0]) + record.room)
 
 
 KEYED = "name", "persist", "fingerprint", "on_busy", "codec", "allow_pickle", "disk", "disk_limit"
@@ -515,49 +509,6 @@ class KeyedCache(Attached, Generic[_K, _T]):
             f"<KeyedCache: {stats.filled} keys, {format_size(self._arena.used)} of {format_size(stats.capacity_bytes)} in "
             f"{self._segment.path or self._segment.backing}, hit rate {stats.hit_rate:.0%}>"
         )
-
-
-class KeyedMapping(MutableMapping[Any, Any]):
-    """A `KeyedCache` as a mutable mapping. A full cache serves each thread the value that it has set last."""
-
-    def __init__(self, cache: KeyedCache[Any, Any]) -> None:
-        self.cache = cache
-        self._uncached: dict[int, tuple[Key, Any]] = {}  # by thread
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return KeyedMapping, (self.cache,)
-
-    def __getitem__(self, key: object) -> Any:
-        value = self.cache.get(key, MISSING)
-        if value is not MISSING:
-            return value
-        last, value = self._uncached.get(threading.get_ident(), (None, None))
-        if last != key_of(key):
-            raise KeyError(key)
-        return value
-
-    def __setitem__(self, key: object, value: object) -> None:
-        if self.cache.put(key, value):
-            self._uncached.pop(threading.get_ident(), None)
-        else:
-            self._uncached[threading.get_ident()] = key_of(key), value
-
-    def __delitem__(self, key: object) -> None:
-        raise SlotError(f"{key!r:.100} stays: a KeyedCache evicts nothing. clear() empties it.")
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.cache
-
-    def clear(self) -> None:
-        """Forget all keys; see `KeyedCache.clear`."""
-        self._uncached.clear()
-        self.cache.clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.cache.keys()
-
-    def __len__(self) -> int:
-        return len(self.cache)
 
 
 def _load_one(load_missing: Callable[[list[_K]], Iterable[_T]], key: _K) -> _T:

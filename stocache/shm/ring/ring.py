@@ -1,4 +1,5 @@
-"""A ring of reusable buffers in shared memory, through which worker processes pass batches to their parent.
+"""A ring of reusable buffers in shared memory, through which worker processes pass batches to their parent. One module, because
+both sides change the same words of a buffer.
 
 A *lane* is the set of buffers of one worker. A *slot* is the number of a buffer in the whole ring.
 

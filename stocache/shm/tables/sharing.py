@@ -47,7 +47,7 @@ def share(value: Any) -> Any:
             attributes, such as a dataset. Attributes that cannot be shared stay as they are.
 
     Returns:
-        A list or tuple becomes a `Sequence`, a dict a `Mapping`, an array a read-only array, a tensor a tensor: writing to that
+        A list or tuple becomes a sequence, a dict a mapping, an array a read-only array, a tensor a tensor: writing to that
         changes it for one process alone. They are indexed, sliced and walked through as before. Slices of a sequence are lists.
         Objects of pandas, Arrow and scipy keep their classes. Those with buffers of Arrow are sent as a handle by
         `multiprocessing` and torch's workers; plain ``pickle`` copies these buffers.
