@@ -25,7 +25,7 @@ _FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_gra
 SCATTERED = 2048  # the most bytes of a value that is written through the mapping; pwrite costs more (measured)
 
 
-LARGE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
+LARGE_VALUE = 1 << 16  # bytes of a value, from which a view that is copied on write costs less than a copy
 
 
 ALIGNMENT = 64  # of a column: a cache line, and more than any dtype needs

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.columns import ALIGNMENT, COLUMNS, LARGE, SCATTERED, Column, NarrowColumn, as_bytes, is_contiguous
+from stocache.cache.columns import ALIGNMENT, COLUMNS, LARGE_VALUE, SCATTERED, Column, NarrowColumn, as_bytes, is_contiguous
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
@@ -59,7 +59,7 @@ class SlotArrays:
             for leaf, (offset, nbytes) in zip(leaves, self.places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]
-        self._large = [column.nbytes >= LARGE and not isinstance(column, NarrowColumn) for column in self.columns]
+        self._large = [column.nbytes >= LARGE_VALUE and not isinstance(column, NarrowColumn) for column in self.columns]
         self._private: PrivateViews | None = None
         self.gathers_from = 1 if any(self._large) else 16  # measured
         self.slot = operator.index if residency.identity else residency.slot
@@ -70,7 +70,7 @@ class SlotArrays:
 
     def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
         """Return the bytes of samples: small ones lie in one buffer for each column. None if one does not fit."""
-        if self._structure.nbytes < LARGE and (encoded := self.pack(samples)) is not None:
+        if self._structure.nbytes < LARGE_VALUE and (encoded := self.pack(samples)) is not None:
             return encoded
         try:
             return [self.encode(sample, "") for sample in samples]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
-from stocache.cache.records import LATER, NEVER, YES, CostAdmission, control_bytes
+from stocache.cache.records import LATER, NEVER, YES, CostAdmission, admission_bytes
 from stocache.cache.states import SlotState
 from stocache.errors import CodecError, LimitError, MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.system import limits
@@ -51,7 +51,7 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
         stats = cache.stats()
         assert stats.filled == stats.fills == int((cache.aux_array == SlotState.SET).sum())
         assert (cache.aux_array != SlotState.EMPTY).all()
-        assert stats.capacity_bytes + arena.control_bytes(N) == limit
+        assert stats.capacity_bytes + arena.admission_bytes(N) == limit
         assert stats.filled_bytes <= stats.reserved_bytes <= stats.capacity_bytes
         reads = cache.counts()[1]
         fill(cache)
@@ -223,7 +223,7 @@ def test_a_treedef_or_a_record_outside_of_the_memory_is_an_error(forge):
 
 
 def admission_of(n, capacity):
-    return CostAdmission(memoryview(bytearray(control_bytes(n))), n, capacity)
+    return CostAdmission(memoryview(bytearray(admission_bytes(n))), n, capacity)
 
 
 def simulate(sizes, costs, capacity):

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.keyed.keys import Key, key_of
 from stocache.cache.stats import MISSING
 from stocache.errors import SlotError
@@ -13,7 +12,7 @@ from stocache.errors import SlotError
 class KeyedMapping(MutableMapping[Any, Any]):
     """A `KeyedCache` as a mutable mapping. A full cache serves each thread the value that it has set last."""
 
-    def __init__(self, cache: KeyedCache[Any, Any]) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
         self._uncached: dict[int, tuple[Key, Any]] = {}  # by thread
 
