@@ -15,16 +15,17 @@ import signal
 import time
 
 from stocache import SegmentError, SharedCache
-from stocache.shm import registry
+from stocache.system.limits import SHM_DIR
 
 CLAIM = "Another user cannot take the place of a named cache (needs root)."
 
 VICTIM, ATTACKER = 54321, 54322
+_PLACE = f"{SHM_DIR}/stocache-{VICTIM}"
 
 
 def attack() -> None:
     """Take the place, and free it again, for ever."""
-    place = registry.directory_of(VICTIM)
+    place = _PLACE
     os.setuid(ATTACKER)
     os.umask(0)
     while True:
@@ -79,7 +80,7 @@ def main() -> None:
     os.kill(attacker, signal.SIGKILL)
     os.waitpid(attacker, 0)
     with contextlib.suppress(OSError):
-        os.rmdir(registry.directory_of(VICTIM))
+        os.rmdir(_PLACE)
 
 
 if __name__ == "__main__":

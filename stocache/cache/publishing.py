@@ -112,7 +112,7 @@ class PublishingCache(SampleStates, Generic[_T]):
         if not self.may_admit_later:
             return encoded
         # At half the cost of _replace
-        return [each and EncodedRecord(*each[:5], cost_s) for each, cost_s in zip(encoded, costs_s, strict=True)]  # type: ignore[call-arg]
+        return [each and EncodedRecord._make((*each[:-1], cost_s)) for each, cost_s in zip(encoded, costs_s, strict=True)]
 
     def _publish(
         self, indices: list[int], encoded: Sequence[object], overwrite: bool = False, count_races: bool = True

@@ -186,7 +186,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
     """Remove a named segment. Processes that hold it keep using it, but no process can find it any more.
 
     Args:
-        force: remove it also if a process holds it, it is not a segment, or another user's.
+        force: remove it also if a process holds it, or it is not a segment.
         dead: never remove a segment that a process holds, or a file that is not a segment, even with ``force``.
 
     Raises:
@@ -197,8 +197,6 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
     def unlink(at: int | None) -> None:
         if at is None:
             raise SegmentError(f"there is no cache {name!r}.")
-        if not force and os.fstat(at).st_uid != here.user():
-            raise SegmentError(f"cache {name!r} belongs to user {os.fstat(at).st_uid}. To remove it anyway: --force")
         if dead or not force:
             with peek(at, path) as (fd, held):
                 Layout.read(fd)
@@ -210,11 +208,7 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
         except FileNotFoundError:
             raise SegmentError(f"there is no cache {name!r}.") from None
 
-    folder = os.path.dirname(path)
-    registry.run_locked(folder, unlink)
-    if registry.owner_of(folder) != here.user():  # it was not locked, so it is not removed when it is empty
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
+    registry.run_locked(os.path.dirname(path), unlink)
 
 
 def holders() -> dict[FileKey, list[int]]:

@@ -23,9 +23,6 @@ NOTE [ Whose directory ]
     Every user may write to /dev/shm, so a directory with the name of ours may be another user's. It is opened once, without
     following links; owner and mode are checked on the open descriptor; and all files in it are opened through that descriptor.
     If another user has taken the name, this user's caches are not shared.
-
-    A directory of another user is only read (by root). It is never locked, because its owner may hold the lock for ever. Its
-    files are opened for reading, without waiting for a pipe, and may change at any moment.
 """
 
 import contextlib
@@ -60,7 +57,6 @@ logger = logging.getLogger("stocache")
 
 _PREFIX = "stocache-"  # and the number of the user
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_USERS = re.compile(rf"{_PREFIX}(0|[1-9][0-9]{{0,9}})")
 
 DIRECTORY_PATIENCE_S = 10.0
 """Seconds to wait for the lock of a directory."""
@@ -82,8 +78,8 @@ class ForeignError(SegmentError):
     """Another user has taken the path of this user's directory."""
 
 
-def path_of(name: str, uid: int | None = None) -> str:
-    """Return the path of a user's named segment; by default the user is that of this process.
+def path_of(name: str) -> str:
+    """Return the path of a named segment of this user.
 
     Raises:
         CacheNameError: ``name`` is not a valid name.
@@ -93,35 +89,22 @@ def path_of(name: str, uid: int | None = None) -> str:
             f"name={name!r:.120} cannot name a cache. Use up to 100 letters, digits, '.', '_' and '-', not beginning with '.' "
             f"or '-'."
         )
-    return f"{directory_of(uid)}/{name}"
+    return f"{directory_of()}/{name}"
 
 
-def directory_of(uid: int | None = None) -> str:
-    """Return the directory of a user's named segments; see NOTE [ Whose directory ]."""
-    return f"{limits.SHM_DIR}/{_PREFIX}{here.user() if uid is None else uid}"
-
-
-def owner_of(folder: str) -> int:
-    """Return the user that a directory should belong to, by its name."""
-    return int(os.path.basename(folder).removeprefix(_PREFIX))
-
-
-def users() -> list[int]:
-    """Return the users that have a directory of named segments."""
-    with contextlib.suppress(OSError):
-        found = (_USERS.fullmatch(name) for name in os.listdir(limits.SHM_DIR))
-        return sorted(uid for match in found if match and (uid := int(match[1])) < 2**32 - 1)
-    return []
+def directory_of() -> str:
+    """Return the directory of the named segments of this user; see NOTE [ Whose directory ]."""
+    return f"{limits.SHM_DIR}/{_PREFIX}{here.user()}"
 
 
 def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = False) -> _Result:
     """Return ``work(descriptor)``, with the lock of a directory held.
 
-    The descriptor is that of the directory; None if the directory does not exist and ``create`` is False. The directory of
-    another user is opened but not locked. Afterwards the directory is removed if it is empty.
+    The descriptor is that of the directory; None if the directory does not exist and ``create`` is False. Afterwards the
+    directory is removed if it is empty.
 
     Raises:
-        ForeignError: it belongs to another user than its name says.
+        ForeignError: it belongs to another user.
         SegmentError: it is not a directory, or others may write to it.
         BusyError: another process holds the lock.
         OSError: it cannot be made.
@@ -169,7 +152,6 @@ class _Lock:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._uid = owner_of(path)
         self._fd: int | None = None
         self._taken = False
 
@@ -177,8 +159,6 @@ class _Lock:
         """Open the directory, check it, and lock it."""
         while self._open(create):
             assert self._fd is not None
-            if self._uid != here.user():
-                return self._fd
             _momentary.add(self._fd)
             self._wait(self._fd, wait_s)
             if _leads_to(self._path, self._fd):
@@ -223,14 +203,14 @@ class _Lock:
                     status = os.lstat(path)
                 except FileNotFoundError:
                     continue
-                _check_owner(path, status, self._uid, ForeignError)
+                _check_owner(path, status, ForeignError)
                 if not stat.S_ISDIR(status.st_mode):
                     raise SegmentError(f"{path} is not a directory. Remove it.") from None
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):  # else it has become one since
                     raise
                 continue
             status = os.fstat(self._fd)
-            _check_owner(path, status, self._uid, ForeignError)
+            _check_owner(path, status, ForeignError)
             _check_mode(path, status, "chmod 700")
             return True
 
@@ -262,9 +242,11 @@ def _leads_to(path: str, fd: int) -> bool:
         return False
 
 
-def _check_owner(path: str, status: os.stat_result, uid: int, problem: type[SegmentError]) -> None:
-    if status.st_uid != uid:
-        raise problem(f"{path} belongs to user {status.st_uid}, not to {uid}. It is not used; have its owner remove it.")
+def _check_owner(path: str, status: os.stat_result, problem: type[SegmentError]) -> None:
+    if status.st_uid != here.user():
+        raise problem(
+            f"{path} belongs to user {status.st_uid}, not to {here.user()}. It is not used; have its owner remove it."
+        )
 
 
 def _check_mode(path: str, status: os.stat_result, remedy: str) -> None:
@@ -282,14 +264,14 @@ def key_of(at: int, path: str) -> FileKey | None:
         status = os.stat(os.path.basename(path), dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return _checked(at, path, status)
+    return _checked(path, status)
 
 
-def _checked(at: int, path: str, status: os.stat_result) -> FileKey:
+def _checked(path: str, status: os.stat_result) -> FileKey:
     if not stat.S_ISREG(status.st_mode):
         kind = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}.get(stat.S_IFMT(status.st_mode), "not a regular file")
         raise SegmentError(f"{printable(path)} is {kind}, so it is not used. Remove it.")
-    _check_owner(printable(path), status, os.fstat(at).st_uid, SegmentError)
+    _check_owner(printable(path), status, SegmentError)
     _check_mode(printable(path), status, "chmod 600")
     return status.st_dev, status.st_ino
 
@@ -297,19 +279,18 @@ def _checked(at: int, path: str, status: os.stat_result) -> FileKey:
 def open_file(at: int, path: str) -> int | None:
     """Open a file that `key_of` has checked, and check it again; None if it was removed meanwhile.
 
-    The caller passes the descriptor to `hold` or `close`. A file of another user is opened for reading.
+    The caller passes the descriptor to `hold` or `close`.
 
     Raises:
         SegmentError: as `key_of`.
     """
-    mode = os.O_RDWR if os.fstat(at).st_uid == here.user() else os.O_RDONLY
     try:
-        fd = os.open(os.path.basename(path), mode | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+        fd = os.open(os.path.basename(path), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     except FileNotFoundError:
         return None
     _momentary.add(fd)
     try:
-        _checked(at, path, os.fstat(fd))
+        _checked(path, os.fstat(fd))
     except BaseException:
         close(fd)
         raise
@@ -330,12 +311,7 @@ def close(fd: int) -> None:
 
 
 def is_held(fd: int) -> bool:
-    """Return whether a process holds the file of a descriptor that does not itself hold it.
-
-    For another user's file, read the kernel's list of locks: trying the lock could disturb the owner.
-    """
-    if os.fstat(fd).st_uid != here.user():
-        return bool(flock_owners(fd))
+    """Return whether a process holds the file of a descriptor that does not itself hold it."""
     if not here.lock_file(fd):
         return True
     here.unlock_file(fd)

@@ -17,7 +17,7 @@ FOLDER = Path(registry.directory_of())
 SQUARES = [torch.tensor([idx, idx * idx]) for idx in range(24)]
 
 
-def leave_loader_behind(cache_name, rank=0, uid=None):
+def leave_loader_behind(cache_name, rank=0):
     """Have a killed process leave the record of a loader."""
 
     def act():
@@ -25,7 +25,7 @@ def leave_loader_behind(cache_name, rank=0, uid=None):
         kept.main.add(WAIT_NS, 5)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(act, uid=uid) == signal.SIGKILL
+    assert in_child(act) == signal.SIGKILL
 
 
 def forge(name="c.loader-1-0", identity=None, facts=None, rows=1, control=None, size=None):

@@ -46,7 +46,7 @@ class KeyedMapping(MutableMapping[Any, Any]):
         self.cache.clear()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.cache.keys()
+        yield from self.cache.keys()
 
     def __len__(self) -> int:
         return len(self.cache)

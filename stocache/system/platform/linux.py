@@ -183,11 +183,6 @@ def name_of_user(uid: int) -> str:
     return pwd.getpwuid(uid).pw_name
 
 
-def user_of_name(name: str) -> int:
-    """Return the number of a user. Raises KeyError if there is none of that name."""
-    return pwd.getpwnam(name).pw_uid
-
-
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -243,11 +243,6 @@ def name_of_user(uid: int) -> str:
     return getpass.getuser()
 
 
-def user_of_name(name: str) -> int:
-    """Return the number of a user. Raises KeyError: no other user has caches that are visible here."""
-    raise KeyError(name)
-
-
 def usable_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     process = psutil.Process()

@@ -10,23 +10,21 @@ import typer
 from stocache.system.figures import plural
 from stocache.tools.cli.output import Json, describe_counts, echo, errors_in_one_line, fail, flag, print_described, text_option
 
-_User = Annotated[str | None, text_option("USER", "Caches of this user (name or id), or of 'all'. Default: yours.")]
 
-
-def ls(user: _User = None, as_json: Json = False) -> None:
-    """List named caches: memory, fill, hit rate, processes.
+def ls(as_json: Json = False) -> None:
+    """List your named caches: memory, fill, hit rate, processes.
 
     States: live, in use; kept, not in use, persistent; dead, left by killed processes; bad, not a readable cache.
     """
     from stocache.tools.cli import listing
 
-    caches = listing.find(_uid(user))
+    caches = listing.find()
     if as_json:
         typer.echo(json.dumps([cache.as_dict() for cache in caches], indent=2))
     elif caches:
         from stocache.tools.cli import top
 
-        top.print_table(caches, users=user is not None)
+        top.print_table(caches)
     else:
         typer.echo("no named caches")
 
@@ -36,7 +34,6 @@ def stat(
         str,
         typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder."),
     ],
-    user: _User = None,
     as_json: Json = False,
 ) -> None:
     """Show everything about one named cache, or about the folder of a disk cache."""
@@ -52,13 +49,13 @@ def stat(
     from stocache.system.limits import format_size
     from stocache.tools.cli import listing
 
-    cache = next((cache for cache in listing.find(_uid(user)) if cache.name == name), None)
+    cache = next((cache for cache in listing.find() if cache.name == name), None)
     if cache is None:
         fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.{_folder_hint(name)}")
     if as_json:
         typer.echo(json.dumps(cache.as_dict(), indent=2))
         return
-    rows = {"name": cache.name, "user": cache.user, "file": cache.path, "state": cache.problem or cache.state}
+    rows = {"name": cache.name, "file": cache.path, "state": cache.problem or cache.state}
     if cache.stats:
         stats = cache.stats
         rows |= {
@@ -82,8 +79,7 @@ def rm(
         bool,
         flag("--dead", "Remove leftovers of killed processes: caches, if not persistent, and records of loaders."),
     ] = False,
-    force: Annotated[bool, flag("--force", "Also remove caches in use, damaged, or of another user.")] = False,
-    user: _User = None,
+    force: Annotated[bool, flag("--force", "Also remove caches that are in use or damaged.")] = False,
 ) -> None:
     """Remove named caches, or folders of disk caches, that are not in use.
 
@@ -97,21 +93,19 @@ def rm(
 
     if bool(names) == dead:
         fail("say which: stocache rm NAME..., or stocache rm --dead", 2)
-    uid, folders = _uid(user), [name for name in names or () if _is_path(name)]
+    folders = [name for name in names or () if _is_path(name)]
     if dead:
-        caches = [cache for cache in listing.find(uid) if cache.state == "dead"]
-        loaders = [loader for loader in listing.find_loaders(uid, count=False) if loader.state == "dead"]
+        caches = [cache for cache in listing.find() if cache.state == "dead"]
+        loaders = [loader for loader in listing.find_loaders(count=False) if loader.state == "dead"]
         files: list[listing.NamedFile] = [*caches, *loaders]
         paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
         of_loaders = f" and {plural(len(loaders), 'dead loader')}" if loaders else ""
         echo(f"{plural(len(caches), 'dead cache')}{of_loaders}, {limits.format_size(size)}")
     else:
-        if uid == -1:
-            fail("--user all works with --dead only. Name one user.", 2)
         paths = []
         for name in names or ():
             try:
-                paths.append(name if name in folders else registry.path_of(name, uid))
+                paths.append(name if name in folders else registry.path_of(name))
             except StocacheError as error:
                 fail(str(error))
     failed = False
@@ -133,7 +127,6 @@ def rm(
 
 def top(
     interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0,
-    user: _User = None,
 ) -> None:
     """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
     import sys
@@ -142,12 +135,11 @@ def top(
     from stocache.tools.cli import listing
     from stocache.tools.cli.top import watch
 
-    uid = _uid(user)
     if not here.SHARES_MEMORY:
         fail("there are no named caches on this system: they are for Linux only.")
     if not sys.stdout.isatty():
         fail("top needs a terminal. In scripts: stocache ls --json")
-    watch(lambda: listing.find(uid), interval)
+    watch(listing.find, interval)
 
 
 def metrics(
@@ -164,17 +156,15 @@ def metrics(
     dashboard: Annotated[
         bool, flag("--dashboard", "Print a dashboard for Grafana, to import there, instead of metrics.")
     ] = False,
-    user: _User = None,
 ) -> None:
     """Print the counts of named caches and their loaders, for Prometheus. Or serve them over HTTP."""
     if dashboard:
-        if listen is not None or allow_remote or user is not None:
+        if listen is not None or allow_remote:
             fail("--dashboard goes alone: it prints a file that is the same for all.", 2)
         typer.echo(Path(__file__).with_name("grafana.json").read_text(), nl=False)
         return
     if allow_remote and listen is None:
         fail("--allow-remote needs --listen HOST:PORT.", 2)
-    uid = _uid(user)
     try:
         from stocache.tools.cli import metrics, metrics_server
     except ImportError as error:
@@ -182,9 +172,9 @@ def metrics(
             raise
         fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
     if listen is None:
-        typer.echo(metrics.text_of(uid), nl=False)
+        typer.echo(metrics.text_of(), nl=False)
     else:
-        metrics_server.serve(listen, allow_remote, uid)
+        metrics_server.serve(listen, allow_remote)
 
 
 def _is_path(name: str) -> bool:
@@ -194,17 +184,3 @@ def _is_path(name: str) -> bool:
 
 def _folder_hint(name: str) -> str:
     return f" The folder is ./{name}" if os.path.isdir(name) else ""
-
-
-def _uid(user: str | None) -> int | None:
-    """Return a user's id; -1 for "all", None if no user is given."""
-    from stocache.system.platform import here
-
-    if user is None or user == "all":
-        return -1 if user else None
-    if user.isdecimal():
-        return int(user)
-    try:
-        return here.user_of_name(user)
-    except KeyError:
-        fail(f"there is no user {user!r} on this machine.", 2)

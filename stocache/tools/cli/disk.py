@@ -57,7 +57,7 @@ def as_dict(path: str) -> dict[str, Any]:
 def _use(folder: DiskFolder) -> tuple[NamedCache | None, list[listing.Holder]]:
     """Return the shared memory of a folder that is in use, and the processes that use it."""
     name = f"disk.{folder.key}"
-    caches = (cache for cache in listing.find(folder.uid) if os.path.basename(cache.path) == name and cache.alive)
+    caches = (cache for cache in listing.find() if os.path.basename(cache.path) == name and cache.alive)
     live = next(caches, None)
     holders = [] if live is None else live.holders
     others = sorted({*folder.pids} - {holder.pid for holder in holders})

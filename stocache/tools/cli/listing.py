@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -45,7 +45,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class NamedCache:
-    """One file in a user's directory of named caches.
+    """One file in the user's directory of named caches.
 
     Attributes:
         name: of the cache; the folder of a disk cache.
@@ -61,7 +61,6 @@ class NamedCache:
     """
 
     name: str
-    user: str
     path: str
     memory_bytes: int = 0
     max_memory_bytes: int = 0
@@ -111,7 +110,7 @@ class NamedCache:
 
 @dataclass(frozen=True)
 class NamedLoader:
-    """The record of a loader over a named cache: a file in a user's directory of named caches.
+    """The record of a loader over a named cache: a file in the user's directory of named caches.
 
     Attributes:
         name: of the file: the cache's name, cut after 60 characters, the loader's process, and a number.
@@ -124,7 +123,6 @@ class NamedLoader:
     """
 
     name: str
-    user: str
     path: str
     cache: str = ""
     rank: int = 0
@@ -154,63 +152,55 @@ def age_of(created: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def find(uid: int | None = None) -> list[NamedCache]:
-    """Return the named caches of the user ``uid``; None for the user of this process, -1 for all users."""
-    pids = named.holders()
-    return [file for each in _uids(uid) for file in _find(each, pids) if isinstance(file, NamedCache)]
+def find() -> list[NamedCache]:
+    """Return the named caches of this user."""
+    return [file for file in _find(named.holders()) if isinstance(file, NamedCache)]
 
 
-def find_loaders(uid: int | None = None, count: bool = True) -> list[NamedLoader]:
-    """Return the loaders over named caches of the user ``uid``, as `find` takes it.
+def find_loaders(count: bool = True) -> list[NamedLoader]:
+    """Return the loaders over named caches of this user.
 
     ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
     """
     found = []
-    for each in _uids(uid):
-        left = _MOST_BYTES
-        for loader in (file for file in _find(each, None) if isinstance(file, NamedLoader)):
-            left -= loader.memory_bytes
-            if count and left < 0 and not loader.problem:
-                loader = replace(loader, problem=f"is not read: the records of this user exceed {format_size(_MOST_BYTES)}.")
-            counted = _count(loader) if count else loader
-            if counted is not None:
-                found.append(counted)
+    left = _MOST_BYTES
+    for loader in (file for file in _find(None) if isinstance(file, NamedLoader)):
+        left -= loader.memory_bytes
+        if count and left < 0 and not loader.problem:
+            loader = replace(loader, problem=f"is not read: the records of this user exceed {format_size(_MOST_BYTES)}.")
+        counted = _count(loader) if count else loader
+        if counted is not None:
+            found.append(counted)
     return found
-
-
-def _uids(uid: int | None) -> list[int]:
-    return registry.users() if uid == -1 else [here.user() if uid is None else uid]
 
 
 _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
 
 
-def _find(uid: int, pids: _Pids) -> Iterator[NamedFile]:
-    user, folder = user_name(uid), registry.directory_of(uid)
+def _find(pids: _Pids) -> list[NamedFile]:
+    folder = registry.directory_of()
     try:
-        yield from registry.run_locked(folder, partial(_list, folder=folder, user=user, pids=pids))
-    except PermissionError:
-        yield NamedCache("?", user, folder, problem="belongs to another user; root can look.")
+        return registry.run_locked(folder, partial(_list, folder=folder, pids=pids))
     except OSError as error:
-        yield NamedCache("?", user, folder, problem=printable(str(error)))
+        return [NamedCache("?", folder, problem=printable(str(error)))]
 
 
-def _list(at: int | None, folder: str, user: str, pids: _Pids) -> list[NamedFile]:
-    found = [] if at is None else [_look_at(at, folder, name, user, pids) for name in sorted(os.listdir(at))]
+def _list(at: int | None, folder: str, pids: _Pids) -> list[NamedFile]:
+    found = [] if at is None else [_look_at(at, folder, name, pids) for name in sorted(os.listdir(at))]
     return [file for file in found if file is not None]
 
 
-def _look_at(at: int, folder: str, name: str, user: str, pids: _Pids) -> NamedFile | None:
-    """Describe a file. It is not trusted: it may belong to another user, and may change at any moment."""
+def _look_at(at: int, folder: str, name: str, pids: _Pids) -> NamedFile | None:
+    """Describe a file. It is not trusted: another program may have written it, and may change it at any moment."""
     shown = printable(name)
     try:
-        return _read(at, f"{folder}/{name}", shown, user, pids)
+        return _read(at, f"{folder}/{name}", shown, pids)
     except (StocacheError, OSError) as error:
         kind = NamedLoader if _LOADER.fullmatch(name) else NamedCache
-        return kind(shown, user, f"{folder}/{shown}", problem=printable(str(error)))
+        return kind(shown, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile | None:
+def _read(at: int, path: str, shown: str, pids: _Pids) -> NamedFile | None:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
@@ -218,7 +208,7 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
         if "loader" in identity:
             if not _LOADER.fullmatch(os.path.basename(path)):
                 raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
-            loader = NamedLoader(shown, user, path, alive=held, created=descriptor.created)
+            loader = NamedLoader(shown, path, alive=held, created=descriptor.created)
             return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, **_loader_of(identity))
         if pids is None:
             return None
@@ -240,7 +230,6 @@ def _read(at: int, path: str, shown: str, user: str, pids: _Pids) -> NamedFile |
         memory_bytes = os.fstat(fd).st_blocks * 512
         return NamedCache(
             printable(folder) or shown,
-            user,
             f"{os.path.dirname(path)}/{shown}",
             memory_bytes=memory_bytes,
             max_memory_bytes=max(memory_bytes, layout.memory_bytes(layout.data_bytes)),  # huge pages take more

@@ -148,84 +148,78 @@ class _Table:
             family.add_metric(labels, *(value if each.family is _HISTOGRAM else (value,)))
 
 
-def _metrics(users: bool, caches: Sequence[NamedCache] = (), loaders: Sequence[NamedLoader] = ()) -> Iterator[Metric]:
-    """Yield all metrics, with the values of these caches and loaders; ``users`` adds a label."""
-    user_label = ("user",) if users else ()
-    of_cache = _Table("stocache_cache", _OF_CACHE, (*CACHE_LABELS, *user_label))
-    of_loader = _Table("stocache_loader", _OF_LOADER, (*LOADER_LABELS, *user_label))
-    of_worker = _Table("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker", *user_label))
+def _metrics(caches: Sequence[NamedCache] = (), loaders: Sequence[NamedLoader] = ()) -> Iterator[Metric]:
+    """Yield all metrics, with the values of these caches and loaders."""
+    of_cache = _Table("stocache_cache", _OF_CACHE, CACHE_LABELS)
+    of_loader = _Table("stocache_loader", _OF_LOADER, LOADER_LABELS)
+    of_worker = _Table("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"))
     names, paths = _Names(), dict[str, str]()  # the label of each cache, by its path
     for cache in caches:
         if not cache.problem:
-            user = [cache.user] if users else []
-            paths[cache.path] = label = names.unique(cache.name, cache.kind, *user)
-            of_cache.add([label, cache.kind, *user], cache)
+            paths[cache.path] = label = names.unique(cache.name, cache.kind)
+            of_cache.add([label, cache.kind], cache)
     for loader in loaders:
         if not loader.problem:
             assert loader.counted is not None
-            user = [loader.user] if users else []
             cache_label = paths.get(f"{os.path.dirname(loader.path)}/{loader.cache}", loader.cache)
-            labels = [cache_label, names.unique(loader.name, "loader", *user), str(loader.rank), str(loader.pid)]
-            of_loader.add([*labels, *user], loader)
+            labels = [cache_label, names.unique(loader.name, "loader"), str(loader.rank), str(loader.pid)]
+            of_loader.add(labels, loader)
             workers = loader.counted.workers
             for worker in range(workers):
                 rows = Counted(loader.counted.rows[[1 + worker, 1 + workers + worker]])
-                of_worker.add([*labels, str(worker), *user], rows)
+                of_worker.add([*labels, str(worker)], rows)
     yield from (*of_cache.families, *of_loader.families, *of_worker.families)
 
     files: list[NamedFile] = [*(cache for cache in caches if cache.problem), *(loader for loader in loaders if loader.problem)]
     unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
     described = InfoMetricFamily(
-        "stocache_unreadable_file", f"Why a file cannot be read; of the first {_MOST_PROBLEMS}.", labels=("file", *user_label)
+        "stocache_unreadable_file", f"Why a file cannot be read; of the first {_MOST_PROBLEMS}.", labels=("file",)
     )
     for file in files[:_MOST_PROBLEMS]:
         about = {"problem": file.problem.removeprefix(f"{file.path} ")}
-        described.add_metric([file.path, *([file.user] if users else [])], about)
+        described.add_metric([file.path], about)
     yield from (unreadable, described)
 
 
 class Collector:
-    """Collects the metrics of the caches and loaders of the user ``uid``, as `listing.find` takes it.
+    """Collects the metrics of the caches and loaders of this user.
 
     Files are not trusted. One that cannot be read is counted in ``stocache_unreadable_files``, and left out elsewhere.
     """
 
-    def __init__(self, uid: int | None = None) -> None:
-        self._uid = uid
-
     def describe(self) -> Iterator[Metric]:
         """Yield all metrics, without values."""
-        yield from _metrics(self._uid == -1)
+        yield from _metrics()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with the values of now."""
-        yield from _metrics(self._uid == -1, listing.find(self._uid), listing.find_loaders(self._uid))
+        yield from _metrics(listing.find(), listing.find_loaders())
 
 
 class _Names:
-    """Gives the second cache of a name, which may be in another directory, another label: series must differ."""
+    """Gives the second file of a name another label: series must differ."""
 
     def __init__(self) -> None:
-        self._taken: set[tuple[str, tuple[str, ...]]] = set()
-        self._numbers: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._taken: set[tuple[str, str]] = set()
+        self._numbers: Counter[tuple[str, str]] = Counter()
 
-    def unique(self, name: str, *others: str) -> str:
-        """Return the name, or "name (2)" if a file with the same other labels has it."""
+    def unique(self, name: str, kind: str) -> str:
+        """Return the name, or "name (2)" if a file of the same kind has it."""
         label = name
-        while (label, others) in self._taken:
-            self._numbers[name, others] += 1
-            label = f"{name} ({self._numbers[name, others] + 1})"
-        self._taken.add((label, others))
+        while (label, kind) in self._taken:
+            self._numbers[name, kind] += 1
+            label = f"{name} ({self._numbers[name, kind] + 1})"
+        self._taken.add((label, kind))
         return label
 
 
-def registry_of(uid: int | None = None) -> CollectorRegistry:
+def registry_of() -> CollectorRegistry:
     """Return a registry that has the metrics of stocache only."""
     registry = CollectorRegistry()
-    registry.register(Collector(uid))
+    registry.register(Collector())
     return registry
 
 
-def text_of(uid: int | None = None) -> str:
+def text_of() -> str:
     """Return all metrics in the text format of OpenMetrics."""
-    return str(generate_latest(registry_of(uid)), "utf-8")  # type: ignore[no-untyped-call]
+    return str(generate_latest(registry_of()), "utf-8")  # type: ignore[no-untyped-call]

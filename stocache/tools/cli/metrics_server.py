@@ -40,13 +40,13 @@ def resolve(listen: str, allow_remote: bool) -> tuple[str, int]:
     return addresses[0], port
 
 
-def serve(listen: str, allow_remote: bool, uid: int | None) -> None:
-    """Serve the metrics of the user ``uid``, until Ctrl-C or SIGTERM."""
+def serve(listen: str, allow_remote: bool) -> None:
+    """Serve the metrics of this user, until Ctrl-C or SIGTERM."""
     address, port = resolve(listen, allow_remote)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         try:
-            server, _ = start_http_server(port, address, registry_of(uid))
+            server, _ = start_http_server(port, address, registry_of())
         except OSError as error:
             hint = " Choose another port, or end what uses this one." if error.errno == errno.EADDRINUSE else ""
             fail(f"--listen {listen}: {error.strerror or error}.{hint}")

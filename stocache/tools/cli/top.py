@@ -43,16 +43,16 @@ class _Column:
         return self.width if self.least is None else min(self.width, self.least)
 
 
-def print_table(caches: list[NamedCache], users: bool = False) -> None:
+def print_table(caches: list[NamedCache]) -> None:
     """Print the table of ``stocache ls`` as wide as the terminal; in a file or a pipe, 240 columns wide."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)
-    console.print(table(caches, console.width, users))
+    console.print(table(caches, console.width))
 
 
-def table(caches: list[NamedCache], width: int, users: bool = False) -> Table:
-    """Return the table of ``stocache ls``; ``users`` adds a column."""
+def table(caches: list[NamedCache], width: int) -> Table:
+    """Return the table of ``stocache ls``."""
     stats = [cache.stats for cache in caches]
     columns = [
         _Column("name", [cache.name for cache in caches], least=_LEAST_NAME),
@@ -65,8 +65,6 @@ def table(caches: list[NamedCache], width: int, users: bool = False) -> Table:
         _Column("age", [cache.age for cache in caches]),
         _Column("held by", [_holders(cache) for cache in caches], least=_LEAST_HELD),
     ]
-    if users:
-        columns.insert(0, _Column("user", [cache.user for cache in caches], least=8))
     return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", *_SIZES])
 
 

@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def fill(cache, count=N):
             cache.set_slot(idx, torch.zeros(DIMS, dtype=torch.uint8))
 
 
-def leave_behind(name, uid=None):
+def leave_behind(name):
     """Have a killed process leave a cache of 3 samples."""
 
     def act():
@@ -44,7 +43,7 @@ def leave_behind(name, uid=None):
         fill(cache, 3)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert in_child(act, uid=uid) == signal.SIGKILL
+    assert in_child(act) == signal.SIGKILL
 
 
 @pytest.fixture
@@ -124,15 +123,15 @@ def test_stat_shows_one(run, four):
 def test_age_in_the_largest_unit(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 10**9)
     for seconds, shown in ((1, "1 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200000, "2 d")):
-        assert listing.NamedCache("x", "me", "/", created=10**9 - seconds).age == shown
-    assert listing.NamedCache("x", "me", "/").age == ""
+        assert listing.NamedCache("x", "/", created=10**9 - seconds).age == shown
+    assert listing.NamedCache("x", "/").age == ""
 
 
 def test_rm_dead_removes_leftovers_only(run, four, monkeypatch):
     found = [dataclasses.replace(cache, alive=False) for cache in listing.find()]
     with monkeypatch.context() as patched:  # "a-live" came into use since it looked
-        patched.setattr(listing, "find", lambda uid: found)
-        result = run("rm", "--dead", "--force")  # which is for those of other users
+        patched.setattr(listing, "find", lambda: found)
+        result = run("rm", "--dead", "--force")
     assert result.exit_code == 1
     assert "cache 'a-live' is in use by processes" in result.output
     assert names() == ["a-live", "b-kept", "d-bad"]
@@ -162,8 +161,6 @@ def test_what_the_commands_cannot_do(run):
         "rm": "say which: stocache rm NAME..., or stocache rm --dead",
         "rm --dead x": "say which",
         "rm .x": "name='.x' cannot name a cache",
-        "rm --user all x": "--user all works with --dead only",
-        "ls --user no-such-user": "there is no user 'no-such-user' on this machine",
         "top": "top needs a terminal. In scripts: stocache ls --json",
         "top --interval 0": "Invalid value for '--interval'",
         "doctor --size-limit-gib much": "size_limit_gib='much' is not a size",
@@ -172,27 +169,6 @@ def test_what_the_commands_cannot_do(run):
         result = run(*command.split())
         assert result.exit_code in (1, 2), command
         assert message in " ".join(result.output.split())
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_the_caches_of_another_user(run):
-    leave_behind("theirs", uid=12345)
-    assert json.loads(run("ls", "--json").stdout) == []
-    (cache,) = json.loads(run("ls", "--json", "--user", "12345").stdout)
-    assert (cache["user"], cache["state"], cache["stats"]["filled"]) == ("12345", "dead", 3)
-    assert "12345" in run("ls", "--user", "all").stdout
-
-    def look():
-        (cache,) = listing.find(12345)
-        assert "root can look" in cache.problem
-
-    assert in_child(look, uid=12346) == 0
-    for arguments in (["theirs", "--user", "12345"], ["--dead", "--user", "12345"], ["--dead", "--user", "all"]):
-        refused = run("rm", *arguments)
-        assert refused.exit_code == 1
-        assert "belongs to user 12345. To remove it anyway: --force" in refused.output
-    assert run("rm", "--dead", "--user", "12345", "--force").exit_code == 0
-    assert not Path(registry.directory_of(12345)).exists()
 
 
 def test_top_shows_hits_and_leaves_on_ctrl_c(four):
@@ -270,7 +246,7 @@ def test_doctor_finds_leftovers_and_damage(healthy, four, monkeypatch):
     assert "d-bad is a symbolic link" in bad.what
     assert bad.remedy == "stocache rm --force d-bad"
     problems = ("/dev/shm/x is closed.", "is closed.")  # of which only one names the path
-    monkeypatch.setattr(listing, "find", lambda: [listing.NamedCache("x", "me", "/dev/shm/x", problem=p) for p in problems])
+    monkeypatch.setattr(listing, "find", lambda: [listing.NamedCache("x", "/dev/shm/x", problem=p) for p in problems])
     assert [finding.what for finding in doctor.examine()] == ["/dev/shm/x is closed.", "/dev/shm/x: is closed."]
 
 

@@ -31,7 +31,6 @@ from stocache.observe.recording.record import (
     WAIT_NS,
     TimingRecord,
 )
-from stocache.shm import registry
 from stocache.tools import cli
 from stocache.tools.cli import listing
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
@@ -176,21 +175,6 @@ def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name(run, tmp
     names = metrics._Names()
     assert [names.unique("c", kind) for kind in ("memory", "disk")] == ["c", "c"]
     assert [names.unique(name, "memory") for name in ("c (3)", "c", "c")] == ["c (3)", "c (2)", "c (4)"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_users_are_a_label_where_several_are_shown(run):
-    leave_loader_behind("c", uid=12345)
-    with SharedCache(0.001, 4, (2,), name="c"):
-        kept = TimingRecord(0, False, "c")
-        samples = samples_of(run("metrics", "--user", "all").stdout)
-        assert value(samples, "stocache_loader_alive", user="12345") == 0
-        assert value(samples, "stocache_loader_alive", user="root", cache="c") == 1
-        assert value(samples, "stocache_cache_alive", user="root", name="c") == 1
-        for one in (samples_of(run("metrics", "--user", "12345").stdout), scrape()):
-            assert not any("user" in dict(labels) for _, labels in one)
-        del kept
-    shutil.rmtree(registry.directory_of(12345))
 
 
 def test_hostile_files_are_reported_and_hide_no_other(clean):

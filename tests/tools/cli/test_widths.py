@@ -16,11 +16,11 @@ from tests.support.terminals import in_terminal, shown
 LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 letters and one
 STATS = CacheStats(10**7, 1281167, 1281167, 0, 0, 0, 0, 1281167, 1281167, 1281167, 3072, 3072 * 1281167, 3072 * 1281167)
 HELD = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "holders": [Holder(123456, "python " + "train.py " * 30)] * 3}
-IN_MEMORY = NamedCache(LONG, "somebody", f"/dev/shm/{LONG}", stats=STATS, **HELD)
+IN_MEMORY = NamedCache(LONG, f"/dev/shm/{LONG}", stats=STATS, **HELD)
 CACHES = [
     IN_MEMORY,
     replace(IN_MEMORY, name="short", path="/dev/shm/short", stats=replace(STATS, filled=5000)),
-    NamedCache("broken", "root", "/dev/shm/broken", problem="/dev/shm/broken is a symbolic link, so it is not used."),
+    NamedCache("broken", "/dev/shm/broken", problem="/dev/shm/broken is a symbolic link, so it is not used."),
 ]
 ON_DISK = replace(IN_MEMORY, name=f"/data/{LONG}", folder=f"/data/{LONG}", limit_bytes=500 * 10**9)
 ON_DISK = replace(ON_DISK, stats=replace(STATS, reserved_bytes=500 * 10**9))
@@ -32,7 +32,7 @@ def test_tables_are_never_wider_than_the_terminal(caches):
     if not caches:
         assert "no named caches" in " ".join(shown(top.live_table([], {}, 80), 80))
     for width in range(50, 241, 13):
-        for view in (top.table(caches, width), top.table(caches, width, users=True), top.live_table(caches, rates, width)):
+        for view in (top.table(caches, width), top.live_table(caches, rates, width)):
             lines = shown(view, width)
             assert max(map(len, lines)) <= width
             named = [line for line in lines if re.match(r"(\w+ +)?(/data|imagenet|short|broken)", line)]
