@@ -74,29 +74,27 @@ def bench(
         fail(f"This command needs {error.name}: pip install 'stocache[bench]'", 2)
     from stocache.tools import bench as experiment
 
-    shares = _parse_percentages(fractions)
+    shares, (csv_path, picture_path) = _parse_percentages(fractions), _result_paths(out)
     used: dict[str, Any] = {}
     if source is not None and by_function:
         _refuse(context, ("size", "repeat_folder", "photos", "warm_pages"), "photos. Leave it out for a dataset of yours")
-        dataset, used = _load_source(source, allow_pickle, collate_fn)
-        used["make"] = partial(experiment.PartlyCached, allow_pickle=used.pop("allow_pickle", False))
-        csv_path, picture_path = _result_paths(out)
+        dataset, used = _load_source(source, collate_fn)
+        used["make"] = partial(experiment.PartlyCached, allow_pickle=allow_pickle)
         samples = f"{plural(len(dataset), 'sample')} of {source}"
         how = f"{type(dataset).__name__}, files left in the page cache"
     else:
         _refuse(context, ("allow_pickle", "collate_fn"), "a dataset of yours. Leave it out for photos")
         if folder is not None and not folder.is_dir():
             fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
-        csv_path, picture_path = _result_paths(out)
         paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
         if not paths:
             fail(f"{folder} holds no .jpg or .jpeg files.", 2)
         dataset = experiment.JpegFolder(paths, size)
         samples = f"{plural(len(paths), 'photo')} from {folder or 'generated files'}"
-        pages = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
-        how = f"{pages}; decoded and resized to 3x{size}x{size} uint8"
+        how = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
+        how += f"; decoded and resized to 3x{size}x{size} uint8"
         if not warm_pages:
-            used = {"before_epoch": partial(experiment.drop_pages, paths)}
+            used["before_epoch"] = partial(experiment.drop_pages, paths)
     echo(f"{samples}, {how}; {workers} workers, batches of {batch_size}, shuffled; medians of {repeats}.")
     try:
         epochs = experiment.sweep(dataset, shares, workers=workers, batch_size=batch_size, repeats=repeats, **used)
@@ -142,9 +140,10 @@ def advise(
     from stocache.tools.advise import advise as measure_and_rank
     from stocache.tools.cli.dataset import describe_error
 
-    dataset, used = _load_source(source, allow_pickle, collate_fn)
+    dataset, used = _load_source(source, collate_fn)
+    used |= {"step_ms": step_ms, "batch_size": batch_size or 32, "time_limit_s": time_limit_s, "allow_pickle": allow_pickle}
     try:
-        advice = measure_and_rank(dataset, step_ms=step_ms, batch_size=batch_size or 32, time_limit_s=time_limit_s, **used)
+        advice = measure_and_rank(dataset, **used)
     except (DatasetError, LimitError) as error:
         fail(" ".join(str(error).split()), 2)
     except Exception as error:
@@ -163,14 +162,13 @@ def _refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
             fail(f"--{name.replace('_', '-')} is for {reason}.", 2)
 
 
-def _load_source(source: str, allow_pickle: bool, collate_fn: str | None) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset of ``module:function``, and the options with which it is used."""
+def _load_source(source: str, collate_fn: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of ``module:function``, and the options of its loader."""
     from stocache.errors import DatasetError
     from stocache.tools.cli.dataset import load_dataset, load_function
 
-    used: dict[str, Any] = {"allow_pickle": True} if allow_pickle else {}
     try:
-        return load_dataset(source), used if collate_fn is None else used | {"collate_fn": load_function(collate_fn)}
+        return load_dataset(source), {} if collate_fn is None else {"collate_fn": load_function(collate_fn)}
     except DatasetError as error:
         fail(str(error), 2)
 
@@ -234,20 +232,20 @@ def info(as_json: Json = False) -> None:
         typer.echo(json.dumps(amounts | facts | {"caches_without_a_name": caches}, indent=2))
         return
     size = {name: "none" if amount is None else limits.format_size(amount) for name, amount in amounts.items()}
-    rows = {
-        limits.SHM_DIR: f"{size['shm_free']} free of {size['shm_total']}",
-        "memfd": "allowed, not bounded by /dev/shm" if facts["memfd"] else "forbidden",
+    rows = {"shared memory": "none on this system: the threads of a process have a cache"}
+    if here.SHARES_MEMORY:
+        rows = {
+            limits.SHM_DIR: f"{size['shm_free']} free of {size['shm_total']}",
+            "memfd": "allowed, not bounded by /dev/shm" if facts["memfd"] else "forbidden",
+            "huge pages": _describe_huge_pages(str(facts["memfd_huge_policy"])),
+        }
+    rows |= {
         "memory": f"{size['memory_available']} available of {size['memory_total']}",
         "cgroup limit": size["cgroup_limit"] + (f" ({cgroup.path})" if cgroup else ""),
         "kept free": f"{size['memory_floor']}: a cache stops growing before",
-        "huge pages": _describe_huge_pages(str(facts["memfd_huge_policy"])),
         "largest cache": size["shared_memory_room"],
         '"auto" takes': size["recommended_limit"],
     }
-    if not here.SHARES_MEMORY:
-        rows = {"shared memory": "none on this system: the threads of a process have a cache"} | rows
-        for name in (limits.SHM_DIR, "memfd", "huge pages"):
-            del rows[name]
     for cache in caches:
         ranks = f"shared by {cache['ranks']} ranks of a job" if cache["ranks"] != 1 else "of one process"
         used = f"{limits.format_size(cache['reserved_bytes'])} of {limits.format_size(cache['max_bytes'])}"

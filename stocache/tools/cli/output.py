@@ -92,4 +92,4 @@ def errors_in_one_line() -> Iterator[None]:
         message = str(error)
         if "Original Traceback" in message:  # from a worker of a DataLoader: the last line is the error
             message = message.strip().splitlines()[-1].partition(": ")[2]
-        fail("\n".join(" ".join(line.split()) for line in message.splitlines()))
+        fail(message)

@@ -44,7 +44,12 @@ class Everywhere:
 
     def report(self) -> str:
         """Return where the time of all loaders went so far, in a few lines for each; "" if there were none."""
-        return "" if self.use.loaders is None else str(self.use.loaders.report())
+        lines = self.lines()
+        if not lines:  # the import below would change the exit status of an interrupted program: it runs code from text
+            return ""
+        from stocache.tools.run.report import report_of
+
+        return report_of(lines)
 
     def lines(self) -> "list[LoaderLines]":
         """Return what the report says of each loader."""

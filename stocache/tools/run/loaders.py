@@ -18,14 +18,13 @@ from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
 from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
 from stocache.loader.epochs import EpochLog, RunningEpoch
-from stocache.observe.verdict import LoaderEpochStats
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
 from stocache.system.limits import format_size, parse_size
 from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
 from stocache.system.walking import walk
-from stocache.tools.run.report import LoaderLines, lines_of
+from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use, current
 
 logger = logging.getLogger("stocache")
@@ -236,21 +235,13 @@ class ProgramLoaders:
         disk = None if options.disk is None else os.path.join(options.disk, str(len(self._kept)))
         return CacheOptions(limit, disk=disk, disk_limit=options.disk_limit)
 
-    def epochs(self) -> "list[tuple[_Loader, tuple[LoaderEpochStats, ...]]]":
-        """Return the figures of the loaders that had epochs."""
-        for seen in self._loaders:
-            if seen.reference() is None:
-                seen.log.leave()  # the loop has left its last epoch, with the loader
-        return [(seen, seen.log.epochs()) for seen in self._loaders]
-
-    def report(self) -> str:
-        """Return where the time of the loaders went, in a few lines for each."""
-        return "\n\n".join(lines_of(self.lines()))
-
     def lines(self) -> list[LoaderLines]:
         """Return what the report says of each loader; one that the program makes again and again counts as one."""
         found: dict[tuple[str, str, int | None], LoaderLines] = {}
-        for seen, epochs in self.epochs():
+        for seen in self._loaders:
+            if seen.reference() is None:
+                seen.log.leave()  # the loop has left its last epoch, with the loader
+            epochs = seen.log.epochs()
             if epochs or seen.note:
                 key = seen.place, seen.dataset.name, seen.dataset.length
                 before = found[key].epochs if key in found else ()

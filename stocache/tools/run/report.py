@@ -40,20 +40,8 @@ class LoaderLines:
     def as_dict(self) -> dict[str, Any]:
         """Return the same for JSON."""
         figures = ("number", "batches", "samples", "hits", "misses", "seconds", "waited_s", "hit_rate", "complete")
-        epochs = [
-            {name: getattr(epoch, name) for name in figures} | {"verdict": epoch.verdict and str(epoch.verdict)}
-            for epoch in self.epochs
-        ]
-        return {
-            "place": self.place,
-            "dataset": self.dataset,
-            "length": self.length,
-            "seconds": self.seconds,
-            "waited_s": self.waited_s,
-            "state": self.state,
-            "note": self.note,
-            "epochs": epochs,
-        }
+        epochs = [_named(epoch, figures) | {"verdict": epoch.verdict and str(epoch.verdict)} for epoch in self.epochs]
+        return _named(self, ("place", "dataset", "length", "seconds", "waited_s", "state", "note")) | {"epochs": epochs}
 
     def text(self) -> str:
         """Return the lines about this loader."""
@@ -64,7 +52,8 @@ class LoaderLines:
         lines += [f"  {line}" for line in (self.state, self.note) if line]
         verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
         if verdict is not None:
-            lines.append(f"  {_of_command(str(verdict)) if not self.state else verdict}")
+            text = str(verdict)
+            lines.append(f"  {text if self.state else text.replace('CachedDataset would', '--cache auto would')}")
         return "\n".join(lines)
 
     def _figures(self) -> list[str]:
@@ -82,17 +71,14 @@ class LoaderLines:
         return lines
 
 
-def _of_command(verdict: str) -> str:
-    """Return a verdict with the option of ``stocache run`` in place of the class that it stands for."""
-    return verdict.replace("CachedDataset makes", "--cache auto makes")
+def _named(of: object, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
-def lines_of(loaders: Sequence[LoaderLines]) -> list[str]:
-    """Return the report: a line about all loaders, and then some about each, the one that waited longest first."""
-    if not loaders:
-        return []
+def report_of(loaders: Sequence[LoaderLines]) -> str:
+    """Return a line about all loaders, and then some about each, the one that waited longest first."""
     seconds, waited_s = (sum(getattr(each, name) for each in loaders) for name in ("seconds", "waited_s"))
     share = waited_s / max(1e-9, seconds)
     over = plural(len(loaders), "loader")
     head = f"stocache: {format_seconds(seconds)} in loops over {over}, {share:.0%} of it waiting for data"
-    return [head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))]
+    return "\n\n".join([head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))])

@@ -14,6 +14,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
 from stocache.tools.run.compare import CHECK, say
 from stocache.tools.run.everywhere import OFF, Everywhere, after_import, use_everywhere
+from stocache.tools.run.use import ProgramOptions
 
 if TYPE_CHECKING:
     from stocache.observe.verdict import LoaderEpochStats
@@ -42,8 +44,7 @@ def main(arguments: list[str]) -> None:
     given = command.parse_args(arguments)
     if arguments[-1 - len(given.arguments)] == "--":  # the program's; argparse takes it for its own
         given.arguments = ["--", *given.arguments]
-    names = "cache", "num_workers", "worker_method", "disk", "disk_limit", "stateful", "share"
-    options = {name: getattr(given, name) for name in names}
+    options = {field.name: getattr(given, field.name) for field in fields(ProgramOptions)}
     if given.check is not None and CHECK not in os.environ:
         sys.exit(compare.compare(given.check, arguments))
     try:

@@ -87,8 +87,8 @@ def test_advise_measures_as_it_is_told_and_prints_what_it_finds(run, monkeypatch
     assert (result.exit_code, result.stdout) == (0, "Numbers\n  DataLoader(...)\n")
     assert run("advise", "own_data:one").exit_code == 0
     assert given == [
-        (40, {"step_ms": 40, "batch_size": [7, 8], "time_limit_s": 9}),
-        (1, {"step_ms": 0, "batch_size": 32, "time_limit_s": 60}),
+        (40, {"step_ms": 40, "batch_size": [7, 8], "time_limit_s": 9, "allow_pickle": False}),
+        (1, {"step_ms": 0, "batch_size": 32, "time_limit_s": 60, "allow_pickle": False}),
     ]
 
 
