@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmark.support.measuring import pss, settle
-from stocache import ReadOptions, StreamLoader
+from stocache import StreamLoader
 from stocache.tools.bench import drop_pages
 
 CLAIM = "Text becomes batches 4 times as fast as in the article's loader, 20 times when cached, in flat memory."
@@ -144,8 +144,6 @@ CONTENDERS: dict[str, Callable[[str], Any]] = {
     "StreamLoader": ours(),
     "StreamLoader, shuffle=True": ours(shuffle=True),
     'StreamLoader, shuffle="buffers"': ours(shuffle="buffers"),
-    "StreamLoader, 2 workers": ours(num_workers=2),
-    "StreamLoader, engine numpy": ours(read=ReadOptions(engine="numpy")),
     "StreamLoader, all cached": ours(size_limit_gib=4),
     "StreamLoader, all cached, shuffle=True": ours(size_limit_gib=4, shuffle=True),
     "StreamLoader, half cached": ours(size_limit_gib="32MB"),  # of 64: 32 bytes a row
@@ -260,7 +258,7 @@ def memory(megabytes: list[int], folder: Path) -> None:
         write_rows(path, size * 1_000_000 // 22)
         paths.append(path)
     names = ["the article's loader", "pandas chunks", "polars collect_batches", "pyarrow open_csv", "StreamLoader"]
-    names += ["StreamLoader, shuffle=True", "StreamLoader, 2 workers", "StreamLoader, half cached"]
+    names += ["StreamLoader, shuffle=True", "StreamLoader, half cached"]
     print("| PSS grows by at most, MB | " + " | ".join(f"file of {size} MB" for size in megabytes) + " |")
     print("| --- | " + " | ".join("---:" for _ in megabytes) + " |")
     for name in names:
@@ -289,19 +287,16 @@ def engines(rows: int, rounds: int, folder: Path) -> None:
     def split(table: np.ndarray[Any, Any]) -> Any:
         return table[:, :6].astype(np.float32), table[:, 6].astype(np.int64)
 
-    def by(engine: str) -> Callable[[bytes], Any]:
-        parser = Delimited(target, COLUMNS, [engine], delimiter="\t")
-        return lambda text: parser.bulk(text, BUFFER)
-
+    ours = Delimited(target, COLUMNS, delimiter="\t")
     parsers: dict[str, Callable[[bytes], Any]] = {
-        "pyarrow": by("pyarrow"),
+        "pyarrow": lambda text: ours.bulk(text, BUFFER),
         "pandas": lambda text: split(
             pandas.read_csv(io.BytesIO(text), sep="\t", header=None, dtype=np.float64, float_precision="round_trip").to_numpy()
         ),
         "polars": lambda text: split(
             polars.read_csv(text, separator="\t", has_header=False, schema=dict.fromkeys(NAMES, polars.Float64)).to_numpy()
         ),
-        "numpy": by("numpy"),
+        "numpy.loadtxt": lambda text: split(np.loadtxt(text.decode().splitlines(), delimiter="\t", ndmin=2)),
     }
     threads = (1, 2, 4)
     found: dict[tuple[str, int], list[float]] = {(name, count): [] for name in parsers for count in threads}

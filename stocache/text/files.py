@@ -49,11 +49,7 @@ class TextFile:
         raw: IO[bytes] = _open_raw(self.path, self.options)
         if self.compression is None:
             return OpenFile(raw)
-        try:
-            return CompressedFile(raw, self.compression, self.path)
-        except BaseException:
-            raw.close()
-            raise
+        return CompressedFile(raw, self.compression)
 
     def check(self) -> None:
         """Raise DamagedError if a local file is gone, or has another size or time than when it was found."""

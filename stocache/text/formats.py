@@ -17,13 +17,11 @@ import torch
 from stocache.errors import StreamError
 from stocache.system.hashing import callable_text
 from stocache.system.limits import parse_size
-from stocache.text.engines import engines
 from stocache.text.lines import Lines
 from stocache.text.options import check_choice, check_integer
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, RowParser, Target, fields_of, numpy_dtype
 
 Column = int | str
-Engine = Literal["auto", "pyarrow", "numpy"]
 
 _LONGEST_LINE = "16MiB"
 _IDENTITY = {
@@ -74,7 +72,7 @@ class TextFormat(ABC):
         _line_limit(self.max_line_bytes)
 
     @abstractmethod
-    def parser(self, lines: Lines, engine: Engine) -> RowParser:
+    def parser(self, lines: Lines) -> RowParser:
         """Return the parser of these lines.
 
         Raises:
@@ -230,7 +228,7 @@ class CsvFormat(ColumnFormat):
     def white_delimiter(self) -> str | None:  # noqa: D102
         return self.delimiter
 
-    def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
+    def parser(self, lines: Lines) -> RowParser:  # noqa: D102
         path, first = lines.files[0].path, _first_row(lines)
         fields, header = self._fields(first, path), self._header(lines)
         names = None if header is None else self._fields(header.lstrip((self.comments or "") + " "), "the header")
@@ -241,7 +239,7 @@ class CsvFormat(ColumnFormat):
             )
         names = [name.strip() for name in names or ()]
         target = self._target(path, names, len(fields), lambda: self._description(first, len(fields)))
-        return Delimited(target, len(fields), engines(engine), delimiter=self.delimiter, comments=self.comments)
+        return Delimited(target, len(fields), delimiter=self.delimiter, comments=self.comments)
 
     def _fields(self, line: str, where: str) -> list[str]:
         try:
@@ -281,13 +279,13 @@ class FixedWidthFormat(ColumnFormat):
         if not isinstance(self.widths, Sequence) or not self.widths or not all(type(w) is int and w > 0 for w in self.widths):
             raise StreamError(f"widths={self.widths!r} must be numbers of bytes above 0.")
 
-    def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
+    def parser(self, lines: Lines) -> RowParser:  # noqa: D102
         first, header = _first_row(lines), self._header(lines)
         spans = [slice(end - width, end) for end, width in zip(accumulate(self.widths), self.widths, strict=True)]
         names = [] if header is None else [header[span].strip() for span in spans]
         width = len(self.widths)
         target = self._target(lines.files[0].path, names, width, lambda: f"rows have {width} fields: {first!r:.200}")
-        return FixedWidth(target, width, engines(engine), widths=tuple(self.widths))
+        return FixedWidth(target, width, widths=tuple(self.widths))
 
 
 @dataclass(frozen=True)
@@ -305,7 +303,7 @@ class JsonLinesFormat(ColumnFormat):
 
     kind: ClassVar[str | None] = "jsonl"
 
-    def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
+    def parser(self, lines: Lines) -> RowParser:  # noqa: D102
         path, first = lines.files[0].path, _first_row(lines)
         try:
             found = json.loads(first)
@@ -318,7 +316,7 @@ class JsonLinesFormat(ColumnFormat):
             if isinstance(name, str) and name not in keys:
                 raise StreamError(f"{path}: the first row has no {name!r}; it has {list(keys)}.")
         target = self._target(path, keys, len(keys), lambda: f"the first row has {list(keys)}")
-        return JsonLines(target, len(keys), engines(engine), names=keys)
+        return JsonLines(target, len(keys), names=keys)
 
 
 @dataclass(frozen=True)
@@ -347,7 +345,7 @@ class CustomFormat(TextFormat):
         if not callable(self.parse):
             raise StreamError(f"parse={self.parse!r} is not a function.")
 
-    def parser(self, lines: Lines, engine: Engine) -> RowParser:  # noqa: D102
+    def parser(self, lines: Lines) -> RowParser:  # noqa: D102
         return Custom(self.parse, self.audit)
 
 

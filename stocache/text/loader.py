@@ -17,13 +17,13 @@ from stocache.errors import CacheNameError, ClosedError, MismatchError, StateErr
 from stocache.system.hashing import checksum
 from stocache.system.ranks import is_first_rank
 from stocache.system.state import StateForm
+from stocache.text.arrow import check_arrow
 from stocache.text.buffers import RECORD_VERSION, Buffers
-from stocache.text.engines import engines
 from stocache.text.files import Paths, TextFile, find_files
 from stocache.text.formats import CsvArguments, CsvFormat, CustomFormat, TextFormat
 from stocache.text.lines import Lines
 from stocache.text.options import ReadOptions, StreamStats, are_counts, check_choice, check_integer, check_type, share_of
-from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, WorkerProcesses, by_threads, one_by_one
+from stocache.text.windows import Shuffle, ShuffleKey, WindowBatches, Windows, by_threads, one_by_one
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,8 +72,6 @@ class StreamLoader(IterableDataset[Any]):
             each window.
         format: a `CsvFormat`, `FixedWidthFormat`, `JsonLinesFormat` or `CustomFormat`. The default is ``CsvFormat("\\t")``.
         transform: called with each batch; its result is delivered instead. Results are not cached.
-        num_workers: processes that read, parse and transform; 0 uses threads of this process, which is faster unless there is a
-            ``transform`` or a `CustomFormat`. The order is the same.
         size_limit_gib: memory for the cache on this machine; None for no cache.
         cache: `CacheOptions`, in place of ``size_limit_gib``: also a name by which jobs share the cache, a codec, and a disk.
             The ranks of one job share a cache without a name, unless the format is a `CustomFormat`. The folder on the disk is
@@ -82,7 +80,7 @@ class StreamLoader(IterableDataset[Any]):
         count_rows: True reads the files once when the loader is made, without parsing. The length is then known. Several
             ranks then deliver equally many batches, unless ``drop_last`` is False or lines are skipped.
         rank, world_size: this process, and how many share the rows; by default as torch.distributed or torchrun say.
-        read: `ReadOptions`: engine, start method of workers, options for URLs, progress bar.
+        read: `ReadOptions`: options for URLs, progress bar.
         csv: ``delimiter``, ``skip_header``, ``columns`` and ``label_columns`` stand for
             ``format=CsvFormat(delimiter, skip_header=…, columns=…, label_columns=…)``.
 
@@ -120,7 +118,6 @@ class StreamLoader(IterableDataset[Any]):
         drop_last: bool | Literal["batch"] = True,
         format: TextFormat | None = None,
         transform: Callable[[Any], object] | None = None,
-        num_workers: int = 0,
         size_limit_gib: float | str | None = None,
         cache: CacheOptions | None = None,
         count_rows: bool = False,
@@ -129,6 +126,9 @@ class StreamLoader(IterableDataset[Any]):
         read: ReadOptions | None = None,
         **csv: "Unpack[CsvArguments]",
     ) -> None:
+        check_arrow()
+        if "num_workers" in csv:
+            raise TypeError("StreamLoader has no workers of its own: DataLoader(stream, batch_size=None, num_workers=…) has.")
         if unknown := csv.keys() - CsvArguments.__annotations__.keys():
             raise TypeError(f"StreamLoader has no argument {min(unknown)!r}.")
         if format is not None and csv:
@@ -146,7 +146,6 @@ class StreamLoader(IterableDataset[Any]):
         check_integer("buffer_size", buffer_size, 1)
         check_integer("window", window, 1)
         check_integer("seed", seed, 0)
-        check_integer("num_workers", num_workers, 0)
         check_choice("shuffle", shuffle, (False, True, "buffers"))
         check_choice("drop_last", drop_last, (False, True, "batch"))
         if buffer_size % batch_size:
@@ -166,16 +165,15 @@ class StreamLoader(IterableDataset[Any]):
             "seed": seed,
             "drop_last": drop_last,
         }
-        self._transform, self._num_workers = transform, num_workers
+        self._transform = transform
         self._count_first = count_rows or shuffle == "buffers"
         self._progress = self._read.progress and is_first_rank()
         self._epoch, self._epoch_was_set = 0, False
         self._resumed: dict[str, Any] | None = None  # a state that was loaded
         self._position: dict[str, Any] | None = None  # after the batch that was delivered last
-        self._workers = WorkerProcesses(num_workers, self._read.multiprocessing_context)
         self._totals = {"epochs": 0, "batches": 0, "rows": 0, "skipped": 0, "dropped": 0}
         self._fault = ""  # of the first line that was left out
-        self._warned_of_rest = self._warned_of_workers = False
+        self._warned_of_rest = False
         self._windows: Windows | None = None
         self._open(find_files(path, self._read.storage_options))
 
@@ -209,7 +207,7 @@ class StreamLoader(IterableDataset[Any]):
                     f"shuffle='buffers' needs files that can be read from any byte, and {packed.path} is {packed.compression}. "
                     "Use shuffle=True, with a window of several buffers, or decompress it."
                 )
-            parser = form.parser(lines, self._read.engine)
+            parser = form.parser(lines)
             full_only = self._order_options["drop_last"] is True
             options = self._shared_options(full) if cached else CacheOptions(0)
             buffers = Buffers(lines, parser, form.skips, full_only, options, *shard)
@@ -259,7 +257,6 @@ class StreamLoader(IterableDataset[Any]):
         if self._files is not None:
             logger.info("the files have changed and are read again: %s", self._paths)
         self._files = None
-        self._workers.end()
         self._current().buffers.close()
         try:
             self._open(files, cached=get_worker_info() is None)  # the other workers would not know a new cache
@@ -285,9 +282,6 @@ class StreamLoader(IterableDataset[Any]):
         self._position = position
         if worker is not None:
             deliveries = one_by_one(windows, key, worker.id if window is None else window, worker.num_workers)
-        elif self._num_workers:
-            self._warn_of_workers()
-            deliveries = self._workers.deliver(windows, epoch, window or 0)
         else:
             deliveries = by_threads(windows, key, window or 0)
         before, rows = self._totals.copy(), windows.buffers.total_rows
@@ -302,19 +296,10 @@ class StreamLoader(IterableDataset[Any]):
                     yield batch
                 bar.update(made.rows)
                 done = 0
+        windows.buffers.flush()
         self._position = self._beginning(epoch + 1)
         self._totals["epochs"] += 1
         self._check_and_log(epoch, {name: count - before[name] for name, count in self._totals.items()})
-
-    def _warn_of_workers(self) -> None:
-        python = self._transform is not None or isinstance(self._format, CustomFormat)
-        if not python and engines(self._read.engine)[0] == "pyarrow" and not self._warned_of_workers:
-            self._warned_of_workers = True
-            logger.warning(
-                "num_workers=%d starts processes that have nothing to do in Python: threads parse this text without the GIL. "
-                "num_workers=0 is faster. Processes are for transform= and CustomFormat.",
-                self._num_workers,
-            )
 
     def _key(self, epoch: int) -> ShuffleKey:
         worker = get_worker_info()
@@ -432,8 +417,7 @@ class StreamLoader(IterableDataset[Any]):
         return StreamStats(**self._totals, cache=memory, disk=disk)
 
     def close(self) -> None:
-        """End the workers, close the files and release the memory. May be called twice."""
-        self._workers.end()
+        """Close the files and release the memory. May be called twice."""
         if self._windows is not None:
             self._windows.buffers.close()
             self._windows = None

@@ -5,8 +5,6 @@ import gzip
 import zlib
 from typing import IO, Any
 
-from stocache.errors import StreamError
-
 _PIECE = 1 << 16  # bytes that zstd decompresses at a time: what comes before damage is not lost
 
 
@@ -38,9 +36,9 @@ class CompressedFile(OpenFile):
     Keeps the bytes it read last, since a search for a line end reads beyond it and then goes back.
     """
 
-    def __init__(self, raw: IO[bytes], compression: str, path: str) -> None:
+    def __init__(self, raw: IO[bytes], compression: str) -> None:
         super().__init__(raw)
-        self._compression, self._path = compression, path
+        self._compression = compression
         self._kept, self._at = b"", 0
         self._stream = self._rewind()
 
@@ -51,7 +49,7 @@ class CompressedFile(OpenFile):
             return gzip.GzipFile(fileobj=self._raw)
         if self._compression == "bz2":
             return bz2.BZ2File(self._raw)
-        return _ZstdStream(self._path, self._raw)
+        return _ZstdStream(self._raw)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:  # noqa: D102
         if offset < self._at:
@@ -85,11 +83,9 @@ class CompressedFile(OpenFile):
 class _ZstdStream:
     """A zstd file that pyarrow decompresses. Unlike the library zstandard, it reports an incomplete last frame."""
 
-    def __init__(self, path: str, raw: IO[bytes]) -> None:
-        try:
-            import pyarrow
-        except ImportError:
-            raise StreamError(f"{path} is compressed with zstd. pip install 'stocache[text]'") from None
+    def __init__(self, raw: IO[bytes]) -> None:
+        import pyarrow
+
         self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(_Borrowed(raw), "r"), "zstd")
 
     def read1(self, nbytes: int) -> bytes:

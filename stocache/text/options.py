@@ -3,12 +3,11 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from stocache.cache.stats import CacheStats
 from stocache.errors import StreamError
 from stocache.system.ranks import torch_ranks
-from stocache.text.engines import engines
 
 
 @dataclass(frozen=True)
@@ -16,31 +15,25 @@ class ReadOptions:
     """How files are read. The batches do not depend on it.
 
     Attributes:
-        engine: the library that parses: "pyarrow", "numpy", or "auto" for the fastest that is installed.
-        multiprocessing_context: start method of the worker processes, or a context of `multiprocessing`.
         storage_options: passed to fsspec for files at a URL.
         progress: True shows a progress bar on the first rank.
 
     Raises:
-        StreamError: an option is unknown, or the engine is not installed.
+        StreamError: an option is of another type.
 
     Examples:
         >>> np.savetxt("rows.csv", [[0.5, 1], [1.5, 0]], "%g", delimiter=",")
-        >>> read = ReadOptions(engine="numpy")
+        >>> read = ReadOptions(progress=False)
         >>> with StreamLoader("rows.csv", batch_size=2, buffer_size=2, delimiter=",", read=read) as loader:
         ...     x, y = next(iter(loader))
         >>> x.tolist(), y.tolist()
         ([[0.5], [1.5]], [1, 0])
     """
 
-    engine: Literal["auto", "pyarrow", "numpy"] = "auto"
-    multiprocessing_context: Any = None
     storage_options: dict[str, Any] | None = None
     progress: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("engine", self.engine, ("auto", "pyarrow", "numpy"))
-        engines(self.engine)
         check_type("storage_options", self.storage_options, dict, optional=True)
         check_choice("progress", self.progress, (False, True))
 
@@ -82,7 +75,7 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Counts of a `StreamLoader` in this process and its workers.
+    """Counts of a `StreamLoader` in this process.
 
     Attributes:
         epochs: number of finished epochs.

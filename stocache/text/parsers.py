@@ -1,7 +1,7 @@
-"""Parse rows of text to arrays, in bulk with pyarrow if it is installed, else with numpy and json.
+"""Parse rows of text to arrays, in bulk with pyarrow.
 
 NOTE [ In bulk and row by row ]
-    A bulk reader parses all rows of a chunk at once. It refuses all of them if one is bad: it has another number of fields, or
+    pyarrow parses all rows of a chunk at once. It refuses all of them if one is bad: it has another number of fields, or
     a field is missing or is not a number. Only then Python parses them row by row; it finds out which row is bad and why. Both
     parse to float64 or int64 and then convert, as `numpy.loadtxt` does. So values are the same either way, to the last bit.
 """
@@ -22,21 +22,12 @@ from torch import Tensor
 
 from stocache.errors import StreamError
 from stocache.samples.flatten import leaves, tree_map
-from stocache.text.engines import (
-    NULLS,
-    BulkParseError,
-    ColumnArrays,
-    collapse_blanks,
-    csv_by_arrow,
-    csv_by_numpy,
-    json_by_arrow,
-    to_exact_array,
-)
+from stocache.text.arrow import NULLS, BulkParseError, ColumnArrays, collapse_blanks, csv_by_arrow, json_by_arrow
 
 BadRows = list[tuple[int, str]]
 """Bad rows: the number of each in its chunk, and the reason."""
 
-_PADDING = 1024  # blanks after the last field of fixed width that bulk readers accept
+_PADDING = 1024  # blanks after the last field of fixed width that are parsed in bulk
 _EXACT = 2**53  # from here on, float64 cannot hold every integer
 
 
@@ -135,39 +126,34 @@ class FieldParser(RowParser):
     Attributes:
         target: which fields are used, and how.
         width: number of fields in a row.
-        engines: "pyarrow" and "numpy", in the order in which they are tried.
     """
 
     target: Target
     width: int
-    engines: Sequence[str]
-    _first: int = field(default=0, compare=False)  # number of the attempt that succeeded last
+    _floats: bool = field(default=False, compare=False)  # whether integers were written as 2.0 in the last chunk
 
     @abstractmethod
     def fields_of(self, row: str) -> list[Any]:
         """Return the fields of a row. Raises ValueError with the reason if the row is bad."""
 
     @abstractmethod
-    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
-        """Return columns as "f8" or "i8". Raises BulkParseError, or an error of the engine."""
+    def _bulk(self, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
+        """Return columns as "f8" or "i8". Raises BulkParseError, or an error of pyarrow."""
 
     def bulk(self, data: bytes, rows: int) -> Any:
-        """Return the arrays of all rows. Raises BulkParseError if no engine can parse them."""
+        """Return the arrays of all rows. Raises BulkParseError if they cannot be parsed."""
         exact = [(n, _parsed_kind(dtype)) for n, dtype in self.target.wanted]
-        attempts = [(engine, exact) for engine in self.engines]
-        if any(kind == "i8" for _, kind in exact):  # integers may be written as 2.0
-            attempts += [(engine, [(n, "f8") for n, _ in exact]) for engine in self.engines]
-        for number in [self._first, *(n for n in range(len(attempts)) if n != self._first)]:
-            engine, kinds = attempts[number]
+        has_integers = any(kind == "i8" for _, kind in exact)
+        for floats in [self._floats, not self._floats] if has_integers else [False]:
             try:
-                columns = self._bulk(engine, data, kinds)
+                columns = self._bulk(data, [(n, "f8") for n, _ in exact] if floats else exact)
                 if all(len(column) == rows for column in columns):
                     arrays = self.target.assemble(columns)
-                    self._first = number
+                    self._floats = floats
                     return arrays
-            except Exception:  # engines raise many kinds; parse_row_by_row finds the reason
+            except Exception:  # pyarrow raises many kinds; parse_row_by_row finds the reason
                 continue
-        raise BulkParseError("no engine can parse these rows")
+        raise BulkParseError("these rows cannot be parsed in bulk")
 
     def parse_row_by_row(self, data: bytes) -> tuple[Any, BadRows]:  # noqa: D102
         bad: BadRows = []
@@ -233,15 +219,14 @@ class Delimited(FieldParser):
     def fields_of(self, row: str) -> list[Any]:  # noqa: D102
         return fields_of(row, self.delimiter, self.comments)
 
-    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
+    def _bulk(self, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
         if self.comments and self.comments.encode() in data:
             data = re.sub(rb"(?<![ \t])[ \t]*" + re.escape(self.comments.encode()) + rb"[^\n]*", b"", data)
         if self.delimiter is None:
             data = collapse_blanks(data)
-        delimiter = self.delimiter or " "
-        if engine == "pyarrow":
-            return csv_by_arrow(data, delimiter, self.width, kinds, self.target.keep_nan, self.delimiter is not None)
-        return csv_by_numpy(data, delimiter, self.width, kinds)
+        return csv_by_arrow(
+            data, self.delimiter or " ", self.width, kinds, self.target.keep_nan, quotes=self.delimiter is not None
+        )
 
 
 def fields_of(row: str, delimiter: str | None, comments: str | None) -> list[str]:
@@ -274,8 +259,8 @@ class FixedWidth(FieldParser):
             raise ValueError(f"{len(data)} bytes")
         return [data[end - width : end].decode(errors="replace") for end, width in zip(ends, self.widths, strict=True)]
 
-    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
-        # rewrites the wanted fields as delimited text, which both engines read
+    def _bulk(self, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
+        # rewrites the wanted fields as delimited text, which pyarrow reads
         array = np.frombuffer(data, np.uint8)
         newlines = np.flatnonzero(array == 10)
         lengths = np.diff(newlines, prepend=-1) - 1
@@ -294,9 +279,7 @@ class FixedWidth(FieldParser):
         if data.count(b",") != len(lengths) * (len(kinds) - 1):
             raise BulkParseError("a field contains a comma")
         kinds = [(n, kind) for n, (_, kind) in enumerate(kinds)]
-        if engine == "pyarrow":
-            return csv_by_arrow(data, ",", len(kinds), kinds, self.target.keep_nan, False)
-        return csv_by_numpy(data, ",", len(kinds), kinds)
+        return csv_by_arrow(data, ",", len(kinds), kinds, self.target.keep_nan, quotes=False)
 
 
 @dataclass
@@ -321,11 +304,8 @@ class JsonLines(FieldParser):
     def _column_name(self, number: int) -> str:
         return repr(self.names[number])
 
-    def _bulk(self, engine: str, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
-        if engine == "pyarrow":
-            return json_by_arrow(data, [(self.names[n], kind) for n, kind in kinds])
-        found = json.loads(b"[" + b",".join(data.splitlines()) + b"]")
-        return [to_exact_array([row[self.names[n]] for row in found], kind) for n, kind in kinds]
+    def _bulk(self, data: bytes, kinds: list[tuple[int, str]]) -> ColumnArrays:
+        return json_by_arrow(data, [(self.names[n], kind) for n, kind in kinds])
 
 
 @dataclass

@@ -1,20 +1,15 @@
-"""Make the batches of an epoch out of windows of buffers, in this thread, in other threads or in worker processes."""
+"""Make the batches of an epoch out of windows of buffers, in this thread or in others."""
 
-import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
-from stocache.errors import StreamError
-from stocache.loader.collate import as_is
-from stocache.loader.dataloader import DataLoader
 from stocache.samples.flatten import leaves, tree_map
 from stocache.system.background import Background
 from stocache.system.platform import here
@@ -147,13 +142,11 @@ Deliveries = Generator[tuple[int, WindowBatches], None, None]
 
 def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deliveries:
     """Yield windows ``start``, ``start + step`` and so on. This thread makes them."""
-    with contextlib.closing(windows.buffers.lines):
-        for number in itertools.count(start, step):
-            fetched = windows.fetch(key, number)
-            if fetched is None:
-                windows.buffers.flush()
-                return
-            yield number, windows.deliver(key, number, fetched)
+    for number in itertools.count(start, step):
+        fetched = windows.fetch(key, number)
+        if fetched is None:
+            return
+        yield number, windows.deliver(key, number, fetched)
 
 
 def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
@@ -177,7 +170,6 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
                 ahead.append(parsers[following % threads].submit(deliver, following, fetching))
             delivery = ahead.popleft().result()
             if delivery is None:
-                windows.buffers.flush()
                 return
             yield number, delivery
     finally:
@@ -185,79 +177,3 @@ def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
             thread.stop()
         for thread in (reader, *parsers):
             thread.stop(None)
-
-
-class WorkerShard(IterableDataset[tuple[int, WindowBatches]]):
-    """The windows of each epoch, every worker process making its share of them.
-
-    Args:
-        epoch: the first epoch.
-        start: the first window of that epoch. Later epochs start from the beginning.
-    """
-
-    def __init__(self, windows: Windows, epoch: int, start: int) -> None:
-        self._windows, self._epoch, self._start = windows, epoch, start
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the next iterator delivers."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[tuple[int, WindowBatches]]:
-        worker = get_worker_info()
-        assert worker is not None
-        start, self._start = self._start, 0
-        yield from one_by_one(self._windows, (self._epoch,), start + worker.id, worker.num_workers)
-
-
-class WorkerProcesses:
-    """Worker processes that make windows. They are kept from epoch to epoch, and serve one iteration at a time.
-
-    Args:
-        context: start method of the processes, or a context of `multiprocessing`.
-    """
-
-    def __init__(self, num_workers: int, context: object) -> None:
-        self._num_workers, self._context = num_workers, context
-        self._loader: DataLoader[Any] | None = None
-        self._iteration = 0
-
-    def deliver(self, windows: Windows, epoch: int, start: int) -> Deliveries:
-        """Yield all windows from ``start`` on. The workers make them in turn.
-
-        Raises:
-            StreamError: another iteration has begun.
-        """
-        if self._loader is None or start:
-            self.end()
-            self._loader = DataLoader(
-                WorkerShard(windows, epoch, start),
-                batch_size=None,
-                num_workers=self._num_workers,
-                collate_fn=as_is,
-                generator=torch.Generator().manual_seed(windows.seed),  # or torch would draw from the global one
-                persistent_workers=True,
-                multiprocessing_context=self._context,
-            )
-        self._loader.set_epoch(epoch)
-        self._iteration += 1
-        iteration = self._iteration
-        made = iter(self._loader)
-        while self._iteration == iteration:
-            try:
-                found = next(made)
-            except StopIteration:
-                return
-            except Exception:
-                self.end()
-                raise
-            yield found
-        raise StreamError("another iteration has begun: with num_workers, a StreamLoader has one at a time.")
-
-    def end(self) -> None:
-        """End the processes. The next iteration starts new ones."""
-        if self._loader is not None:
-            self._loader.end_workers()
-        self._loader = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_loader": None}

@@ -8,14 +8,14 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from stocache import CsvFormat, ReadOptions, StreamLoader
+from stocache import CsvFormat, StreamLoader
 from stocache.text import lines, open_file
 from stocache.tools.cli import listing
 from tests.support.processes import run_all
 
 N = 437  # rows of the text
-FORK = ReadOptions(multiprocessing_context="fork")
 SKIP = CsvFormat("\t", on_error="skip")
 COMPRESSIONS = {"plain": bytes, "gz": gzip.compress, "bz2": bz2.compress, "zst": lambda data: zstd().compress(data)}
 
@@ -36,6 +36,10 @@ def numbers(loader):
         assert torch.equal(x, torch.stack([y, y], 1).float())
         found += y.tolist()
     return found
+
+
+def in_workers(stream, count=2, method="fork"):
+    return DataLoader(stream, batch_size=None, num_workers=count, multiprocessing_context=method)
 
 
 def epochs(path, count=2, **options):

@@ -73,7 +73,6 @@ CASES = {  # other datasets in a loader: tests/loader/test_loader_states.py
 }
 WITH_WORKERS = {  # each restored at a few steps
     "stream in workers": lambda stack, folder: loader(stream(stack, folder, shuffle=True), None, num_workers=2),
-    "stream with workers": lambda stack, folder: stream(stack, folder, shuffle=True, num_workers=2),
 }
 EDITED = [name for name in CASES if name not in ("cached", "stored", "distributed", "by locality")]
 

@@ -1,4 +1,4 @@
-"""A file of numbered rows, the engines that parse, and caches removed."""
+"""A file of numbered rows, and caches removed."""
 
 import contextlib
 import os
@@ -13,13 +13,6 @@ from tests.support.texts import ours, rows
 def numbered(tmp_path):
     (path := tmp_path / "numbered.tsv").write_bytes(rows())
     return path
-
-
-@pytest.fixture(scope="session", params=["pyarrow", "numpy"])
-def engine(request):
-    if request.param == "pyarrow":
-        pytest.importorskip("pyarrow", reason="one of the two engines is pyarrow")
-    return request.param
 
 
 @pytest.fixture

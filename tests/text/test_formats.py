@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ FORMATS = {
 }  # fmt: skip
 
 
-def test_each_format_reads_its_rows(tmp_path, engine):
+def test_each_format_reads_its_rows(tmp_path):
     for form, row in FORMATS.values():
         (path := tmp_path / "rows").write_text("a;b;c\n" * form.skip_header + "".join(row.format(n=n) for n in range(40)))
         assert pickle.loads(pickle.dumps(form)) == form
-        with StreamLoader(path, 10, 20, format=form, read=ReadOptions(engine)) as loader:
+        with StreamLoader(path, 10, 20, format=form) as loader:
             batches = list(loader)
         assert torch.cat([y for _, y in batches]).tolist() == list(range(40)), row
         assert all(torch.equal(x, y.float()[:, None].expand(x.shape)) for x, y in batches), row
@@ -49,7 +50,6 @@ WRONG = [  # arguments of CsvFormat
 OTHERS = [
     *((lambda widths=widths: FixedWidthFormat(widths), "widths=.* must be numbers of bytes") for widths in ([], 3, [2, 0])),
     (lambda: CustomFormat(3), "parse=3 is not a function"),
-    (lambda: ReadOptions("polars"), "engine='polars' is unknown. Use 'auto' or 'pyarrow' or 'numpy'"),
     (lambda: ReadOptions(storage_options="anonymous"), "storage_options='anonymous' is not a dict"),
     (lambda: ReadOptions(progress=2), "progress=2 is unknown"),
 ]
@@ -57,7 +57,7 @@ OPTIONS = [  # of a loader
     ({"format": 3}, "format=3 is not a TextFormat"), ({"format": "parquet"}, "format='parquet' is not a TextFormat"),
     ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
     ({"rank": 0, "world_size": 0}, "world_size=0 is not an integer of at least 1"),
-    ({"rank": 0}, "world_size=None is not an integer"), ({"num_workers": True}, "num_workers=True is not an integer"),
+    ({"rank": 0}, "world_size=None is not an integer"),
     ({"read": "auto"}, "read='auto' is not a ReadOptions"), ({"cache": "rows"}, "cache='rows' is not a CacheOptions"),
     ({"cache": CacheOptions(1), "size_limit_gib": 1}, r"size_limit_gib belongs to cache=\. Pass it to CacheOptions"),
     ({"batch_size": 3}, r"buffer_size=20 is not a multiple of batch_size=3\. Use for example 18"),
@@ -89,8 +89,16 @@ def test_wrong_values_and_options_that_contradict_each_other_are_refused_at_once
         JsonLinesFormat(max_line_bytes="much")
     with pytest.raises(TypeError, match="StreamLoader has no argument 'quotes'"):
         StreamLoader(numbered, 10, 20, quotes=False)
+    with pytest.raises(TypeError, match=r"DataLoader\(stream, batch_size=None, num_workers=…\)"):
+        StreamLoader(numbered, 10, 20, num_workers=2)
     with StreamLoader(numbered, 10, 20) as loader, pytest.raises(StreamError, match="is not an integer of at least 0"):
         loader.set_epoch(-1)
+
+
+def test_without_pyarrow_there_is_no_loader(numbered, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
+    with pytest.raises(StreamError, match=r"needs pyarrow .*: pip install 'stocache\[text\]'"):
+        StreamLoader(numbered, 10, 20)
 
 
 ROWS = "".join(f"{n}\t{n}\t{n}\n" for n in range(40))

@@ -1,7 +1,6 @@
-"""Rows parsed to arrays: every engine agrees with every other and with Python, to the last bit."""
+"""Rows parsed to arrays: in bulk and row by row they are those of Python, to the last bit."""
 
 import json
-import sys
 from math import inf, nan
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stocache import StreamError
-from stocache.text.engines import BulkParseError, engines
+from stocache.text.arrow import BulkParseError
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, Target
 from tests.support.equality import same
 
@@ -23,7 +22,7 @@ def target(columns=(0, 1), labels=(2,), single=True, dtype=F4, label_dtype=I8, k
 
 
 def refused(parser, data, rows):
-    with pytest.raises(BulkParseError, match="no engine can parse these rows"):
+    with pytest.raises(BulkParseError, match="these rows cannot be parsed in bulk"):
         parser.bulk(data, rows)
     return parser.parse_row_by_row(data)
 
@@ -45,27 +44,24 @@ SPACE = st.sampled_from([" ", "  ", "\t", " \t ", "     "])
     end=st.sampled_from(["\n", "\r\n"]),
     dtype=st.sampled_from([F4, F8]),
 )
-def test_numbers_are_those_that_python_reads(engine, rows, delimiter, end, dtype):
+def test_numbers_are_those_that_python_reads(rows, delimiter, end, dtype):
     lines = ["".join(row) if delimiter is None else delimiter.join(row[1::2]) for row in rows]
     data = "".join(line + end for line in lines).encode()
-    parser = Delimited(target(dtype=dtype), 3, [engine], delimiter=delimiter)
+    parser = Delimited(target(dtype=dtype), 3, delimiter=delimiter)
     labels = [int(row[5]) for row in rows]
     with np.errstate(over="ignore"):
         wanted = np.array([[float(row[1]), float(row[3])] for row in rows]).astype(dtype), np.array(labels)
-    if engine == "pyarrow" or max(map(abs, labels)) < 2**53:
-        assert same(parser.bulk(data, len(rows)), wanted)
-    else:
-        refused(parser, data, len(rows))
+    assert same(parser.bulk(data, len(rows)), wanted)
     arrays, bad = parser.parse_row_by_row(data)
     assert not bad
     assert same(arrays, wanted)
 
 
 @given(rows=st.lists(st.tuples(st.floats(allow_nan=False, allow_infinity=False), st.integers(-100, 100), LABEL), min_size=1))
-def test_json_lines(engine, rows):
+def test_json_lines(rows):
     more = {"text": "x,{}\n", "more": [1, {}]}
     data = "".join(json.dumps({"b": b, **(more if b > 0 else {}), "label": int(c), "a": a}) + "\n" for a, b, c in rows).encode()
-    parser = JsonLines(target((0, 1), (2,), dtype=F8), 3, [engine], names=("a", "b", "label"))
+    parser = JsonLines(target((0, 1), (2,), dtype=F8), 3, names=("a", "b", "label"))
     wanted = np.array([[a, b] for a, b, _ in rows], F8), np.array([int(c) for *_, c in rows])
     assert same(parser.parse_row_by_row(data)[0], wanted)
     assert same(parser.bulk(data, len(rows)), wanted)
@@ -88,9 +84,9 @@ KINDS = [  # of good rows: the number of fields, what is taken of them, options 
 
 
 @pytest.mark.parametrize("at", range(len(KINDS)))
-def test_good_rows_are_the_same_in_bulk_and_beside_a_bad_one(engine, at):
+def test_good_rows_are_the_same_in_bulk_and_beside_a_bad_one(at):
     width, what, options, data, features, labels = KINDS[at]
-    parser, rows = (FixedWidth if "widths" in options else Delimited)(what, width, [engine], **options), len(features)
+    parser, rows = (FixedWidth if "widths" in options else Delimited)(what, width, **options), len(features)
     wanted = np.array(features, what.dtype)
     if what.labels:
         wanted = wanted, np.array(labels, what.label_dtype)
@@ -101,18 +97,17 @@ def test_good_rows_are_the_same_in_bulk_and_beside_a_bad_one(engine, at):
     assert same(arrays, wanted)
 
 
-def test_what_is_not_parsed_in_bulk_is_right_row_by_row(engine):
+def test_what_is_not_parsed_in_bulk_is_right_row_by_row():
     quoted = b'"1";"a;b";"2"\n3;x;4\n', (np.array([[1], [3]], F4), np.array([2, 4]))
     missing = b"1;;3\nNA;nan;4\nnull;5;6\n", (np.array([[1, nan], [nan, nan], [nan, 5]], F4), np.array([3, 4, 6]))
     for (data, wanted), what in ((quoted, target((0,))), (missing, target(keep_nan=True))):
-        parser = Delimited(what, 3, [engine], delimiter=";")
-        if engine == "pyarrow":  # numpy cannot
-            assert same(parser.bulk(data, data.count(b"\n")), wanted)
+        parser = Delimited(what, 3, delimiter=";")
+        assert same(parser.bulk(data, data.count(b"\n")), wanted)
         assert same(parser.parse_row_by_row(data)[0], wanted)
     assert refused(parser, b"1;2;\n", 1)[1] == [(0, "column 2 is missing")]  # labels have no NaN
-    arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, [engine], widths=(2, 2)), b"1 2" + b" " * 1030 + b"\n3 4\n", 2)
+    arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, widths=(2, 2)), b"1 2" + b" " * 1030 + b"\n3 4\n", 2)
     assert (arrays[1].tolist(), bad) == ([2, 4], [])  # a row that is longer than others does not widen them
-    arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, [engine], widths=(3, 2)), b"1,23 \n4  5 \n", 2)
+    arrays, bad = refused(FixedWidth(target((0,), (1,)), 2, widths=(3, 2)), b"1,23 \n4  5 \n", 2)
     assert (arrays[1].tolist(), [number for number, _ in bad]) == ([5], [0])  # a comma is not the end of a field
 
 
@@ -137,18 +132,18 @@ BAD_BYTES = {
 }  # fmt: skip
 CSV, JSON = "1,2,3", '{"a": 1, "label": 3}'
 PARSERS = {  # the parser, a good row, and bad ones
-    "csv": (lambda engine: Delimited(target(), 3, [engine]), CSV, BAD),
-    "bytes": (lambda engine: Delimited(target(dtype=U1, label_dtype=U1), 3, [engine]), CSV, BAD_BYTES),
-    "blanks": (lambda engine: Delimited(target((0,), (2,)), 3, [engine], delimiter=None), "1 x 3", BAD_BLANKS),
-    "widths": (lambda engine: FixedWidth(target((0,)), 3, [engine], widths=(6, 5, 3)), "  1.0 hello  3", BAD_WIDTHS),
-    "json": (lambda engine: JsonLines(target((0,), (1,)), 2, [engine], names=("a", "label")), JSON, BAD_JSON),
+    "csv": (lambda: Delimited(target(), 3), CSV, BAD),
+    "bytes": (lambda: Delimited(target(dtype=U1, label_dtype=U1), 3), CSV, BAD_BYTES),
+    "blanks": (lambda: Delimited(target((0,), (2,)), 3, delimiter=None), "1 x 3", BAD_BLANKS),
+    "widths": (lambda: FixedWidth(target((0,)), 3, widths=(6, 5, 3)), "  1.0 hello  3", BAD_WIDTHS),
+    "json": (lambda: JsonLines(target((0,), (1,)), 2, names=("a", "label")), JSON, BAD_JSON),
 }
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-def test_bad_rows_are_refused_in_bulk_and_named_row_by_row(engine, kind):
+def test_bad_rows_are_refused_in_bulk_and_named_row_by_row(kind):
     make, good, rows = PARSERS[kind]
-    parser = make(engine)
+    parser = make()
     for row, why in rows.items():
         (features, labels), bad = refused(parser, f"{good}\n{row}\n{good}\n".encode(errors="surrogateescape"), 3)
         assert [(number, reason[: len(why)]) for number, reason in bad] == [(1, why)], row
@@ -165,13 +160,3 @@ def test_a_parse_function_that_returns_something_else_is_an_error():
     ):
         with pytest.raises(StreamError, match=why):
             Custom(lambda rows, returned=returned: returned).bulk(b"1\n2\n", 2)
-
-
-def test_engines(engine, monkeypatch):
-    if engine == "pyarrow":
-        assert engines("auto") == engines("pyarrow") == ["pyarrow", "numpy"]
-    assert engines("numpy") == ["numpy"]
-    monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
-    assert engines("auto") == ["numpy"]
-    with pytest.raises(StreamError, match=r"pip install 'stocache\[text\]'"):
-        engines("pyarrow")

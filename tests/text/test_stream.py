@@ -17,7 +17,7 @@ from stocache import CacheOptions, CustomFormat, ReadOptions, StreamLoader
 from stocache.errors import CacheNameError, ClosedError, DamagedError, StateError, StreamError
 from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
-from tests.support.texts import FORK, N, Watch, epochs, numbers, ours, parse, rows, run_ranks
+from tests.support.texts import N, Watch, epochs, in_workers, numbers, ours, parse, rows, run_ranks
 
 CONTEXT = multiprocessing.get_context("fork")
 
@@ -33,9 +33,8 @@ def test_the_length_is_known_when_rows_are_counted(numbered, capsys):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
-def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(numbered, ways):
-    loader = StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **ways)
+def test_a_loader_is_left_early_copied_and_closed_twice_and_leaves_no_file_open(numbered):
+    loader = StreamLoader(numbered, 10, 20, size_limit_gib=0.01)
     for count in (5, 3):
         with contextlib.closing(iter(loader)) as batches:
             assert len(list(itertools.islice(batches, count))) == count
@@ -94,12 +93,11 @@ CHANGES = [
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("ways", [{}, {"num_workers": 2, "read": FORK}], ids=["threads", "workers"])
-def test_a_file_that_changed_is_never_served_stale(numbered, ways):
+def test_a_file_that_changed_is_never_served_stale(numbered):
     paths = numbered.with_name("*.tsv")
-    for change in CHANGES[: 1 if ways else None]:
+    for change in CHANGES:
         numbered.write_bytes(rows())
-        with StreamLoader(paths, 1, 20, drop_last=False, size_limit_gib=0.01, **ways) as loader:
+        with StreamLoader(paths, 1, 20, drop_last=False, size_limit_gib=0.01) as loader:
             assert len(list(loader)) == len(list(loader)) == N
             change(numbered)
             with StreamLoader(paths, 1, 20, drop_last=False) as fresh:
@@ -183,7 +181,7 @@ def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
 COUNTED, BUFFERS = {"count_rows": True}, {"shuffle": "buffers", "size_limit_gib": 0.01}
 RANKS = [
     (True, gzip.compress, COUNTED), ("batch", gzip.compress, COUNTED), ("batch", bytes, COUNTED),
-    (True, bytes, BUFFERS), ("batch", bytes, BUFFERS), (False, bytes, BUFFERS), (False, bytes, {"num_workers": 2}),
+    (True, bytes, BUFFERS), ("batch", bytes, BUFFERS), (False, bytes, BUFFERS), (False, bytes, {}),
     (False, gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}), (False, gzip.compress, {}),
 ]  # fmt: skip
 
@@ -268,26 +266,24 @@ def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
 
 
 WAYS = {
-    "fork": {"num_workers": 2, "read": FORK, "size_limit_gib": "6KB"},
-    "forkserver": {"num_workers": 2, "read": ReadOptions("numpy", "forkserver")},
-    "spawn": {"num_workers": 1, "read": ReadOptions(multiprocessing_context="spawn"), "size_limit_gib": 0.01},
     "partly cached": {"size_limit_gib": "6KB"},
-    "numpy, cached": {"read": ReadOptions("numpy"), "size_limit_gib": 0.01},
+    "cached": {"size_limit_gib": 0.01},
+    "on a disk": {},
 }
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "spawn")) for way in WAYS])
-def test_the_order_is_the_same_whoever_parses_and_whatever_is_cached(numbered, tmp_path, way):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_order_is_the_same_whatever_is_cached(numbered, tmp_path, way):
     options = dict(WAYS[way])
-    if way == "forkserver":
+    if way == "on a disk":
         options["cache"] = CacheOptions("2KB", disk=tmp_path / "disk", disk_limit="4MB")
     kinds = [(True, 2, "batch"), (False, 1, False), ("buffers", 2, True)]
-    for shuffle, window, drop_last in kinds[: 1 if way in ("forkserver", "spawn") else None]:
+    for shuffle, window, drop_last in kinds[: 1 if way == "on a disk" else None]:
         order = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
         with StreamLoader(numbered, 10, 20, **order, **options) as loader:
             assert [numbers(loader) for _ in range(3)] == epochs(numbered, 3, **order)
-            assert way != "forkserver" or loader.stats().disk.hits > 20
+            assert way != "on a disk" or loader.stats().disk.hits > 20
 
 
 def test_two_iterators_at_once_are_two_epochs(numbered):
@@ -298,38 +294,18 @@ def test_two_iterators_at_once_are_two_epochs(numbered):
             assert sorted(torch.cat(epoch).tolist()) == list(range(420))
 
 
-def test_with_workers_there_is_one_iterator_at_a_time(numbered):
-    with StreamLoader(numbered, 10, 20, num_workers=2, read=FORK) as loader:
-        first, second = iter(loader), iter(loader)
-        assert next(first)[1].tolist() == next(second)[1].tolist() == list(range(10))
-        with pytest.raises(StreamError, match="another iteration has begun"):
-            list(first)
-        assert torch.cat([y for _, y in second]).tolist() == list(range(10, 420))
-
-
-def test_workers_that_only_parse_are_warned_of_once(numbered, caplog):
-    pytest.importorskip("pyarrow", reason="without it numpy parses, which holds the GIL")
-    custom = CustomFormat(lambda lines: {"x": torch.zeros(len(lines))})
-    ways = {}, {"transform": len}, {"format": custom}, {"read": ReadOptions("numpy", "fork")}
-    for options, warnings in zip(ways, (1, 0, 0, 0), strict=True):
-        caplog.clear()
-        with StreamLoader(numbered, 10, 20, **{"num_workers": 1, "read": FORK} | options) as loader:
-            for _ in range(2):
-                list(loader)
-        assert caplog.text.count("num_workers=0 is faster") == warnings
-
-
 def test_transforms_run_in_workers_and_get_whole_batches(numbered):
-    for workers in (0, 2):
-        transform = lambda batch: (batch[0] * 2, len(batch[1]), os.getpid())
-        with StreamLoader(numbered, 10, 20, transform=transform, num_workers=workers, read=FORK) as loader:
-            for (x, rows, pid), start in zip(loader, range(0, N, 10), strict=False):
+    transform = lambda batch: (batch[0] * 2, len(batch[1]), os.getpid())
+    with StreamLoader(numbered, 10, 20, transform=transform) as loader:
+        for batches, in_worker in ((loader, False), (in_workers(loader), True)):
+            found = sorted(batches, key=lambda batch: batch[0][0, 0])
+            for (x, rows, pid), start in zip(found, range(0, 420, 10), strict=True):
                 assert (rows, x[:, 0].tolist()) == (10, [2 * n for n in range(start, start + 10)])
-                assert (pid != os.getpid()) == bool(workers)
+                assert (pid != os.getpid()) == in_worker
 
 
 def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
-    for options in ({}, {"shuffle": True}, {"num_workers": 1, "read": FORK}):
+    for options in ({}, {"shuffle": True}):
         with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, **options) as loader:
             kept = [list(loader) for _ in range(2)]
             for x, y in itertools.chain(*kept, loader):
@@ -341,7 +317,7 @@ def test_batches_are_the_users_to_keep_and_to_write_to(numbered):
 @pytest.mark.linux
 def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed_or_the_epoch(numbered):
     with StreamLoader(numbered, 10, 20, shuffle=True, drop_last=False, size_limit_gib=0.01) as loader:
-        torchs, epochs = DataLoader(loader, batch_size=None, num_workers=2, multiprocessing_context="fork"), []
+        torchs, epochs = in_workers(loader), []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
             epochs.append(numbers(torchs))
@@ -401,7 +377,7 @@ def test_states_that_do_not_belong_are_refused(numbered, tmp_path):
         with pytest.raises(StateError, match="have changed since the state was taken"):
             list(loader)
     (copied := tmp_path / "copied.tsv").write_bytes(rows())
-    with StreamLoader(copied, 10, 20, num_workers=2, read=FORK) as loader:  # elsewhere, at another time, and with workers
+    with StreamLoader(copied, 10, 20) as loader:  # elsewhere, at another time
         loader.load_state_dict(state)
         assert numbers(loader) == list(range(10, 420))
 
@@ -419,19 +395,18 @@ def test_a_state_that_would_begin_inside_a_line_is_refused(tmp_path):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_parse_that_gives_other_rows_than_are_cached_is_found_before_these_are_served(
-    numbered, num_workers, tmp_path, caplog
-):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_parse_that_gives_other_rows_than_are_cached_is_found_before_these_are_served(numbered, num_workers, tmp_path):
     factor = tmp_path / "factor"  # which worker processes see
     factor.write_text("1")
 
     def scaled(lines):
         return {"x": torch.tensor([float(line.split("\t")[0]) for line in lines]) * int(factor.read_text())}
 
-    with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, format=CustomFormat(scaled), num_workers=num_workers) as loader:
-        first = torch.cat([batch["x"] for batch in loader])
-        assert torch.equal(first, torch.cat([batch["x"] for batch in loader]))
+    with StreamLoader(numbered, 10, 20, size_limit_gib=0.01, format=CustomFormat(scaled)) as loader:
+        batches = in_workers(loader, num_workers) if num_workers else loader
+        first = torch.cat([batch["x"] for batch in batches])
+        assert torch.equal(first, torch.cat([batch["x"] for batch in batches]))
         factor.write_text("3")
-        assert torch.equal(first * 3, torch.cat([batch["x"] for batch in loader]))
+        assert torch.equal(first * 3, torch.cat([batch["x"] for batch in batches]))
         assert loader.stats().cache.hits

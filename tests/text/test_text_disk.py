@@ -11,7 +11,7 @@ import torch
 from stocache import CacheOptions, CsvFormat, StreamLoader
 from stocache.text.buffers import Buffers
 from stocache.text.lines import Lines
-from tests.support.texts import FORK, SKIP, N, epochs, numbers, ours, rows, run_ranks
+from tests.support.texts import SKIP, N, epochs, in_workers, numbers, ours, rows, run_ranks
 
 BUFFERS = 21  # full ones in the text; 17 rows are left
 
@@ -52,8 +52,6 @@ WAYS = {  # options, and the memory before the disk: for nothing, for a quarter 
     "shuffled": ({"shuffle": True, "window": 3, "drop_last": False}, 0),
     "buffers": ({"shuffle": "buffers"}, "4MB"),
     "counted": ({"count_rows": True, "drop_last": "batch"}, "4KB"),
-    "workers": ({"shuffle": True, "num_workers": 2, "read": FORK}, "4MB"),
-    "buffers by workers": ({"shuffle": "buffers", "drop_last": False, "num_workers": 2, "read": FORK}, 0),
     "gzip": ({"drop_last": "batch"}, "4KB"),
     "gzip, full": ({}, 0),
 }
@@ -71,15 +69,24 @@ def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, fold
     assert epochs(numbered, cache=on(folder, memory), **options) == expected
     reads, parsed = work.taken()
     assert parsed == BUFFERS + ("drop_last" in options)
-    first = BUFFERS + 1 + (parsed if way in ("buffers", "counted") else 0)  # all is read to be counted, then to be parsed
-    assert reads == first or ("workers" in way and reads > first)  # of which each may read on from where the other is
+    assert reads == BUFFERS + 1 + (parsed if way in ("buffers", "counted") else 0)  # to be counted, then to be parsed
     assert epochs(numbered, cache=on(folder, memory), **options) == expected
     assert work.taken() == (0, 0)
 
 
+@pytest.mark.linux
+@pytest.mark.parametrize(("shuffle", "memory"), [(True, "4MB"), ("buffers", 0)])
+def test_workers_of_a_dataloader_parse_the_text_once(shuffle, memory, numbered, folder, work):
+    for parsed in (BUFFERS + 1, 0):
+        with StreamLoader(numbered, 10, 20, shuffle=shuffle, drop_last=False, cache=on(folder, memory)) as loader:
+            for _ in range(2):
+                assert sorted(numbers(in_workers(loader))) == list(range(N))
+        assert work.taken()[1] == parsed
+
+
 RANKS = {  # and the number of buffers in shares of 229 and 208 rows, or in one compressed file
     "buffers": (bytes, {"shuffle": "buffers", "drop_last": False}, 23),
-    "workers": (bytes, {"num_workers": 2}, 21),
+    "in order": (bytes, {}, 21),
     "counted": (gzip.compress, {"drop_last": "batch", "count_rows": True}, 22),
 }
 
@@ -181,7 +188,7 @@ def test_the_run_after_one_that_was_broken_off_reads_on_behind_it(numbered, fold
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("way", ["buffers", "workers"])
+@pytest.mark.parametrize("way", ["buffers", "shuffled"])
 def test_a_state_is_resumed_from_the_disk_without_reading(way, tmp_path, folder, work):
     path, options = tmp_path / "rows.tsv", WAYS[way][0] | {"cache": on(folder, "1KB")}
     path.write_bytes(rows(0, 107))

@@ -1,11 +1,11 @@
-"""Parse rows of text in bulk with pyarrow or numpy: all rows of a chunk at once, or none.
+"""Parse rows of text in bulk with pyarrow: all rows of a chunk at once, or none.
 
-pyarrow comes first: with 2 threads it was the fastest of pyarrow, pandas, polars and numpy.loadtxt
-(`benchmark/notes/stream.md`, section Engines), and it reads JSON, too.
+With 2 threads pyarrow was the fastest of pyarrow, pandas, polars and numpy.loadtxt (`benchmark/notes/stream.md`, section
+Engines), and it reads JSON, too.
 """
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,21 +22,13 @@ class BulkParseError(Exception):
     """These rows cannot be parsed in bulk; row by row it may be possible."""
 
 
-def engines(engine: Literal["auto", "pyarrow", "numpy"]) -> list[str]:
-    """Return the engines to try, the fastest first.
-
-    Raises:
-        StreamError: the engine is not installed.
-    """
-    if engine == "numpy":
-        return ["numpy"]
+def check_arrow() -> None:
+    """Raise StreamError if pyarrow is not installed."""
     try:
-        import pyarrow.csv  # noqa: F401
-    except ImportError:
-        if engine == "pyarrow":
-            raise StreamError("engine='pyarrow' is not installed. pip install 'stocache[text]'") from None
-        return ["numpy"]
-    return ["pyarrow", "numpy"]
+        import pyarrow.csv
+        import pyarrow.json  # noqa: F401
+    except ImportError as error:
+        raise StreamError(f"a StreamLoader needs pyarrow ({error}): pip install 'stocache[text]'") from None
 
 
 def csv_by_arrow(
@@ -91,27 +83,6 @@ def _from_arrow(column: Any, kind: str) -> NDArray[Any]:
     if kind == "i8" and column.null_count:
         raise BulkParseError("a value is missing")
     return np.asarray(column.to_numpy())
-
-
-def csv_by_numpy(data: bytes, delimiter: str, width: int, kinds: list[tuple[int, str]]) -> ColumnArrays:
-    """Return columns of delimited text, all as "f8"; ``kinds`` begins with the number of each column."""
-    array = np.frombuffer(data, np.uint8)
-    newlines = np.flatnonzero(array == 10)
-    commas = np.add.reduceat(array == ord(delimiter), np.append(0, newlines[:-1] + 1), dtype=np.int64)
-    if (commas != width - 1).any() or b'"' in data:  # loadtxt does not check the fields it leaves out
-        raise BulkParseError("a row has another number of fields")
-    unique = list(dict(kinds))
-    # integers are read as float64, too: before numpy 2.4 loadtxt reads 2.5 as the integer 2. `Target` refuses large ones
-    table = np.loadtxt(data.decode().split("\n")[:-1], delimiter=delimiter, comments=None, usecols=unique, ndmin=2)
-    return [table[:, unique.index(n)] for n, _ in kinds]
-
-
-def to_exact_array(values: list[Any], kind: str) -> NDArray[Any]:
-    """Return numbers as an array. Raises BulkParseError if a value is of another type."""
-    array = np.array(values)
-    if array.ndim != 1 or array.dtype.kind not in ("i" if kind == "i8" else "fi"):
-        raise BulkParseError("a value is of another type")
-    return array.astype(kind)
 
 
 def collapse_blanks(data: bytes) -> bytes:
