@@ -50,7 +50,6 @@ SMALL = [  # arguments; what each row of the table looks like; the number of row
     ("sigkill --trials 3", r"^sigkill: A SIGKILL|3 trials", 2),
     ("disk_faults kills --trials 3", r"^\| [\w, .]+ \| \d \|.*\| 0 \|$", 2),
     ("filling kill --kills 1", r"^\| [\w ]+ \| 1 \| \d \| \d+ \| 0 \| 0 \|$", 4),
-    ("repair --samples 2000 --rounds 1 --share 0.1", r"^2 of 2\d blocks damaged$", 1),
 ]
 
 

@@ -42,8 +42,10 @@ from stocache.storage.files import HEAD_BYTES, BytesFile, ByteSource
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 BLOCK_VERSION = 1
-REPAIR = "'stocache check DIR' lists all damage; to repair it: 'stocache prepare SRC DIR --repair'."
-"""The end of messages about damage."""
+AGAIN = "Prepare the folder again: 'stocache prepare SRC DIR --again', or prepare(..., again=True)."
+"""The remedy for damage of any file."""
+CHECK = f"'stocache check DIR' lists all damage. {AGAIN}"
+"""The end of messages about a damaged block."""
 
 _DTYPES = {  # in the order in which safetensors writes the columns
     **{torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"},
@@ -356,4 +358,4 @@ class Block:
         return value
 
     def _damaged(self, error: Exception) -> DamagedError:
-        return DamagedError(f"{self._name} is damaged ({error}). {REPAIR}")
+        return DamagedError(f"{self._name} is damaged ({error}). {CHECK}")

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.leaves.type_lookup import check_size
-from stocache.storage.block import REPAIR, Block, encode
+from stocache.storage.block import AGAIN, CHECK, Block, encode
 from stocache.storage.files import ByteSource
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED
@@ -49,9 +49,6 @@ INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "inf
 _MARK = b'"checksum": "'
 _OURS = re.compile(r"(index\.json|skipped\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
 _BLOCK = re.compile(r"(\d{6,})\.safetensors")
-
-
-_REPAIR = "To repair it: 'stocache prepare SRC DIR --repair', or prepare(..., repair=True)."
 
 
 class Entry(NamedTuple):
@@ -104,7 +101,7 @@ def parse_index(text: bytes, path: str) -> Index:
         if facts.pop("format") != FORMAT:
             raise KeyError("format")
     except (ValueError, RecursionError, MemoryError) as error:
-        raise DamagedError(f"{path} is damaged: it is not JSON. {_REPAIR}") from error
+        raise DamagedError(f"{path} is damaged: it is not JSON. {AGAIN}") from error
     except (KeyError, TypeError, AttributeError):
         raise StorageError(f"{path} is not an index of stocache. Give a folder that was prepared.") from None
     try:
@@ -123,7 +120,7 @@ def parse_index(text: bytes, path: str) -> Index:
         if sum(entry.samples for entry in blocks) != index.samples or not sizes <= {index.block_size} or index.block_size < 1:
             raise ValueError("its blocks do not add up")
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path} is damaged ({error}). {_REPAIR}") from error
+        raise DamagedError(f"{path} is damaged ({error}). {AGAIN}") from error
     return index
 
 
@@ -163,7 +160,7 @@ def open_block(
     try:
         block = Block(open_source(path), name, allow_pickle, decode=decode)
     except FileNotFoundError:
-        raise DamagedError(f"{name} is missing. {REPAIR}") from None
+        raise DamagedError(f"{name} is missing. {CHECK}") from None
     except OSError as error:
         if isinstance(error, StorageError) or error.errno in EXHAUSTED:
             raise
@@ -173,24 +170,16 @@ def open_block(
     ):  # fmt: skip
         raise DamagedError(
             f"{name} is not the block in the index (checksum {block.checksum}, expected {entry.checksum}): it was swapped, or "
-            f"prepared again. {REPAIR}"
+            f"prepared again. {CHECK}"
         )
     return block
 
 
-OTHER_SAMPLES = "the source gives other samples now. Prepare the folder again (again=True, --again)."
-
-
 class BlockFolderWriter:
-    """Writes the files of a prepared folder. One process at a time uses it, with its workers.
-
-    Attributes:
-        repaired: the index of a folder that is repaired. No other blocks than those in it are written.
-    """
+    """Writes the files of a prepared folder. One process at a time uses it, with its workers."""
 
     def __init__(self, folder: Folder, allow_pickle: bool = False) -> None:
         self.folder, self.path, self.allow_pickle = folder, folder.path, allow_pickle
-        self.repaired: Index | None = None
 
     @property
     def prepared(self) -> bool:
@@ -224,19 +213,10 @@ class BlockFolderWriter:
         self.folder.make(_BLOCKS)
         return found
 
-    def reopen(self, plan: dict[str, Any]) -> None:
-        """Make a prepared folder one whose preparation with a plan was interrupted. Other folders stay as they are."""
-        if self.prepared:
-            self.folder.write(_PREPARING, _preparing(plan))
-            self.folder.remove(INDEX)
-
-    def remove_damaged(self) -> None:
-        """Remove the damaged blocks in the folder, whether or not they are those of its index."""
-        self.remove_blocks_except(self._complete_blocks(verify=True))
-
-    def verify_block(self, number: int, entry: Entry) -> None:
-        """Read a block completely. Raises DamagedError: it is not as it was written."""
-        self._open_to_check(block_name(number), entry).verify()
+    def reopen(self) -> None:
+        """Turn a prepared folder into one whose preparation, with another plan, was interrupted."""
+        self.folder.write(_PREPARING, _preparing({}))
+        self.folder.remove(INDEX)
 
     def remove_block(self, number: int) -> None:
         """Remove a block."""
@@ -253,15 +233,13 @@ class BlockFolderWriter:
                 self.folder.remove(f"{_BLOCKS}/{name}")
         return kept
 
-    def _complete_blocks(self, verify: bool = False) -> dict[int, Entry]:
-        """Return the complete blocks in the folder by number; with ``verify``, those without damage."""
+    def _complete_blocks(self) -> dict[int, Entry]:
+        """Return the complete blocks in the folder by number."""
         found = {}
         for name in self.folder.names(_BLOCKS):
             if match := _BLOCK.fullmatch(name):
                 with contextlib.suppress(DamagedError):
                     block = self._open_to_check(f"{_BLOCKS}/{name}", None)
-                    if verify:
-                        block.verify()
                     found[int(match[1])] = Entry(block.samples, block.nbytes, block.checksum)
         return found
 
@@ -273,7 +251,7 @@ class BlockFolderWriter:
 
         Raises:
             SampleError: a sample cannot be stored.
-            StorageError, OSError: as for `write_encoded`.
+            OSError: the disk is full, or fails.
         """
         return self.write_encoded(number, *self.encode_block(samples, first))
 
@@ -281,11 +259,8 @@ class BlockFolderWriter:
         """Write a block that `encode_block` returned, and return its number and entry.
 
         Raises:
-            StorageError: it is not the block of the index that is repaired.
             OSError: the disk is full, or fails.
         """
-        if self.repaired is not None and self.repaired.blocks[number : number + 1] != [entry]:
-            raise StorageError(f"{self.path}/{block_name(number)} cannot be repaired: {OTHER_SAMPLES}")
         self.folder.write(block_name(number), *pieces)
         return number, entry
 

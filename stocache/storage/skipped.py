@@ -115,6 +115,6 @@ def read_skipped(folder: Folder) -> SkippedSamples:
 def damaged(path: str, how: str) -> DamagedError:
     """Return the error of a folder whose skipped.json is missing or damaged."""
     return DamagedError(
-        f"{path}/{SKIPPED} is {how}. Without it, the folder can be read, but not repaired or continued. Prepare it again "
+        f"{path}/{SKIPPED} is {how}. Without it, the folder can be read, but a preparation not continued. Prepare it again "
         f"(again=True, --again), or start again if it is not prepared (resume=False, --no-resume)."
     )

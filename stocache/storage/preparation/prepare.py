@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +11,10 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from stocache.errors import DamagedError, DatasetError, LimitError, StorageError
+from stocache.errors import DatasetError, LimitError, StorageError
 from stocache.storage.dataset import StorageDataset
 from stocache.storage.local import folder_at
-from stocache.storage.manifest import OTHER_SAMPLES, STAGING, BlockFolderWriter, Entry
+from stocache.storage.manifest import STAGING, BlockFolderWriter, Entry
 from stocache.storage.preparation.blocks import DatasetBlocks, Result, in_threads
 from stocache.storage.preparation.source import DataPreparer
 from stocache.storage.skipped import SKIPPED, SkippedSample, SkippedSamples, read_skipped
@@ -42,7 +41,6 @@ def prepare(
     progress: bool = True,
     resume: bool = True,
     again: bool = False,
-    repair: bool = False,
     on_error: Literal["stop", "skip"] = "stop",
     engine: Literal["local", "ray"] = "local",
     address: str | None = None,
@@ -68,8 +66,7 @@ def prepare(
             not compared.
         progress: show a progress bar (not on ranks above 0).
         resume: keep the complete blocks of an interrupted preparation of the same source; False starts again.
-        again: prepare a prepared folder again.
-        repair: read all blocks of a prepared folder, and write the damaged ones again.
+        again: prepare a prepared folder again, for example because it is damaged.
         on_error: "skip" leaves out the samples of a dataset that raise an Exception, and lists them in skipped.json, see
             `OnDiskBlockDataStorage.load_skipped`. The last samples in order take their places. Samples that were skipped are
             not loaded again when a preparation continues. With "stop" the error ends the preparation, as do MemoryErrors,
@@ -86,8 +83,9 @@ def prepare(
         DatasetError: ``source`` is neither a preparer nor a dataset, or a preparer although ``on_error`` is "skip".
         StorageError: the folder is prepared in another way or from other files, or holds other files; it lacks samples, and
             ``on_error`` is "stop"; not one sample can be loaded; the source changes meanwhile; the URL cannot be written to;
-            Ray is not installed or does not run; a folder cannot be repaired, because the source gives other samples now.
-        DamagedError: it cannot be continued or repaired, because skipped.json is damaged.
+            Ray is not installed or does not run.
+        DamagedError: the index of a prepared folder is damaged; or a preparation cannot be continued, because skipped.json is
+            damaged.
         WorkerError: a Ray worker died, and so did those that tried again.
         SampleError: a sample or the info cannot be stored.
         OSError: the disk is full, or fails. Preparing again continues from there.
@@ -125,7 +123,7 @@ def prepare(
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
     with writer.folder.locked():
-        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, on_error == "skip", repair)
+        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, on_error == "skip")
         if job.has_work(storage, again):
             with nullcontext() if ray is None else ray.connected(address, num_workers):
                 job.begin(resume)
@@ -215,7 +213,7 @@ class _SourceChangedError(Exception):
 
 @dataclass
 class _Preparation:
-    """One run of `prepare`, in a folder that is locked. A repair is a run that begins with the sound blocks."""
+    """One run of `prepare`, in a folder that is locked."""
 
     _writer: BlockFolderWriter
     _plan: dict[str, Any]
@@ -223,79 +221,43 @@ class _Preparation:
     _progress: bool
     _ray: ModuleType | None
     _skip: bool
-    _repair: bool
 
     def __post_init__(self) -> None:
-        # Without this, samples that an interrupted preparation has skipped are loaded again
-        self._keep_skipped = self._skip or self._repair
         self._skipped = SkippedSamples(self._writer.folder)
         self._found: dict[int, Entry] = {}  # the blocks that are complete
-        self._damaged: list[int] = []  # to repair: the numbers of the other blocks
 
     def has_work(self, storage: OnDiskBlockDataStorage[Any, Any], again: bool) -> bool:
-        """Return whether the folder is to be prepared, or repaired; False if it is prepared as planned, and whole.
+        """Return whether the folder is to be prepared; False if it is prepared as planned.
 
         Raises:
-            StorageError: it is prepared in another way, or lacks samples; or it is to be repaired and is not prepared.
-            DamagedError: it is to be repaired, and skipped.json is damaged; or the index is damaged, and is not to be repaired.
+            StorageError: it is prepared in another way, or lacks samples.
+            DamagedError: the index is damaged.
         """
         if not self._writer.prepared:
-            if self._repair:
-                raise StorageError(f"{self._writer.path} is not prepared, so there is nothing to repair. Prepare it.")
             return True
         if again:
-            self._writer.reopen(plan={})
+            self._writer.reopen()
             return True
-        try:
-            index = storage.index
-        except DamagedError:
-            if not self._repair:
-                raise
-            self._forget_index()
-            return True
+        index = storage.index
         if differences := _differences(index.plan, self._plan):
             raise StorageError(
                 f"{self._writer.path} is prepared in another way: {'; '.join(differences)}.\n"
                 f"Prepare it again (again=True, --again), or give another folder. With a fingerprint, you say yourself when "
                 f"the data changes."
             )
-        if index.skipped and not self._keep_skipped:
+        if index.skipped and not self._skip:
             raise StorageError(
                 f"{self._writer.path} lacks {index.skipped} of {self._plan['samples']} samples, which could not be loaded: see "
                 f"{SKIPPED}. Accept that (on_error='skip', --on-error skip), or prepare it again (again=True, --again)."
             )
-        if self._repair:
-            if storage.check_info() is not None:
-                self._forget_index()
-                return True
-            self._skipped.left_out = {sample.index: sample for sample in storage.load_skipped()}
-            self._damaged = self._find_damaged(storage)
-        if not self._damaged:
-            self._writer.clean_up()  # the process that prepared it may have been killed before it could
-            logger.info("%s is prepared already", self._writer.path)
-            return False
-        self._writer.repaired, self._plan = index, self._plan | {"block_size": index.block_size}
-        self._found = {number: entry for number, entry in enumerate(index.blocks) if number not in self._damaged}
-        return True
-
-    def _forget_index(self) -> None:
-        """Treat a folder with a damaged index as an interrupted preparation: the blocks show its content."""
-        self._writer.reopen(self._plan)
-        self._writer.remove_damaged()
-
-    def _find_damaged(self, storage: OnDiskBlockDataStorage[Any, Any]) -> list[int]:
-        """Return the numbers of the blocks of a prepared folder that are damaged."""
-        numbers = range(len(storage.index.blocks))
-        with ThreadPoolExecutor(max(1, self._num_workers)) as pool:
-            problems = pool.map(storage.check, numbers)
-            bar = tqdm(problems, f"checking {self._writer.path}", len(numbers), unit="block", disable=not self._progress)
-            return [number for number, problem in zip(numbers, bar, strict=True) if problem is not None]
+        self._writer.clean_up()  # the process that prepared it may have been killed before it could
+        logger.info("%s is prepared already", self._writer.path)
+        return False
 
     def begin(self, resume: bool) -> None:
         """Begin the preparation, or find the complete blocks of one that was interrupted."""
-        if not self._damaged:
-            self._found = self._writer.begin(self._plan, resume)
-            self._skipped = read_skipped(self._writer.folder)
+        self._found = self._writer.begin(self._plan, resume)
+        self._skipped = read_skipped(self._writer.folder)
 
     def _bar(self) -> Any:
         return tqdm(unit="sample", desc=f"preparing {self._writer.path}", disable=not self._progress)
@@ -312,8 +274,6 @@ class _Preparation:
 
     def _start_again(self, source: str) -> None:
         """Forget the blocks of an interrupted preparation: the source gives other samples for one of them now."""
-        if self._repair:
-            raise StorageError(f"{self._writer.path} cannot be repaired: {OTHER_SAMPLES}")
         logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
         self._writer.remove_blocks_except(())
         self._found = {}
@@ -322,17 +282,8 @@ class _Preparation:
     def _finish(self, source: object, block_size: int, info: Callable[[], object]) -> None:
         """Complete the folder, whose blocks are all written."""
         self._check_unchanged(source)
-        if not self._damaged:
-            entries = [self._found[number] for number in range(len(self._found))]
-            self._writer.finish(entries, block_size, info(), self._plan)
-            return
-        for number in self._damaged:
-            if number not in self._found:  # there are fewer samples now
-                self._start_again("source")
-            self._writer.verify_block(number, self._found[number])
-        self._writer.clean_up()
-        counts = len(self._damaged), len(self._found)
-        logger.info("%s: %d of %d blocks were damaged, and have been written again", self._writer.path, *counts)
+        entries = [self._found[number] for number in range(len(self._found))]
+        self._writer.finish(entries, block_size, info(), self._plan)
 
     def _check_unchanged(self, source: Any) -> None:
         """Raise StorageError if the length or the files of the source have changed since the preparation began."""
@@ -364,8 +315,8 @@ class _Preparation:
         Raises:
             StorageError: a sample of it cannot be loaded now.
         """
-        known = self._skipped.known if self._keep_skipped else {}
-        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip and not self._repair, known)
+        known = self._skipped.known if self._skip else {}
+        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip, known)
         blocks.leave_out(self._skipped.left_out)
         if self._found:
             last = max(self._found)
@@ -378,7 +329,7 @@ class _Preparation:
             if result != self._found[last]:
                 self._start_again("dataset")
                 return self._blocks_of(dataset)
-        if not self._keep_skipped and self._skipped.known:
+        if not self._skip and self._skipped.known:
             self._leave_out(blocks, {})
         return blocks
 

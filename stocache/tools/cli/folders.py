@@ -53,8 +53,7 @@ def prepare(
     shuffle_seed: Annotated[int | None, count_option("Assign samples to blocks at random, with this seed.", 0)] = None,
     size: Annotated[int | None, count_option("Decode images to uint8 3 x N x N. Default: keep the files.")] = None,
     no_resume: Annotated[bool, flag("--no-resume", "Start again if it was interrupted.")] = False,
-    again: Annotated[bool, flag("--again", "Prepare a prepared folder again.")] = False,
-    repair: Annotated[bool, flag("--repair", "Write the damaged blocks of a prepared folder again.")] = False,
+    again: Annotated[bool, flag("--again", "Prepare a prepared folder again, also one that is damaged.")] = False,
     on_error: Annotated[
         _OnError,
         typer.Option(
@@ -105,14 +104,13 @@ def prepare(
             fingerprint=fingerprint,
             resume=not no_resume,
             again=again,
-            repair=repair,
             on_error=on_error.value,
             engine="ray" if ray else "local",
             address=address,
         )
         index = storage.index
     blocks = len(index.blocks)
-    state = " is whole" if repair else " was prepared already" if before and not again else ""
+    state = " was prepared already" if before and not again else ""
     typer.echo(
         f"{dst}{state}: {index.samples} samples in {plural(blocks, 'block')} of "
         f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
@@ -186,8 +184,8 @@ def check(folder: _PreparedOrCache, workers: _Workers = CORES) -> None:
             problems = [str(error)]
         else:
             problems = find_damage(storage, workers)
-            if problems and "--repair" not in problems[0]:
-                typer.echo(f"Repair it: stocache prepare SRC {folder} --repair", err=True)
+            if problems:
+                typer.echo(f"Prepare it again: stocache prepare SRC {folder} --again", err=True)
     for problem in problems:
         typer.echo(problem)
     if problems:

@@ -53,7 +53,7 @@ class LoaderLines:
         verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
         if verdict is not None:
             text = str(verdict)
-            lines.append(f"  {text if self.state else text.replace('CachedDataset would', '--cache auto would')}")
+            lines.append(f"  {text if self.state else text.replace('CachedDataset makes', '--cache auto makes')}")
         return "\n".join(lines)
 
     def _figures(self) -> list[str]:

@@ -271,32 +271,10 @@ def test_a_sample_of_a_complete_block_that_is_gone_stops_a_preparation_that_goes
     assert written(tmp_path) == kept
 
 
-@pytest.mark.parametrize(("seed", "on_error", "index"), [*pairs([None, 3], ["stop", "skip"], ["whole", "damaged"])])
-def test_a_folder_that_lacks_samples_is_repaired_without_loading_them(tmp_path, seed, on_error, index):
-    log, folder = tmp_path / "log", tmp_path / "out"
-    before, times = prepared(Faulty(SOME, log), folder, shuffle_seed=seed), written(folder)
-    names = preparing.names(0, 5, 13)  # with a sample from the end, without one, the last
-    damage(folder, *(f"blocks/{name}" for name in names), *["index.json"] * (index == "damaged"))
-    loaded(log)
-    assert prepared(Faulty(SOME, log), folder, on_error=on_error, shuffle_seed=seed, repair=True) == before
-    assert not set(SOME) & set(loaded(log))
-    assert preparing.rewritten(folder, times) == names
-
-
-@pytest.mark.parametrize("on_error", ["stop", "skip"])
-def test_a_repair_does_not_skip_a_sample_that_the_folder_has(tmp_path, on_error):
-    prepare_quietly(Faulty(SOME), tmp_path).close()
-    damage(tmp_path, "blocks/000005.safetensors")
-    before = content(tmp_path)
-    with pytest.raises(ValueError, match="photo 40"):
-        prepare_quietly(Faulty([*SOME, 40]), tmp_path, on_error=on_error, repair=True)
-    assert content(tmp_path) == before
-
-
 def test_a_list_that_is_not_whole_is_found_and_not_used(tmp_path):
     folder, path = tmp_path / "out", tmp_path / "out" / "skipped.json"
     prepare_quietly(Faulty([1]), tmp_path / "other").close()
-    prepare_quietly(Faulty(SOME), folder).close()
+    before = prepared(Faulty(SOME), folder)
     text, another = path.read_text(), (tmp_path / "other" / "skipped.json").read_text()
     edited = text.replace('"index": 60', '"index": 61'), text.replace('"version": 1', '"version": 2')
     for damaged in (*edited, text[:100], "[]", another, None):
@@ -306,8 +284,7 @@ def test_a_list_that_is_not_whole_is_found_and_not_used(tmp_path):
             assert problem.startswith(f"{path} is ")
             assert "--again" in problem
             assert labels(storage) == dense(N, SOME)
-        with pytest.raises(DamagedError, match=r"skipped\.json is .* Without it, the folder can be read, but not repaired"):
-            prepare_quietly(Faulty(SOME), folder, repair=True)
+    assert prepared(Faulty(SOME), folder, again=True) == before
 
 
 def test_an_unfinished_folder_with_a_damaged_list_starts_again_on_demand(unfinished):

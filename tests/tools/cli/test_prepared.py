@@ -109,7 +109,7 @@ def test_prepare_says_how_to_use_what_it_made(place, out):
 GIVEN = "--workers", 0, "--block-bytes", 1000, "--shuffle-seed", 3, "--fingerprint", "v1", "--on-error", "skip"
 GIVEN += "--no-resume", "--again"
 TAKEN = {"num_workers": 0, "block_bytes": 1000, "shuffle_seed": 3, "fingerprint": "v1", "resume": False, "again": True}
-TAKEN |= {"on_error": "skip", "repair": False, "block_size": None, "engine": "local", "address": None, "info": {"classes": []}}
+TAKEN |= {"on_error": "skip", "block_size": None, "engine": "local", "address": None, "info": {"classes": []}}
 
 
 def test_prepare_takes_the_options_of_prepare(photos, out, monkeypatch):
@@ -118,10 +118,9 @@ def test_prepare_takes_the_options_of_prepare(photos, out, monkeypatch):
         preparing, "prepare", lambda *places, **options: taken.append(options) or prepare(*places, progress=False)
     )
     assert command("prepare", photos, out, *GIVEN)[0] == 0
-    code, [line] = command("prepare", photos, out, "--repair", "--block-size", 2)
-    assert (code, line.startswith(f"{out} is whole: 10 samples in 1 block of ")) == (0, True)
+    assert command("prepare", photos, out, "--block-size", 2)[0] == 0
     assert taken[0] == TAKEN
-    assert (taken[1]["repair"], taken[1]["block_size"], taken[1]["resume"], taken[1]["again"]) == (True, 2, True, False)
+    assert (taken[1]["block_size"], taken[1]["resume"], taken[1]["again"]) == (2, True, False)
 
 
 def test_images_are_resized_and_those_that_cannot_be_decoded_are_skipped(place, out):
@@ -312,7 +311,7 @@ def test_check_lists_all_damage(run, prepared, tmp_path, monkeypatch):
     said = [f"{first} is damaged", f"{second} is missing.", f"{unused} is not in the index: nothing reads it"]
     for workers in (0, 1):
         result = run("check", prepared, "--workers", workers)
-        assert (result.exit_code, f"stocache prepare SRC {prepared} --repair" in result.stderr) == (1, True)
+        assert (result.exit_code, f"stocache prepare SRC {prepared} --again" in result.stderr) == (1, True)
         assert [line.partition(" (")[0].partition(". ")[0] for line in result.stdout.splitlines()] == said
 
     prepare([1], tmp_path / "out", info={"mean": torch.ones(100)}, progress=False)

@@ -1,4 +1,4 @@
-"""Preparation notices what has changed in the source, and repairs what is damaged in the folder."""
+"""Preparation notices what has changed in the source, and a damaged folder is prepared again."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from stocache.errors import DamagedError, StorageError
 from stocache.storage.inspection import find_damage
 from stocache.storage.manifest import block_name
 from stocache.storage.preparation.sources import open_source
-from tests.support.preparing import content, damage, failing, names, prepare_quietly, prepared, rewritten, written
+from tests.support.preparing import content, damage, failing, prepare_quietly, prepared
 
 ROWS, BLOCK = 100, 10
 
@@ -29,11 +29,8 @@ def write_table(path, factor=2, time=5 * 10**9):
 
 
 class Numbers(DataPreparer):
-    def __init__(self, rows=ROWS):
-        self.rows = rows
-
     def prepare_data(self):
-        yield from (torch.full((20,), row) for row in range(self.rows))
+        yield from (torch.full((20,), row) for row in range(ROWS))
 
     def get_dataset_info(self):
         return {"torch": torch.ones(3)}  # not JSON: it has a file of its own
@@ -108,8 +105,8 @@ DAMAGE = {
 }  # fmt: skip
 
 
-def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
-    folder, numbers = tmp_path / "out", range(len(DAMAGE))
+def test_damaged_blocks_are_listed_and_the_folder_is_prepared_again(tmp_path):
+    folder = tmp_path / "out"
     before = prepared(dataset(), folder, block_size=BLOCK)
     for number, spoil in enumerate(DAMAGE.values()):
         spoil(folder, block_name(number))
@@ -117,60 +114,19 @@ def test_exactly_the_damaged_blocks_are_written_again(tmp_path):
         problems = find_damage(storage, 0)
         assert len(problems) == len(DAMAGE)
         assert not any("stocache check" in problem or "codec" in problem for problem in problems)
-        for number in numbers:
-            with pytest.raises(DamagedError, match="stocache prepare SRC DIR --repair"):
+        for number in range(len(DAMAGE)):
+            with pytest.raises(DamagedError, match=r"lists all damage\. Prepare the folder again: .* --again'"):
                 [storage.load_sample(row) for row in range(number * BLOCK, (number + 1) * BLOCK)]
-    for damaged in (numbers, ()):  # a folder that is whole stays as it is
-        then = written(folder)
-        assert prepared(dataset(), folder, block_size=BLOCK, repair=True) == before
-        assert rewritten(folder, then) == names(*damaged)
+    assert prepared(dataset(), folder, block_size=BLOCK, again=True) == before
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("dataset", {"num_workers": 2}), ("dataset", {"shuffle_seed": 3}), ("preparer", {"shuffle_seed": 3}),
-    ("preparer", {"num_workers": 2}), ("table", {}), ("table", {"num_workers": 2, "shuffle_seed": 3}),
-])  # fmt: skip
-def test_every_source_repairs_its_folder(table, tmp_path, kind, options):
-    make, folder = {"dataset": dataset, "preparer": Numbers, "table": lambda: open_source(table)}[kind], tmp_path / "out"
-    before, then = prepared(make(), folder, **options), written(folder)
-    damage(folder, block_name(4))
-    assert prepared(make(), folder, repair=True, **options) == before
-    assert rewritten(folder, then) == names(4)
-
-
-@pytest.mark.parametrize("how", ["value", "cut", "empty", "info"])
-def test_a_damaged_index_or_info_is_written_again_with_the_damaged_blocks(tmp_path, how):
-    before = prepared(Numbers(), tmp_path / "out")
-    DAMAGE.get(how, damage)(tmp_path / "out", "info.safetensors" if how == "info" else "index.json")
-    damage(tmp_path / "out", block_name(1))
-    assert prepared(Numbers(), tmp_path / "out", repair=True) == before
-
-
-OTHER = r"cannot be repaired: the source gives other samples now\. Prepare the folder again"
-
-
-@pytest.mark.parametrize("name", [block_name(3), "index.json"])
-def test_a_source_with_other_samples_does_not_repair(tmp_path, name):
-    whole = prepared(dataset(), tmp_path)
-    damage(tmp_path, name)
-    before = content(tmp_path / "blocks")
-    with pytest.raises(StorageError, match=OTHER):
-        prepare_quietly(TensorDataset(torch.ones(ROWS, 20, dtype=torch.int64)), tmp_path, repair=True)
-    assert content(tmp_path / "blocks") == before
-    assert prepared(dataset(), tmp_path, **{"repair": True} if name != "index.json" else {}) == whole
-
-
-@pytest.mark.parametrize(("rows", "seed", "missing"), [
-    (ROWS - 1, None, range(10)), (ROWS - 1, 3, [9]), (ROWS - BLOCK, None, [9]), (ROWS - BLOCK, 3, range(10)), (1, None, [9]),
-])  # fmt: skip
-def test_a_preparer_that_yields_fewer_samples_does_not_repair(tmp_path, rows, seed, missing):
-    options = {"shuffle_seed": seed, "block_size": BLOCK}
-    prepare_quietly(Numbers(), tmp_path, **options).close()
-    for number in missing:
-        (tmp_path / block_name(number)).unlink()
-    with pytest.raises(StorageError, match=OTHER):
-        prepare_quietly(Numbers(rows), tmp_path, repair=True, **options)
-    assert (tmp_path / "index.json").exists()
+@pytest.mark.parametrize("how", ["value", "cut", "empty"])
+def test_a_damaged_index_is_an_error_and_the_folder_is_prepared_again(tmp_path, how):
+    before = prepared(Numbers(), tmp_path)
+    DAMAGE[how](tmp_path, "index.json")
+    with pytest.raises(DamagedError, match=r"index\.json is damaged.* Prepare the folder again: .*again=True"):
+        prepare_quietly(Numbers(), tmp_path)
+    assert prepared(Numbers(), tmp_path, again=True) == before
 
 
 def test_a_damaged_info_does_not_hide_that_the_source_has_changed(table, tmp_path):
@@ -180,13 +136,13 @@ def test_a_damaged_info_does_not_hide_that_the_source_has_changed(table, tmp_pat
     write_table(table, factor=3, time=1)
     before = content(folder)
     with pytest.raises(StorageError, match="is prepared in another way: last change of the source"):
-        prepare_quietly(open_source(table), folder, info=info, repair=True)
+        prepare_quietly(open_source(table), folder, info=info)
     assert content(folder) == before
 
 
-def test_a_repair_that_is_killed_leaves_a_folder_that_can_be_repaired(tmp_path, monkeypatch):
+def test_preparing_again_that_is_killed_does_not_keep_damaged_blocks(tmp_path, monkeypatch):
     before = prepared(Numbers(), tmp_path)
-    damage(tmp_path, "index.json", block_name(1), block_name(5))
+    damage(tmp_path, "index.json", "info.safetensors", block_name(1), block_name(5))
     with failing(monkeypatch, "write_encoded", "write_block"):
-        prepare_quietly(Numbers(), tmp_path, repair=True)
+        prepare_quietly(Numbers(), tmp_path, again=True)
     assert prepared(Numbers(), tmp_path) == before
