@@ -182,7 +182,7 @@ def persists(fd: int) -> bool:
 
 
 def sum_rows(rows: bytes | memoryview) -> list[int]:
-    """Return the sums of the counter rows. Of a file that is being truncated, only whole rows count."""
+    """Return the sums of the counter rows. If a file is being truncated, only whole rows count."""
     row_bytes = 8 * COUNTER_WORDS
     data = bytes(rows[: len(rows) // row_bytes * row_bytes])
     used = len(data)

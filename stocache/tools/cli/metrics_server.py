@@ -43,13 +43,13 @@ def resolve(listen: str, allow_remote: bool) -> tuple[str, int]:
 def serve(listen: str, allow_remote: bool) -> None:
     """Serve the metrics of this user, until Ctrl-C or SIGTERM."""
     address, port = resolve(listen, allow_remote)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         try:
             server, _ = start_http_server(port, address, registry_of())
         except OSError as error:
             hint = " Choose another port, or end what uses this one." if error.errno == errno.EADDRINUSE else ""
             fail(f"--listen {listen}: {error.strerror or error}.{hint}")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         echo(f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics until Ctrl-C")
         while True:
             time.sleep(60)
