@@ -42,9 +42,9 @@ from stocache.storage.files import HEAD_BYTES, BytesFile, ByteSource
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
 BLOCK_VERSION = 1
-AGAIN = "Prepare the folder again: 'stocache prepare SRC DIR --again', or prepare(..., again=True)."
+PREPARE_AGAIN = "Prepare the folder again: 'stocache prepare SRC DIR --again', or prepare(..., again=True)."
 """The remedy for damage of any file."""
-CHECK = f"'stocache check DIR' lists all damage. {AGAIN}"
+LIST_DAMAGE = f"'stocache check DIR' lists all damage. {PREPARE_AGAIN}"
 """The end of messages about a damaged block."""
 
 _DTYPES = {  # in the order in which safetensors writes the columns
@@ -358,4 +358,4 @@ class Block:
         return value
 
     def _damaged(self, error: Exception) -> DamagedError:
-        return DamagedError(f"{self._name} is damaged ({error}). {CHECK}")
+        return DamagedError(f"{self._name} is damaged ({error}). {LIST_DAMAGE}")

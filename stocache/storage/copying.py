@@ -310,7 +310,7 @@ class RowGroup:
         packed, tails = _pack_integers(integers, nbytes)
         pieces = zip(*(leaf.pieces for leaves in streams for leaf in leaves), strict=True) if self._leaves else [()] * count
         records = zip(itertools.repeat(text, count), pieces, nbytes.tolist(), packed.tolist(), tails, strict=True)
-        return self._sound(map(EncodedRecord._make, records))
+        return self._sound(itertools.starmap(EncodedRecord, records))
 
 
 def _pack_integers(integers: _Integers, nbytes: _Integers) -> tuple[_Integers, list[bytes]]:

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stocache.errors import DamagedError
-from stocache.storage.block import CHECK
+from stocache.storage.block import LIST_DAMAGE
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
 from stocache.system.objects import TorchLoader
@@ -49,7 +49,7 @@ class _BlockChecks(Dataset[str]):
 
     def __getitem__(self, number: int) -> str:
         try:
-            return (self._storage.check(number) or "").removesuffix(f" {CHECK}")
+            return (self._storage.check(number) or "").removesuffix(f" {LIST_DAMAGE}")
         except OSError as error:  # the disk fails
             return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.leaves.type_lookup import check_size
-from stocache.storage.block import AGAIN, CHECK, Block, encode
+from stocache.storage.block import LIST_DAMAGE, PREPARE_AGAIN, Block, encode
 from stocache.storage.files import ByteSource
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED
@@ -101,7 +101,7 @@ def parse_index(text: bytes, path: str) -> Index:
         if facts.pop("format") != FORMAT:
             raise KeyError("format")
     except (ValueError, RecursionError, MemoryError) as error:
-        raise DamagedError(f"{path} is damaged: it is not JSON. {AGAIN}") from error
+        raise DamagedError(f"{path} is damaged: it is not JSON. {PREPARE_AGAIN}") from error
     except (KeyError, TypeError, AttributeError):
         raise StorageError(f"{path} is not an index of stocache. Give a folder that was prepared.") from None
     try:
@@ -120,7 +120,7 @@ def parse_index(text: bytes, path: str) -> Index:
         if sum(entry.samples for entry in blocks) != index.samples or not sizes <= {index.block_size} or index.block_size < 1:
             raise ValueError("its blocks do not add up")
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path} is damaged ({error}). {AGAIN}") from error
+        raise DamagedError(f"{path} is damaged ({error}). {PREPARE_AGAIN}") from error
     return index
 
 
@@ -160,7 +160,7 @@ def open_block(
     try:
         block = Block(open_source(path), name, allow_pickle, decode=decode)
     except FileNotFoundError:
-        raise DamagedError(f"{name} is missing. {CHECK}") from None
+        raise DamagedError(f"{name} is missing. {LIST_DAMAGE}") from None
     except OSError as error:
         if isinstance(error, StorageError) or error.errno in EXHAUSTED:
             raise
@@ -170,7 +170,7 @@ def open_block(
     ):  # fmt: skip
         raise DamagedError(
             f"{name} is not the block in the index (checksum {block.checksum}, expected {entry.checksum}): it was swapped, or "
-            f"prepared again. {CHECK}"
+            f"prepared again. {LIST_DAMAGE}"
         )
     return block
 
