@@ -3,8 +3,8 @@
 python -m benchmark turns --before TREE [--rounds N]
 
 TREE is a checkout of an earlier state, say ``git worktree add ../before COMMIT``. Each round starts one process for each tree,
-in alternate order, and takes the median of several passes within it. The table has the median of the rounds, and the ratio of this
-tree to the earlier one in each round: median, least and most.
+in alternate order, and takes the median of several passes within it. The table has the median of the rounds, and the ratio of
+this tree to the earlier one in each round: median, least and most.
 """
 
 import argparse
