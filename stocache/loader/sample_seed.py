@@ -30,7 +30,7 @@ from stocache.datasets.cached import is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.collating import CollateRng
 from stocache.loader.threads.info import Generators
-from stocache.loader.workers.requests import EpochIndices, current_answer, note_answer, set_epoch
+from stocache.loader.workers.requests import EpochIndices, answering, set_epoch
 from stocache.system.generators import GENERATORS, Kept, read, restore_all, seed_all, seed_generator, seeded_samples
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets
@@ -92,7 +92,7 @@ class SampleSeed:
 
     def of_batch(self, batched: bool) -> tuple[int, ...]:
         """Return four 64-bit numbers for the batch that this thread makes. ``batched``: whether it has several samples."""
-        epoch, index = current_answer()
+        epoch, index = answering.indices
         first = index if not batched else index[0] if len(index) else None
         return self.numbers(epoch, first, " batch")
 
@@ -197,7 +197,7 @@ class SeededDataset:
         """Return a sample, for a loader that does not batch."""
         epoch, index = key
         samples = self._make(epoch, [index], partial(_get_each, self.dataset, [index]))
-        note_answer(key)
+        answering.indices = key
         return samples[0]
 
     def __getitems__(self, key: EpochIndices) -> Any:
@@ -208,7 +208,7 @@ class SeededDataset:
             batch.load_with(partial(self._load_missing, epoch, indices))
             return batch
         samples = self._make(epoch, indices, partial(_get_batch, self.dataset, indices))
-        note_answer(key)
+        answering.indices = key
         return samples
 
     def _load_missing(self, epoch: int, outer: Sequence[object], load: Load, inner: Sequence[int], missing: list[int]) -> Any:

@@ -51,7 +51,7 @@ def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
         stats = cache.stats()
         assert stats.filled == stats.fills == int((cache.aux_array == SlotState.SET).sum())
         assert (cache.aux_array != SlotState.EMPTY).all()
-        assert stats.capacity_bytes + arena.admission_bytes(N) == limit
+        assert stats.capacity_bytes + arena.control_bytes(N) == limit
         assert stats.filled_bytes <= stats.reserved_bytes <= stats.capacity_bytes
         reads = cache.counts()[1]
         fill(cache)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
-from stocache.cache import admission, arena, base, records, slots, states
+from stocache.cache import arena, base, columns, records, slots, states
 from stocache.cache.slots import SlotArrays
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
@@ -31,7 +31,7 @@ from tests.support.processes import in_child, stop, stopped
 from tests.support.traces import CLONE_NEWNS, MS_REC, MS_SLAVE
 
 NAME, N = "test-moments", 6
-MODULES = admission, arena, base, claims, layout, named, records, registry, segment, slots, contextlib, weakref
+MODULES = arena, base, claims, columns, layout, named, records, registry, segment, slots, contextlib, weakref
 TRACED = {os.path.basename(module.__file__) for module in MODULES}
 
 # After these, CPython looks for signals, and runs what the garbage collector has found

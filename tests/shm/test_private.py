@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from stocache import CachedDataset, SharedCache
-from stocache.cache.columns import LARGE
+from stocache.cache.columns import LARGE_VALUE
 from stocache.shm import private
 from tests.support.processes import in_child
 
 N = 24
-SHAPE = (3, 100, 229)  # 68,700 bytes: more than LARGE, and not a multiple of a page, so that neighbours share one
+SHAPE = (3, 100, 229)  # 68,700 bytes: more than LARGE_VALUE, and not a multiple of a page, so that neighbours share one
 
 
 def sample(idx):
@@ -43,7 +43,7 @@ def are_right(values, indices):
 
 
 def test_large_samples_are_views(cached):
-    assert np.prod(SHAPE) > LARGE
+    assert np.prod(SHAPE) > LARGE_VALUE
     batch = cached.__getitems__(range(N))
     addresses = [its["image"].data_ptr() for its in batch]
     del batch

@@ -44,6 +44,22 @@ class NoIndices:
     """The class stands for the indices of a batch that is dropped. See workers/states.py."""
 
 
+class _Answering(threading.local):
+    """The request that a thread answers.
+
+    Attributes:
+        number: of the request.
+        indices: that it works on, or `EpochIndices`.
+    """
+
+    number = 0
+    indices: Any = None
+
+
+answering = _Answering()
+"""The request that this thread answers."""
+
+
 class BatchRequest:
     """A batch of indices for a worker. It unpickles to the indices themselves, or to `EpochIndices`.
 
@@ -72,7 +88,7 @@ class BatchRequest:
 
     def note(self, answer: object) -> None:
         """Note that this thread works on the answer."""
-        _here.request, _here.answer = self.number, answer
+        answering.number, answering.indices = self.number, answer
 
 
 def count_samples(indices: Any) -> int:
@@ -80,35 +96,14 @@ def count_samples(indices: Any) -> int:
     return len(indices) if isinstance(indices, list | tuple | np.ndarray) else int(indices is not NoIndices)
 
 
-class _RequestHere(threading.local):
-    request = 0
-    answer: Any = None
-
-
 _epoch: int | None = None  # the epoch that was set in this worker process
-_here = _RequestHere()
-
-
-def current_request() -> int:
-    """Return the number of the request that this worker answers."""
-    return _here.request
-
-
-def current_answer() -> Any:
-    """Return the indices, or `EpochIndices`, that this thread works on."""
-    return _here.answer
-
-
-def note_answer(answer: object) -> None:
-    """Note the indices, or `EpochIndices`, that this thread works on."""
-    _here.answer = answer
 
 
 def _unpickle_request(
     key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, width: int = 0
 ) -> Any:
     global _epoch
-    _here.request, began_ns = number, time.perf_counter_ns()
+    answering.number, began_ns = number, time.perf_counter_ns()
     ring = ring_of(key)
     lane = ring.lane(iteration)
     if lane is not None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 from stocache.errors import StateError
-from stocache.loader.workers.requests import NoIndices, current_request
+from stocache.loader.workers.requests import NoIndices, answering
 from stocache.system.objects import attribute_of, has_state
 
 logger = logging.getLogger("stocache")
@@ -242,7 +242,7 @@ class StatefulCollate:
     def __call__(self, samples: object) -> StateBatch:
         """Return the batch of some samples, with the state of this worker."""
         worker: Any = get_worker_info()
-        number = current_request()
+        number = answering.number
         dropped = samples is _FILLER or (type(samples) is list and bool(samples) and samples[-1] is _FILLER)
         batch = None if dropped else self.collate(samples)
         ended = self.iterable is not None and self.iterable.state is not None and self.iterable.state.ended
