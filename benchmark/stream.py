@@ -287,9 +287,9 @@ def engines(rows: int, rounds: int, folder: Path) -> None:
     def split(table: np.ndarray[Any, Any]) -> Any:
         return table[:, :6].astype(np.float32), table[:, 6].astype(np.int64)
 
-    ours = Delimited(target, COLUMNS, delimiter="\t")
+    bulk = Delimited(target, COLUMNS, delimiter="\t").bulk
     parsers: dict[str, Callable[[bytes], Any]] = {
-        "pyarrow": lambda text: ours.bulk(text, BUFFER),
+        "pyarrow": lambda text: bulk(text, BUFFER),
         "pandas": lambda text: split(
             pandas.read_csv(io.BytesIO(text), sep="\t", header=None, dtype=np.float64, float_precision="round_trip").to_numpy()
         ),

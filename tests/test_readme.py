@@ -157,4 +157,5 @@ def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
         assert re.findall(r"^\d+", way, re.MULTILINE) == [str(step) for step in range(1, 9)]
         for name, path in re.findall(r"`([\w.]+)`\s+\(`([a-z_/]+\.py)`", way):
             text = (PACKAGE / path).read_text()
-            assert all(re.search(rf"(?:def|class) {part}\b|^{part}\b", text, re.MULTILINE) for part in name.split(".")), name
+            for part in name.split("."):
+                assert re.search(rf"(?:def|class) {part}\b|^{part}\b|^ +self\.{part} = ", text, re.MULTILINE), name

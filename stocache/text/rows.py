@@ -14,7 +14,6 @@ LineNumbers = NDArray[np.int64]
 _BLANKS = " \t\v\f\r"
 _IS_BLANK = np.isin(np.arange(256), list(_BLANKS.encode()))
 _BLOCK = 1 << 20  # bytes of text that are searched line by line at a time
-_DEEPEST = 64  # leading blanks that are checked for all lines together; the lines that have more are checked one by one
 
 
 class FoundRows(NamedTuple):
@@ -84,33 +83,25 @@ class RowFinder:
         return FoundRows(text.tobytes(), len(block), len(newlines), len(numbers), numbers)
 
     def _are_rows(self, block: _Bytes, newlines: Any) -> _Bits:
-        """Return which lines are rows, by a look at the first byte of all of them, then at the next, and so on."""
-        at = np.append(0, newlines[:-1] + 1)
-        delimited = np.zeros(len(at), bool)
-        skipped_lines = np.zeros(len(at), bool)
-        lines = np.arange(len(at))  # those of which all bytes so far are blank
-        marker = self._marker
-        for _ in range(_DEEPEST):
-            if not len(lines):
-                return ~skipped_lines
-            first = block[at[lines]]
-            skipped_lines[lines[(first == 10) & ~delimited[lines]]] = True
-            delimited[lines[first == self._delimiter]] = True
-            if marker:
-                marked = lines[first == marker[0]]
-                for ahead in range(1, len(marker)):
-                    marked = marked[block[np.minimum(at[marked] + ahead, len(block) - 1)] == marker[ahead]]
-                skipped_lines[marked] = True
-            lines = lines[_IS_BLANK[first]]
-            at[lines] += 1
-        for line in lines.tolist():
-            text = block[at[line] : newlines[line]].tobytes()
-            stripped = text.lstrip(_BLANKS.encode())
-            if not stripped:
-                skipped_lines[line] = not delimited[line] and (self._delimiter < 0 or self._delimiter not in text)
-            elif marker:
-                skipped_lines[line] = stripped.startswith(marker)
-        return ~skipped_lines
+        """Return which lines are rows, by the first byte of each that is not blank; it may be the newline."""
+        at = first = np.append(0, newlines[:-1] + 1)
+        if _IS_BLANK[block[at]].any():
+            filled = ~_IS_BLANK[block]
+            if len(at) == 1:  # which may be far longer than a block
+                first = np.array([filled.argmax()])
+            else:
+                counts = np.add.reduceat(filled, at, dtype=np.int64)
+                first = np.flatnonzero(filled)[np.cumsum(counts) - counts]
+        skipped: _Bits = block[first] == 10
+        if self._delimiter >= 0:
+            skipped &= ~np.logical_or.reduceat(block == self._delimiter, at)
+        if self._marker:
+            begin = first - (len(self._marker) - len(self._marker.lstrip(_BLANKS.encode())))
+            marked = np.ones(len(at), bool)
+            for ahead, byte in enumerate(self._marker):  # an index outside the block is that of its last newline
+                marked &= block[np.minimum(begin + ahead, len(block) - 1)] == byte
+            skipped |= marked
+        return ~skipped
 
 
 def join_rows(found: Sequence[FoundRows]) -> FoundRows:
