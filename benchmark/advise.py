@@ -1,14 +1,13 @@
-"""What `stocache.advise` predicts, beside measured epochs: 36 settings of limit, workers, codec and batch size.
+"""What `stocache.advise` chooses, beside measured epochs: 36 settings of limit, workers, codec and batch size.
 
 python -m benchmark advise [--folder PHOTOS]              # decoded photographs; generated ones without a folder
 python -m benchmark advise --step-ms 10                   # with a training step that leaves the CPU free
 python -m benchmark advise --load-ms 5                    # samples that wait 5 ms for a server, in place of photographs
 
-In each round `advise` measures and predicts anew, and then each setting runs, every other round backwards. Its cache is filled
+In each round `advise` measures anew, and then each setting runs, every other round backwards. Its cache is filled
 before. It has a loader whose workers are kept, one epoch that is not counted, and then epochs for at least
 half a second; the median of these is the time of the setting in the round. What ran while other programs took more than a tenth
-of a CPU runs again, `advise` too. *Predicted* and *measured* are medians over the
-rounds. *Error* is predicted to measured, less 1. *Of a round*: the same error in each round, of the prediction made in it.
+of a CPU runs again, `advise` too. *Measured* are medians over the rounds.
 
 The setting that `advise` recommends runs in each round as the others do. *Chosen to best* is its time to the least of all.
 torch has one thread, as it has in a worker.
@@ -25,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 from tqdm import tqdm
@@ -34,12 +32,12 @@ import stocache
 from benchmark.filling import Photos
 from benchmark.support.measuring import machine, settle, undisturbed
 from stocache import CachedDataset, DataLoader
-from stocache.loader.choice.model import Setting
+from stocache.loader.choice.measure import Setting
 from stocache.system.limits import GIB, MIB
 from stocache.tools.advise import Advice
 from stocache.tools.bench import find_jpegs, photo_folder
 
-CLAIM = "What advise predicts is within 5 % of measured epochs (median of 36 settings), what it chooses within 5 % of the best."
+CLAIM = "What advise chooses is within 5 % of the best of 36 settings."
 NEEDS = (("PIL", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'))
 
 WORKERS = 0, 1, 2, 4
@@ -67,28 +65,17 @@ class Waiting(Dataset[Any]):
 
 
 class Row(NamedTuple):
-    """A setting, what was predicted in each round, and what was measured."""
+    """A setting, and what was measured in each round."""
 
     setting: Setting
-    predicted_s: list[float]
     measured_s: list[float]
-
-    @property
-    def error(self) -> float:
-        """The error of the medians."""
-        return statistics.median(self.predicted_s) / statistics.median(self.measured_s) - 1
-
-    @property
-    def errors(self) -> list[float]:
-        """The error of each round."""
-        return [predicted / measured - 1 for predicted, measured in zip(self.predicted_s, self.measured_s, strict=True)]
 
 
 def all_settings(sample_bytes: int, samples: int) -> list[Setting]:
     """Return the 36 settings."""
     whole = sample_bytes * samples
     return [
-        Setting(int(share * whole), workers, codec, size)
+        Setting(workers, size, int(share * whole), codec)
         for codec, size, shares in GROUPS
         for share in shares
         for workers in WORKERS
@@ -103,6 +90,7 @@ def measure_epochs(cached: CachedDataset, setting: Setting, step_s: float) -> fl
         shuffle=True,
         num_workers=setting.workers,
         persistent_workers=setting.workers > 0,
+        worker_method=setting.method,
     )
 
     run_epoch(loader, step_s)
@@ -160,7 +148,7 @@ def step_of(step_ms: float, setting: Setting) -> float:
 
 
 def main() -> None:
-    """Print the predictions and the measurements."""
+    """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="of photographs; by default they are generated")
     parser.add_argument("--photos", type=int, default=640, help="samples; each photograph is used several times")
@@ -179,7 +167,7 @@ def main() -> None:
         dataset = Photos((paths * -(-options.photos // len(paths)))[: options.photos])
     sample = dataset[0]
     settings = all_settings(sample[0].nbytes + 8, len(dataset))
-    rows = [Row(setting, [], []) for setting in settings]
+    rows = [Row(setting, []) for setting in settings]
     chosen: list[float] = []
     choices: list[Advice] = []
     with tqdm(total=options.rounds * (len(settings) + 1), unit="setting", smoothing=0) as bar:
@@ -193,9 +181,8 @@ def main() -> None:
             bar.set_description(f"round {number + 1}")
             found = run_round(dataset, settings, bool(number % 2), options.step_ms, bar)
             for row in rows:
-                row.predicted_s.append(advice.predict(row.setting).epoch_s)
                 row.measured_s.append(found[row.setting])
-            best = advice.best.forecast.setting
+            best = advice.best.setting
             with open_cache(dataset, best) as cached:
                 chosen.append(measure_epochs(cached, best, step_of(options.step_ms, best)))
             bar.update()
@@ -204,29 +191,20 @@ def main() -> None:
 
 def show(rows: Sequence[Row], choices: Sequence[Advice], chosen: Sequence[float]) -> None:
     """Print the tables."""
-    print("| limit, GiB | codec | batch | workers | predicted, s | measured, s | spread | error | of a round |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| limit, GiB | codec | batch | workers | measured, s | spread |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         setting, measured = row.setting, row.measured_s
         middle_s, spread = statistics.median(measured), (max(measured) - min(measured)) / statistics.median(measured)
         cells = [
             f"{setting.limit_bytes / GIB:.3f}", setting.codec or "-", setting.batch_size, setting.workers,
-            f"{statistics.median(row.predicted_s):.4f}", f"{middle_s:.4f}", f"{spread:.0%}", f"{row.error:+.1%}",
-            ", ".join(f"{error:+.1%}" for error in row.errors),
+            f"{middle_s:.4f}", f"{spread:.0%}",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
-    errors = [abs(row.error) for row in rows]
-    single = [abs(error) for row in rows for error in row.errors]
-    worst = max(rows, key=lambda row: abs(row.error)).setting
-    print(
-        f"\nerror of {len(rows)} settings: median {np.median(errors):.1%} (at most 5 %), worst {max(errors):.1%} (at most 15 %)"
-    )
-    print(f"the worst: {worst}")
-    print(f"of a round: median {np.median(single):.1%}, 95 % {np.quantile(single, 0.95):.1%}, worst {max(single):.1%}")
     least = min(rows, key=lambda row: statistics.median(row.measured_s))
     ratio = statistics.median(chosen) / statistics.median(least.measured_s)
-    took = statistics.median(advice.costs.took_s for advice in choices)
-    print(f"chosen to best: {ratio:.3f} (at most 1.05); the best: {least.setting}; advise took {took:.0f} s, and chose")
+    took = statistics.median(advice.took_s for advice in choices)
+    print(f"\nchosen to best: {ratio:.3f} (at most 1.05); the best: {least.setting}; advise took {took:.0f} s, and chose")
     for advice in choices:
         print(f"  {advice.best.code}")
 

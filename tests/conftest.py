@@ -55,7 +55,7 @@ settings.load_profile("seeded")
 QUICK = {  # files of units and contracts that start few processes
     "function_hash", "limits", "states", "histogram", "spec", "round_trips", "columns", "record_encoder",
     "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "order", "storage",
-    "verdict", "model", "measure", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
+    "verdict", "measure", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
     "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
     "neighbours", "loaders", "listing",
 }  # fmt: skip

@@ -26,7 +26,10 @@ def _has_names(iterator, *names):
 
 
 NAMES = {  # what uses it, and whether it is still what that takes it for
-    "_worker_info of torch.utils.data._utils.worker": ("loader/choice/trials.py", lambda: vars(worker)["_worker_info"] is None),
+    "_worker_info of torch.utils.data._utils.worker": (
+        "loader/choice/measure.py",
+        lambda: vars(worker)["_worker_info"] is None,
+    ),
     "the module of default_collate": (
         "loader/threads/info.py",
         lambda: collate.default_collate_fn_map[torch.Tensor].__globals__["__name__"] == "torch.utils.data._utils.collate",

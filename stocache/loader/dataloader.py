@@ -51,7 +51,7 @@ from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
 
 if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
-    from stocache.loader.choice.choice import GilTrial
+    from stocache.loader.choice.choice import MethodTrial
     from stocache.loader.device.batches import DeviceStage
 
 logger = logging.getLogger("stocache")
@@ -87,8 +87,8 @@ class DataLoader(ResumableLoader[_T]):
             DataLoader, which has ``in_order`` from torch 2.6 on.
         timeout, worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers, pin_memory, pin_memory_device:
             likewise.
-        num_workers: as for torch's DataLoader; or "auto": child processes measure the costs of samples and batches for up to
-            10 s, and the fewest workers are chosen with which an epoch is predicted to be as fast as it can be. The choice is
+        num_workers: as for torch's DataLoader; or "auto": a child process runs short epochs with 0, 1, 2, 4, ... workers for up
+            to 10 s, and the fewest workers are chosen with which these are as fast as with any other number. The choice is
             logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for
             each CPU, at most 8. If it is 0, ``prefetch_factor``, ``persistent_workers`` and ``multiprocessing_context`` have no
             effect.
@@ -96,7 +96,7 @@ class DataLoader(ResumableLoader[_T]):
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
             pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
-            torch); "auto" measures that, and logs what it chooses. Each thread has its own copy of the dataset object, and
+            torch); "auto" tries both, and logs what it chooses. Each thread has its own copy of the dataset object, and
             shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.) None stands
             for processes; for threads where the dataset is cached and the system shares no memory between processes.
         device: a GPU, such as "cuda", on which batches are delivered. They are copied, two ahead, on a stream of its own, from
@@ -144,7 +144,7 @@ class DataLoader(ResumableLoader[_T]):
                 with_chosen_workers,  # here, as imports are half of the time of `stocache run`
             )
 
-            arguments = with_chosen_workers(dataset, arguments, DataLoader)
+            arguments = with_chosen_workers(dataset, arguments, DataLoader, worker_method)
             args, kwargs = (), arguments
         super().__init__(dataset, *args, **kwargs)
         self.snapshot_every_n_steps = None if snapshot_every_n_steps is None else operator.index(snapshot_every_n_steps)
@@ -157,7 +157,7 @@ class DataLoader(ResumableLoader[_T]):
         if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
-        self._trial: GilTrial | None = None  # of worker_method="auto"
+        self._trial: MethodTrial | None = None  # of worker_method="auto"
         if device is not None:
             from stocache.loader.device.cuda import as_device  # here: few loaders need a GPU
 
@@ -246,9 +246,11 @@ class DataLoader(ResumableLoader[_T]):
             self._pool = Pool(self._pins)
         method = self.worker_method
         if method == "auto" and not alone:
-            from stocache.loader.choice.choice import GilTrial, choose_method
+            from stocache.loader.choice.choice import MethodTrial, choose_method
 
-            self._trial = self._trial or GilTrial(self._start_method == "fork")
+            self._trial = self._trial or MethodTrial(
+                DataLoader, self.num_workers, self.batch_size, self.collate_fn, self._start_method == "fork"
+            )
             method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
         self._uses_threads = method == "thread" and not alone
         order = self._order()

@@ -93,16 +93,23 @@ class StallWatch:
 def process_tree(pid: int) -> Iterator[int]:
     """Yield a process and all its children, where the kernel lists them."""
     yield pid
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+    for path in _of_threads(pid, "children"):
         with suppress(OSError):  # the thread has ended
             for child in path.read_text().split():
                 yield from process_tree(int(child))
 
 
+def _of_threads(pid: int, name: str) -> list[Path]:
+    """Return a file of each thread of a process; none if the process has ended."""
+    with suppress(OSError):
+        return list(Path(f"/proc/{pid}/task").glob(f"*/{name}"))
+    return []
+
+
 def _wait_of(pid: int) -> int:
     """Return the kind of wait that all threads of a process are in, as an index into `_LIMITS_S`."""
     waits = []
-    for path in Path(f"/proc/{pid}/task").glob("*/syscall"):
+    for path in _of_threads(pid, "syscall"):
         with suppress(OSError):  # the thread has ended, or may not be looked at
             call, *arguments = path.read_text().split()
             futex = call == _FUTEX and int(arguments[1], 16) & _PRIVATE

@@ -1,9 +1,7 @@
-"""Recommend settings for a dataset: measure it for a while, predict epochs, and rank them."""
+"""Recommend settings for a dataset: run short epochs of the real loader with some, and rank them."""
 
-import dataclasses
 import math
 import operator
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +12,15 @@ from tqdm import tqdm
 
 from stocache.datasets.wrapping import check_dataset
 from stocache.errors import DatasetError, LimitError
-from stocache.loader.choice.choice import GilTrial, candidates, holds_cache, rank
-from stocache.loader.choice.measure import measure_costs
-from stocache.loader.choice.model import UNCACHED, Costs, Forecast, Setting, predict
+from stocache.loader.choice.choice import holds_cache, method_by_rule, rank, worker_counts
+from stocache.loader.choice.measure import Epoch, Samples, Setting, Study, measure
 from stocache.loader.dataloader import DataLoader
-from stocache.system.figures import format_seconds, plural
+from stocache.system.figures import format_seconds, plural, round_digits
 from stocache.system.limits import GIB, format_size, recommended_limit
+from stocache.system.platform import here
 from stocache.system.ranks import is_first_rank
 
 _BEST = 5
-_TRIAL_LOAD_S = 0.05  # a load may take that long if threads are to be tried
-_TRIAL_LEFT_S = 35.0  # more than the trial waits at most
 _MOST_BATCH = 1 << 20
 
 
@@ -33,12 +29,14 @@ class Advised:
     """One recommended setting.
 
     Attributes:
-        forecast: its predicted epochs; ``forecast.setting`` is the setting.
+        setting: the options of the cache and the loader.
+        epoch_s: seconds of an epoch at the measured rate, the training step included.
         size_limit_gib: for `CachedDataset`; 0 for no cache.
         code: the line of code that uses it.
     """
 
-    forecast: Forecast
+    setting: Setting
+    epoch_s: float
     size_limit_gib: float
     code: str
 
@@ -49,18 +47,24 @@ class Advice:
 
     Attributes:
         settings: the best settings, the best first; at most five.
-        costs: the measured costs.
+        samples: what is known of the samples.
+        epochs: all settings that were tried, with their measured seconds.
+        length: samples of the dataset.
         step_ms: of the training step that was assumed, for a batch of ``batch_size``.
         batch_size: the first of the batch sizes that were passed.
         memory_bytes: the largest cache that the machine can give.
+        took_s: seconds that measuring took.
         name: the class of the dataset.
     """
 
     settings: tuple[Advised, ...]
-    costs: Costs
+    samples: Samples
+    epochs: tuple[Epoch, ...]
+    length: int
     step_ms: float
     batch_size: int
     memory_bytes: int
+    took_s: float
     name: str
 
     @property
@@ -68,12 +72,8 @@ class Advice:
         """The recommended setting."""
         return self.settings[0]
 
-    def predict(self, setting: Setting) -> Forecast:
-        """Return the forecast of any setting."""
-        return predict(self.costs, setting, _step_s(self.step_ms, setting.batch_size, self.batch_size))
-
     def __str__(self) -> str:
-        return "\n".join([*_describe(self), "", *_table(self.settings), "", *_notes(self)])
+        return "\n".join([*_describe(self), "", *_table(self), "", *_notes(self)])
 
 
 def advise(
@@ -91,28 +91,28 @@ def advise(
 
         print(stocache.advise(dataset, step_ms=40, batch_size=256))
 
-    It measures the costs of samples and batches, predicts an epoch for each setting, and ranks the settings by that. Of those
-    whose predicted times differ by less than 2 %, the cheaper is the better: without a codec, with fewer workers, with less
-    memory. Settings that do not fit in memory are not proposed.
+    It runs short epochs with several numbers of workers, which are processes or threads, without a cache and with one; and
+    with a codec, if not all samples fit in memory without. It ranks these settings by the measured times. Of those that keep up
+    with the training step, or whose times differ by less than 5 %, the cheaper is the better: without a codec, with fewer
+    workers, with less memory.
 
     Args:
         dataset: as for `CachedDataset`.
         step_ms: milliseconds of a training step. It is assumed to run on a GPU and use no CPU time.
         batch_size: samples in a batch; or several sizes to choose among. ``step_ms`` belongs to the first; for
             the others it is scaled in proportion.
-        time_limit_s: seconds after which it ends; 10 to 25 s are usual. Slow samples leave less time, and the report says on
-            how many samples it rests.
+        time_limit_s: seconds after which it ends. Slow samples leave less time, and then fewer settings are tried.
         collate_fn: as for the DataLoader; None for torch's, or for lists where that does not take the samples.
         transform, allow_pickle: as for `CachedDataset`.
         progress: whether to show a bar on stderr.
 
     Raises:
         LimitError: ``step_ms``, ``batch_size`` or ``time_limit_s`` is not a possible number.
-        DatasetError: the dataset is not map-style, has no samples, or is cached already; or no sample was loaded in time.
+        DatasetError: the dataset is not map-style, has no samples, or is cached already; or no epoch was run in time.
         WorkerError: a process that loaded samples died.
         Exception: the error of a sample that cannot be loaded.
 
-    Child processes, which end with the call, load the samples; or if these would stall, this process does, with copies. So the
+    A child process, which ends with the call, runs the epochs; or if it would stall, this process does, with a copy. So the
     dataset object and the random generators of this process stay as they are.
 
     Examples:
@@ -127,8 +127,10 @@ def advise(
     check_dataset(dataset)
     if holds_cache(dataset):
         raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
-    if not len(dataset):
+    length, most = len(dataset), recommended_limit()
+    if not length:
         raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")
+    rule, step_s = method_by_rule(dataset, False), step_ms / 1000 / sizes[0]
     hidden = not progress or not is_first_rank()
     with tqdm(total=round(time_limit_s), unit="s", delay=1, disable=hidden, leave=False, bar_format=_BAR) as bar:
 
@@ -136,28 +138,39 @@ def advise(
             bar.set_description_str(what, refresh=False)
             bar.update(max(0.0, seconds - bar.n))
 
-        costs = measure_costs(
-            dataset,
-            batch_sizes=sizes,
-            make_loader=DataLoader,
-            time_limit_s=time_limit_s,
+        study = Study(
+            DataLoader,
+            worker_counts(here.usable_cpus()),
+            sizes,
+            methods=("multiprocessing", "thread") if rule is None or rule[0] == "thread" else ("multiprocessing",),
+            codecs=(None, "lz4", "zstd"),
+            choose_caches=lambda samples: _choose_caches(samples, length, most),
             collate_fn=collate_fn,
-            transform=transform,
-            allow_pickle=allow_pickle,
+            options={"transform": transform, "allow_pickle": allow_pickle},
+            time_limit_s=time_limit_s,
+            step_s=step_s,
             on_progress=show,
         )
-        if costs.load_s < _TRIAL_LOAD_S and time.monotonic() - began < time_limit_s - _TRIAL_LEFT_S:
-            show(time.monotonic() - began, "threads")
-            trial = GilTrial()
-            costs = dataclasses.replace(costs, thread_speed_up=trial.speed_up(dataset), gil_share=trial.held)
-    costs = dataclasses.replace(costs, took_s=time.monotonic() - began)
-    most = recommended_limit()
-    forecasts = [
-        predict(costs, setting, _step_s(step_ms, setting.batch_size, sizes[0])) for setting in candidates(costs, sizes, most)
-    ]
+        samples, epochs = measure(dataset, study)
+    if not epochs:
+        raise DatasetError(f"{type(dataset).__name__}: no epoch was run in {time_limit_s:g} s. Use a longer time_limit_s.")
     cached = ", transform=transform" * (transform is not None) + ", allow_pickle=True" * allow_pickle
-    settings = tuple(_advised(forecast, cached, collate_fn) for forecast in rank(forecasts, _BEST))
-    return Advice(settings, costs, step_ms, sizes[0], most, type(dataset).__name__)
+    settings = tuple(
+        _advised(epoch.setting, epoch.with_step(step_s) * length, cached, collate_fn) for epoch in rank(epochs, step_s, _BEST)
+    )
+    took_s = time.monotonic() - began
+    return Advice(settings, samples, tuple(epochs), length, step_ms, sizes[0], most, took_s, type(dataset).__name__)
+
+
+def _choose_caches(samples: Samples, length: int, most: int) -> list[tuple[int, str | None]]:
+    """Return the limits and codecs to try, each for as many samples as fit; codecs only if not all do without."""
+    needed = {codec: samples.limit_for(codec, length) for codec in samples.cached_bytes}
+    tried = [None] if needed.get(None, most + 1) <= most else list(needed)
+    caches: list[tuple[int, str | None]] = [(0, None)]
+    for codec in tried:
+        fits = needed[codec] <= most
+        caches.append((int(round_digits(min(needed[codec], most) / GIB, 3, up=fits) * GIB), codec))
+    return [caches[0], *(cache for cache in caches[1:] if cache[0])]
 
 
 _BAR = "{desc}: {n:.0f} of at most {total} s |{bar}|"
@@ -184,73 +197,47 @@ def _check_sizes(batch_size: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _step_s(step_ms: float, size: int, first_size: int) -> float:
-    return step_ms / 1000 * size / first_size
-
-
-def _advised(forecast: Forecast, cached: str, collate_fn: object) -> Advised:
+def _advised(setting: Setting, epoch_s: float, cached: str, collate_fn: object) -> Advised:
     """Return a setting; ``cached`` has more arguments of `CachedDataset`."""
-    setting = forecast.setting
     limit = float(f"{setting.limit_bytes / GIB:.3g}")
     dataset = "dataset"
     if setting.limit_bytes:
         codec = f", codec={setting.codec!r}" if setting.codec is not None else ""
         dataset = f"CachedDataset(dataset, size_limit_gib={limit:g}{codec}{cached})"
     workers = f", num_workers={setting.workers}, persistent_workers=True" if setting.workers else ""
+    method = ", worker_method='thread'" if setting.workers and setting.method == "thread" else ""
     collate = ", collate_fn=collate_fn" if collate_fn is not None else ""
-    code = f"DataLoader({dataset}, batch_size={setting.batch_size}, shuffle=True{workers}{collate})"
-    return Advised(forecast, limit, code)
+    code = f"DataLoader({dataset}, batch_size={setting.batch_size}, shuffle=True{workers}{method}{collate})"
+    return Advised(setting, epoch_s, limit, code)
 
 
 def _describe(advice: Advice) -> list[str]:
-    costs = advice.costs
-    loads = sorted(costs.loads_s)
-    cuts = statistics.quantiles(loads, n=20) if len(loads) > 1 else loads * 19
-    mean, median, most, longest = map(format_seconds, (costs.load_s, statistics.median(loads), cuts[18], loads[-1]))
-    first = f", the first time {costs.cold_ratio:.2f} times as long" if costs.cold_ratio > 1 else ""
+    samples = advice.samples
     lines = [
-        f"{advice.name}: {plural(costs.samples, 'sample')}, {format_size(costs.batch_bytes)} each in a batch. Measured for "
-        f"{costs.took_s:.0f} s, on {plural(costs.timed, 'sample')}, with {costs.cores} CPUs.",
-        f"  load      {mean} (median {median}, 95 % {most}, longest {longest}), {costs.cpu_share:.0%} of it CPU time{first}; "
-        f"with all CPUs busy {costs.busy_ratio:.2f} times the CPU time",
+        f"{advice.name}: {plural(advice.length, 'sample')}. Measured {plural(len(advice.epochs), 'setting')} "
+        f"in {advice.took_s:.0f} s, with {plural(here.usable_cpus(), 'CPU')}.",
+        f"  load      {format_seconds(samples.load_s)} (mean of {plural(samples.timed, 'sample')})",
     ]
-    for way, each in costs.ways.items():
-        busy = each.at(costs.cores)
-        per_sample_s = busy.sample_s + busy.batch_s / advice.batch_size
-        hand_s = busy.main_batch_s + busy.main_sample_s * advice.batch_size
-        name = "no cache" if way == UNCACHED else f"codec {way}" if way is not None else "cache"
-        size = ""
-        if way != UNCACHED:
-            size = f"{format_size(each.sample_bytes)} for each sample"
-            plain = costs.ways.get(None)
-            if way is not None and plain is not None and each.sample_bytes:
-                size += f" (ratio {plain.sample_bytes / each.sample_bytes:.2f})"
-            size += f", {format_seconds(each.fill_s)} to fill, "
-        what = "batched" if way == UNCACHED else "read and batched"
-        lines.append(
-            f"  {name:<9} {size}{what} in {format_seconds(per_sample_s)} (a worker: {1 / max(per_sample_s, 1e-9):,.0f}/s), "
-            f"{format_seconds(hand_s)} to hand over a batch of {advice.batch_size}"
-        )
-    if costs.thread_speed_up is not None:
-        lines.append(
-            f"  threads   a thread holds the GIL for {costs.gil_share:.0%} of its time; two make {costs.thread_speed_up:.2f} "
-            f"times as many samples as one"
-        )
-    lines.append(f"  memory    {format_size(advice.memory_bytes)} for a cache")
-    return lines
+    plain = samples.cached_bytes.get(None)
+    for codec, nbytes in samples.cached_bytes.items():
+        ratio = f" (ratio {plain / nbytes:.2f})" if codec is not None and plain is not None and nbytes else ""
+        name = "cache" if codec is None else f"codec {codec}"
+        whole = format_size(samples.limit_for(codec, advice.length))
+        lines.append(f"  {name:<9} {format_size(nbytes)} for each sample{ratio}, {whole} for all")
+    return [*lines, f"  memory    {format_size(advice.memory_bytes)} for a cache"]
 
 
-def _table(settings: Sequence[Advised]) -> list[str]:
-    rows = [("", "epoch", "first", "waiting", "cached", "memory", "workers", "codec", "batch")]
-    for number, each in enumerate(settings, 1):
-        forecast, setting = each.forecast, each.forecast.setting
-        times = format_seconds(forecast.epoch_s), format_seconds(forecast.first_epoch_s)
-        shares = f"{forecast.wait_share:.0%}", f"{forecast.cached_share:.0%}"
-        chosen = str(setting.workers), setting.codec or "-", str(setting.batch_size)
-        rows.append((str(number), *times, *shares, format_size(forecast.memory_bytes), *chosen))
+def _table(advice: Advice) -> list[str]:
+    rows = [("", "epoch", "samples/s", "limit", "workers", "method", "codec", "batch")]
+    for number, each in enumerate(advice.settings, 1):
+        setting, rate = each.setting, advice.length / max(each.epoch_s, 1e-9)
+        limit = format_size(setting.limit_bytes) if setting.limit_bytes else "-"
+        method = setting.method if setting.workers else "-"
+        chosen = limit, str(setting.workers), method, setting.codec or "-", str(setting.batch_size)
+        rows.append((str(number), format_seconds(each.epoch_s), f"{rate:,.0f}", *chosen))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for at, each in enumerate(settings):
+    for at, each in enumerate(advice.settings):
         lines.insert(2 * at + 2, f"{'':{widths[0]}}  {each.code}")
     return lines
 
@@ -258,12 +245,11 @@ def _table(settings: Sequence[Advised]) -> list[str]:
 def _notes(advice: Advice) -> list[str]:
     step = f"a step of {advice.step_ms:g} ms for {advice.batch_size} samples" if advice.step_ms else "no training step"
     notes = [
-        f"Predicted, with {step}, which uses no CPU time. epoch: a later one, with persistent workers. first: the "
-        f"one that fills the cache. waiting: the share of an epoch for which the loop waits. memory: of the cache and of "
-        f"batches in flight."
+        f"With {step}, which uses no CPU time. epoch: a later one, with persistent workers, at the rate of short epochs over a "
+        f"part of the samples."
     ]
-    if advice.costs.has_transform:
-        notes.append("Transforms of the dataset run after the cache, and are part of these times.")
-    if advice.costs.timed < 20:
-        notes.append(f"This rests on {plural(advice.costs.timed, 'sample')} only.")
-    return notes + [f"{text[0].upper()}{text[1:]}." for text in advice.costs.missing]
+    if advice.samples.draws:
+        notes.append(
+            "Samples draw from the global random number generators, which threads would share: only processes were tried."
+        )
+    return notes + [f"{text[0].upper()}{text[1:]}." for text in advice.samples.left_out]

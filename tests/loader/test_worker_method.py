@@ -5,28 +5,38 @@ import random
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 import stocache
 from stocache import CachedDataset, SampleSeed
 from stocache.loader.choice import choice
-from stocache.loader.choice.choice import GilTrial, choose_method
+from stocache.loader.choice.choice import MethodTrial, choose_method
+from stocache.loader.choice.measure import Epoch, Samples, Setting
 from tests.support.images import Images, N
 
 
-class NeverTried(GilTrial):
-    def speed_up(self, dataset):
+def trial(workers=2):
+    return MethodTrial(stocache.DataLoader, workers, 8, None)
+
+
+class NeverTried(MethodTrial):
+    def __init__(self):
+        super().__init__(stocache.DataLoader, 2, 8, None)
+
+    def choose(self, dataset):
         raise AssertionError("threads were tried")
 
 
 @pytest.fixture
-def rounds(monkeypatch):
-    """Have other rounds take the place of those that children would measure, on a machine of 8 CPUs."""
+def measured(monkeypatch):
+    """Have other seconds take the place of those that a child would measure, on a machine of 8 CPUs."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
-    def use(*found):
-        monkeypatch.setattr(choice, "in_children", lambda *_: iter(found))
-        return GilTrial()
+    def use(*seconds, draws=False):
+        methods = ("multiprocessing", "thread")
+        epochs = [Epoch(Setting(2, 8, method=name), each_s) for name, each_s in zip(methods, seconds, strict=False)]
+        monkeypatch.setattr(choice, "measure", lambda *_: (Samples(9, 0.01, draws, {}), epochs))
+        return trial()
 
     return use
 
@@ -57,32 +67,32 @@ def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reas
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("found", "method"), [
-    ([(0.01, 0.02, 0, 9)], "multiprocessing"),  # two threads are not faster than one
-    ([(0.01, 0.011, 2, 4), (0.01, 0.011, 2, 4)], "thread"),
-    ([(0.01, 0.011, 2, 4), (0.01, 0.011, 4, 4)], "multiprocessing"),  # the GIL is held too often
-    ([(0.01, 0.0167, 0, 9)], "multiprocessing"),  # hardly faster
-    ([], "multiprocessing"),
+@pytest.mark.parametrize(("seconds", "draws", "method"), [
+    ((0.01, 0.02), False, "multiprocessing"), ((0.01, 0.01), False, "thread"),
+    ((0.01, 0.0104), False, "thread"),  # as fast
+    ((0.01, 0.005), True, "multiprocessing"),  # threads would share the generators
+    ((0.01,), False, "multiprocessing"), ((), False, "multiprocessing"),  # not tried in time
 ])  # fmt: skip
-def test_what_was_measured_decides(found, method, rounds, monkeypatch):
-    assert choose_method(Images(), False, rounds(*found)) == method
+def test_what_was_measured_decides(seconds, draws, method, measured, monkeypatch):
+    assert choose_method(Images(), False, measured(*seconds, draws=draws)) == method
     with CachedDataset(Images(), 1) as dataset:
-        assert choose_method(dataset, False, rounds(*found)) == method
+        assert choose_method(dataset, False, measured(*seconds, draws=draws)) == method
+        assert choose_method(Subset(dataset, [0]), False, NeverTried()) == "multiprocessing"  # it wraps the cache
         dataset.warm(progress=False)
         assert choose_method(dataset, False, NeverTried()) == "thread"  # of a full cache
         dataset.after_cache = tuple
-        assert choose_method(dataset, False, rounds(*found)) == method
+        assert choose_method(dataset, False, measured(*seconds, draws=draws)) == method
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert choose_method(Images(), False, NeverTried()) == "thread"
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("together_s", "uses_threads"), [(0.02, False), (0.01, True)])
-def test_a_loader_uses_what_was_chosen(together_s, uses_threads, rounds):
-    rounds((0.01, together_s, 0, 9))
+@pytest.mark.parametrize(("thread_s", "uses_threads"), [(0.02, False), (0.01, True)])
+def test_a_loader_uses_what_was_chosen(thread_s, uses_threads, measured):
+    measured(0.01, thread_s)
     loader = stocache.DataLoader(Images(), batch_size=8, num_workers=2, worker_method="auto")
     assert (type(iter(loader)._batches).__name__ == "ThreadIterator") == uses_threads
-    rounds()
+    measured()
     assert (type(iter(loader)._batches).__name__ == "ThreadIterator") == uses_threads  # it was measured once
     assert torch.cat([batch[1] for batch in loader]).tolist() == list(range(N))
     alone = stocache.DataLoader(Images(), batch_size=8, worker_method="auto", sample_seed=SampleSeed(3, hooks=(random.seed,)))
@@ -103,17 +113,17 @@ class Watched(Dataset):
         return torch.rand(3) + random.random()
 
 
+@pytest.mark.linux
 def test_a_real_trial_leaves_the_dataset_and_the_generators_as_they_were():
     dataset, states = Watched(), (random.getstate(), torch.get_rng_state())
-    trial = GilTrial()
-    assert trial.speed_up(dataset) > 0
-    assert 0 <= trial.held <= 1
+    method, reason = trial().choose(dataset)
+    assert (method, "draw from the global random number generators" in reason) == ("multiprocessing", True)
     assert vars(dataset) == vars(Watched())
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
 
 
-@pytest.mark.parametrize("dataset", [Watched(breaks=True), Watched(0), Watched(1), Watched(4), Stream()])
+@pytest.mark.parametrize("dataset", [Watched(breaks=True), Watched(0), Stream()])
 def test_what_cannot_be_tried_is_not_an_error(dataset, capfd):
-    assert GilTrial().speed_up(dataset) is None
+    assert trial().choose(dataset) == ("multiprocessing", "threads could not be tried")
     assert capfd.readouterr().err == ""

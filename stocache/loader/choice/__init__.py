@@ -1,1 +1,1 @@
-"""Choose workers: measure what samples cost in short trials, and predict epochs from it."""
+"""Choose workers: run short epochs of the real loader, and take the setting that was the fastest."""

@@ -1,313 +1,263 @@
-"""Measure the costs of samples and batches of a dataset on this machine, in child processes, within a time limit.
+"""Run short epochs of the real loader over a part of a dataset, in a child process, for each setting that is worth a try.
 
 NOTE [ Measurements ]
-    One process loads samples, each twice: the second time, their files are in the page cache. Then one process for each CPU, at
-    most `_MOST_WORKERS`, loads the same samples and more, because shared CPU caches and memory make all of them slower. Samples
-    that were loaded fill small caches, one without a codec and one for each codec. The real loader runs a few short epochs over
-    these, and over samples that are not cached. The CPU time of the workers and of the main process is read from Linux, so the
-    time of other programs does not count. From two batch sizes follow the cost of a sample and the cost of a batch.
-
-    The epochs of a setting are not measured but predicted from these (model.py).
+    A child process loads some samples one by one. From their times follows the number of samples of an epoch. With one cache,
+    the epochs of all settings run over the same part of the dataset, in which there are some batches for each worker. If
+    samples are slow, the batches are smaller. The first epoch of a setting is not timed: it starts the workers and fills the
+    cache, whose limit is as large a share of the part as that of the setting is of the dataset. Of the others the shortest
+    counts, because other programs only make an epoch longer. The numbers of workers are tried in order, until more of them make
+    epochs no shorter.
 """
 
 import contextlib
 import logging
+import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.utils.data import Subset, default_collate
+from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
+from stocache.datasets.cached import CachedDataset
 from stocache.datasets.loaders import SampleLoader
-from stocache.datasets.transforms.planning import plan_split
-from stocache.datasets.transforms.splitting import Split
-from stocache.errors import DatasetError, StocacheError, WorkerError
-from stocache.loader.choice.model import UNCACHED, BatchCosts, Costs, WayCosts, simulate
-from stocache.loader.choice.trials import (
-    CACHE_BYTES,
-    EpochRun,
-    EpochTrials,
-    FilledCache,
-    LoadMany,
-    Loads,
-    MakeLoader,
-    nbytes_of,
-    run_epochs,
-    time_busy_loads,
-    time_loads,
-)
+from stocache.errors import CodecError, DatasetError, SampleError
 from stocache.system.limits import MIB, recommended_limit
-from stocache.system.loading.children import ChildError, SlowError, StalledError, in_children
+from stocache.system.loading.children import ChildError, SlowError, in_children
 from stocache.system.loading.fallback import run_here
-from stocache.system.objects import get_many_of
-from stocache.system.platform import here
+from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
-_T = TypeVar("_T")
+MakeLoader = Callable[..., Any]
+"""Makes a DataLoader from a dataset and the arguments of `DataLoader`."""
 
-_ALONE_S, _BUSY_S = 1.5, 2.0  # for loads, where they are fast
-_FIRST_SHARE, _ALONE_SHARE, _EPOCHS_SHARE = 0.5, 0.35, 0.8  # of the time that is left, at most
+SAME = 1.05  # settings whose times differ by less are taken to be equally fast
+
+_LOADS, _LOADS_S = 64, 0.5  # samples that are loaded one by one
 _SPLIT_LOADS = 80  # loads for finding out where to split transforms
-_KEPT, _KEPT_BYTES = 256, 96 * MIB  # samples that are kept to fill caches
+_BATCHES = 4  # of each worker in an epoch, at least
+_BATCH_S, _EPOCH_S, _TIMED_S = (
+    0.1,
+    0.1,
+    0.3,
+)  # of a batch, at most; of an epoch without workers, and of all of a setting, at least
+_FILL_S = 2.0  # for loading the samples of a cache, at most
+_MOST = 8192  # samples of an epoch
 _MOST_ORDERED = 200_000  # indices
-_MOST = 8192  # samples of a short epoch
-_MOST_WORKERS = 16  # that are started
-_SPARE_S = 1.0  # to end all processes
+_EPOCHS_SHARE = 0.8  # of the time, after which no epoch goes on
+_OVERHEAD = 32  # bytes of a cache for each sample of the dataset, at most
 
 
-def count_cores() -> int:
-    """Return the number of CPUs that this process may use."""
-    return here.usable_cpus()
+@dataclass(frozen=True)
+class Setting:
+    """Options of a loader and of the cache of its dataset; no cache if ``limit_bytes`` is 0."""
+
+    workers: int
+    batch_size: int
+    limit_bytes: int = 0
+    codec: str | None = None
+    method: str = "multiprocessing"
 
 
-def measure_costs(dataset: object, **options: Any) -> Costs:
-    """Return the costs of samples and batches of a map-style dataset; see NOTE [ Measurements ].
+class Epoch(NamedTuple):
+    """A setting, and the seconds of an epoch for each of its samples."""
 
-    Args:
-        options: the other attributes of `CostStudy`.
+    setting: Setting
+    sample_s: float
+
+    def with_step(self, step_s: float) -> float:
+        """Return the seconds for each sample, if the training step takes ``step_s`` of them and no CPU time."""
+        return max(self.sample_s, step_s) if self.setting.workers else self.sample_s + step_s
+
+
+class Samples(NamedTuple):
+    """What is known of samples.
+
+    Attributes:
+        timed: number of samples that were loaded.
+        load_s: the mean seconds of a load.
+        draws: whether samples draw from the global random number generators.
+        cached_bytes: bytes of a sample in the cache, by codec.
+        left_out: the reasons why codecs are not among these.
+    """
+
+    timed: int
+    load_s: float
+    draws: bool
+    cached_bytes: Mapping[str | None, float]
+    left_out: tuple[str, ...] = ()
+
+    def limit_for(self, codec: str | None, length: int) -> int:
+        """Return the bytes of a cache that holds ``length`` samples."""
+        return int(length * (self.cached_bytes[codec] + _OVERHEAD)) + MIB
+
+
+@dataclass(frozen=True)
+class Study:
+    """The settings to try.
+
+    Attributes:
+        make_loader: makes the loader.
+        workers: numbers of workers, in increasing order.
+        batch_sizes: samples of a batch.
+        methods: values of ``worker_method``; threads are left out where samples draw from the global generators.
+        codecs: the ways to cache that are of interest.
+        choose_caches: returns limits in bytes and codecs.
+        collate_fn: of the user; None for torch's, or for lists where that does not work.
+        options: further arguments of `CachedDataset`.
+        time_limit_s: seconds after which it ends.
+        step_s: of the training step, for each sample.
+        on_progress: called with the seconds so far, and the setting that was measured last.
+    """
+
+    make_loader: MakeLoader
+    workers: Sequence[int]
+    batch_sizes: Sequence[int]
+    methods: Sequence[str] = ("multiprocessing",)
+    codecs: Sequence[str | None] = ()
+    choose_caches: Callable[[Samples], Sequence[tuple[int, str | None]]] = lambda samples: [(0, None)]
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    time_limit_s: float = 10.0
+    step_s: float = 0.0
+    on_progress: Callable[[float, str], None] = lambda seconds, what: None
+
+
+def measure(dataset: Any, study: Study) -> tuple[Samples, list[Epoch]]:
+    """Return what is known of the samples, and the epochs that could be run in time; see NOTE [ Measurements ].
 
     Raises:
         DatasetError: no sample was loaded in time.
         WorkerError: a child process died.
-        Exception: the error of the first sample that cannot be loaded.
+        Exception: the error of a sample that cannot be loaded.
 
-    The dataset, and the random generators of this process, stay as they are: child processes load the samples; or if these
-    would stall, this process does, with copies (NOTE [ Loading in this process ]).
+    If no child process can load samples, or if these would stall, this process does, with a copy of the dataset and without
+    workers. The dataset, and the random generators of this process, stay as they are.
     """
-    return CostStudy(dataset, **options).run()
+    began, found = time.monotonic(), list[Any]()
+    until, patience_s = began + study.time_limit_s * _EPOCHS_SHARE, study.time_limit_s / 2
+    try:
+        with closing(in_children([partial(_run, dataset, study, until)], dataset, patience_s)) as items:
+            for item in items:
+                found.append(item)
+                if isinstance(item, Epoch):
+                    study.on_progress(time.monotonic() - began, f"{item.setting.workers} workers")
+    except SlowError as error:
+        if not found:
+            raise DatasetError(f"{type(dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}") from error
+    except ChildError as error:
+        logger.debug("settings with workers are left out: %s", str(error))
+        alone = replace(study, workers=(0,), methods=("multiprocessing",))
+        found = list(run_here(partial(_run, dataset, alone, until)))
+    return found[0], found[1:]
 
 
-@dataclass
-class CostStudy:
-    """A measurement of the costs of a dataset.
+def _run(dataset: Any, study: Study, until: float) -> Iterator[Samples | Epoch]:
+    told, torch_worker._worker_info = torch_worker._worker_info, None  # in a worker torch stacks into shared memory
+    try:
+        with _quiet():
+            order = _random_order(len(dataset))
+            samples = _load(dataset, study, order, until)
+            yield samples
+            for limit, codec in study.choose_caches(samples):
+                yield from _run_epochs(dataset, study, samples, order, limit, codec, until)
+    finally:
+        torch_worker._worker_info = told
 
-    Attributes:
-        batch_sizes: those of the settings to predict.
-        make_loader: makes a DataLoader from the arguments of torch's.
-        time_limit_s: seconds after which it ends. The fewer samples it could load by then, the less exact are the costs.
-        codecs: the ways to cache that are of interest; those whose package is not installed are left out.
-        collate_fn: makes the batches; None for torch's function, or for lists where that does not take the samples.
-        transform: called with each sample after the cache, as `CachedDataset` does.
-        allow_pickle: as for `CachedDataset`.
-        passes: how often epochs are run; a disturbance of one pass is unlikely to be in the others, too.
-        on_progress: called with the seconds so far, and the name of the measurement that begins.
-    """
 
-    dataset: Any
-    batch_sizes: Sequence[int]
-    make_loader: MakeLoader
-    time_limit_s: float
-    codecs: Sequence[str | None] = (None, "lz4", "zstd")
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    transform: Callable[[Any], Any] | None = None
-    allow_pickle: bool = False
-    passes: int = 2
-    on_progress: Callable[[float, str], None] = lambda seconds, what: None
-
-    def __post_init__(self) -> None:
-        self._length, self._cores, self._began = len(self.dataset), count_cores(), time.monotonic()
-        largest, smallest = max(self.batch_sizes), min(self.batch_sizes)
-        self._group = min(smallest, self._length) if get_many_of(self.dataset) is not None else 1
-        self._sizes = (largest, max(1, min(smallest, largest // 4)))
-        self._order = _random_order(self._length)
-        self._items: list[Any] = []  # that the child has sent
-        self._busy: list[Loads] = []  # while all CPUs load
-        self._missing: list[str] = []
-        self._split: Split | None = None  # if transforms run after the cache
-        self._stalls = False  # whether children stall, or cannot be made, so that this process loads
-
-    @property
-    def _left_s(self) -> float:
-        return self._began + self.time_limit_s - _SPARE_S - time.monotonic()
-
-    def _report(self, what: str) -> None:
-        self.on_progress(time.monotonic() - self._began, what)
-
-    def _of(self, kind: type[_T]) -> list[_T]:
-        return [item for item in self._items if isinstance(item, kind)]
-
-    def run(self) -> Costs:
-        """Return the costs."""
-        self._report("loading samples")
-        first = self._load_first()
-        self._plan_split(first.first_s[0])
-        self._measure_here(first.first_s[0])
-        self._report("loading samples with all CPUs")
-        self._measure_busy()
-        costs = self._assemble(first)
-        self._report("done")
-        return costs
-
-    def _load_first(self) -> Loads:
-        """Return the first load of one sample."""
-        patience_s = self._left_s * _FIRST_SHARE
-        load_many = SampleLoader(self.dataset).load_many
-        job = partial(time_loads, load_many, self._order[:1], 1, 0.0, lambda sample: None)
+def _load(dataset: Any, study: Study, order: Sequence[int], until: float) -> Samples:
+    """Load some samples one by one, and put as many into a cache for each codec."""
+    load_many, monitor, began = SampleLoader(dataset).load_many, RngMonitor(), time.monotonic()
+    seconds, size = list[float](), 0
+    for idx in order[:_LOADS]:
+        if len(seconds) > 1 and time.monotonic() - began > _LOADS_S:
+            break
+        start = time.perf_counter()
+        (sample,) = load_many([idx])
+        seconds.append(time.perf_counter() - start)
+        size += nbytes_of(sample)
+    load_s, draws = statistics.mean(seconds[1:] or seconds), monitor.changed()  # the first opens files
+    cached_bytes, left_out = {}, list[str]()
+    for codec in study.codecs:
         try:
-            with contextlib.closing(in_children([job], self.dataset, patience_s)) as items:
-                return next(items)  # type: ignore[no-any-return]
-        except SlowError as error:
-            raise DatasetError(f"{type(self.dataset).__name__}: no sample was loaded in {patience_s:.0f} s: {error}") from error
-        except ChildError as error:
-            why = "forked workers would stall" if isinstance(error, StalledError) else f"{error}"
-            self._stalls = True
-            self._missing.append(f"{why}: settings with workers are left out; try worker threads")
-            return next(run_here(job))  # type: ignore[no-any-return]
+            with _cache(Subset(dataset, order[: len(seconds)]), 4 * size + MIB, codec, study, load_s, until) as cached:
+                for idx in range(len(cached)):
+                    cached[idx]
+                cached_bytes[codec] = float(cached.cache.stats().slot_bytes)
+        except (SampleError, CodecError) as error:
+            left_out.append(f"{'the cache' if codec is None else f'codec={codec!r}'} is left out: {error}")
+    return Samples(len(seconds), load_s, draws, cached_bytes, tuple(left_out))
 
-    def _plan_split(self, load_s: float) -> None:
-        """Find out which transforms run after the cache, if that does not take long."""
-        if load_s * _SPLIT_LOADS > self._left_s / 2:
-            self._missing.append("samples are too slow to find out whether transforms can run after the cache")
-            return
-        with contextlib.suppress(StocacheError):
-            split = plan_split(self.dataset, self._length, recommended_limit(), None, False, False)
-            self._split = split if split is not None and split.has_rest else None
 
-    def _measure_here(self, load_s: float) -> None:
-        left_s = self._left_s
-        try:
-            job = partial(self._load_and_run, left_s, load_s)
-            patience_s = max(0.5, left_s * _EPOCHS_SHARE)
-            found_items = run_here(job) if self._stalls else in_children([job], self.dataset, patience_s)
-            with contextlib.closing(found_items) as items:
-                for item in items:
-                    self._take(item)
-                    if self._left_s < 0:
+def _cache(part: Any, limit: int, codec: str | None, study: Study, load_s: float, until: float) -> CachedDataset:
+    split = load_s * _SPLIT_LOADS < (until - time.monotonic()) / 2
+    limit = min(limit, recommended_limit() // 4)
+    options: Any = {"codec": codec, "split": split, "audit": 0, **study.options}
+    return CachedDataset(part, f"{limit}B", **options)
+
+
+def _run_epochs(
+    dataset: Any, study: Study, samples: Samples, order: list[int], limit: int, codec: str | None, until: float
+) -> Iterator[Epoch]:
+    """Yield the epochs with one cache, or with none."""
+    length = len(dataset)
+    share = min(1.0, limit / samples.limit_for(codec, length)) if limit else 0.0
+    missed_s = max(samples.load_s * (1 - share), 1e-9)
+    most = max(2, int(_FILL_S / max(samples.load_s, 1e-9))) if limit else _MOST
+    sizes = {size: max(1, min(size, int(_BATCH_S / missed_s), most // 2)) for size in study.batch_sizes}
+    count = max(_BATCHES * max(1, *study.workers) * max(sizes.values()), int(_EPOCH_S / missed_s))
+    part: Any = Subset(dataset, order[: min(count, most, _MOST)])
+    if limit or study.options.get("transform") is not None:
+        part = _cache(part, limit * len(part) // length + MIB * (share == 1), codec, study, samples.load_s, until)
+    with part if isinstance(part, CachedDataset) else nullcontext():
+        collate_fn = study.collate_fn or _collate_for([part[0], part[min(1, len(part) - 1)]])
+        for method in study.methods:
+            if method == "thread" and samples.draws:
+                continue
+            for size, timed_size in sizes.items():
+                best_s = math.inf
+                for workers in study.workers:
+                    if not workers and method != study.methods[0]:
+                        continue
+                    options = {"num_workers": workers, "persistent_workers": workers > 0, "worker_method": method}
+                    loader = study.make_loader(part, timed_size, shuffle=True, collate_fn=collate_fn, **options)
+                    sample_s = _time(loader, len(part), until)
+                    loader.end_workers()
+                    if sample_s is None:
+                        return
+                    yield Epoch(Setting(workers, size, limit, codec, method), sample_s)
+                    if (workers > 1 and sample_s * SAME > best_s) or (workers and sample_s <= study.step_s):
                         break
-        except (ChildError, WorkerError) as error:
-            if not self._of(Loads) and isinstance(error, WorkerError):
-                raise
-            self._missing.append(f"measuring ended early: {error}")
+                    best_s = min(best_s, sample_s)
 
-    def _take(self, item: object) -> None:
-        self._items.append(item)
-        if isinstance(item, FilledCache):
-            self._report("batches, not cached" if item.way == UNCACHED else f"batches, cached, codec {item.way}")
-        elif isinstance(item, EpochRun):
-            self._report(f"batches of {item.batch_size} with {item.workers} workers")
-        elif isinstance(item, str):
-            self._missing.append(item)
 
-    def _measure_busy(self) -> None:
-        processes = 1 if self._stalls else min(self._cores, _MOST_WORKERS)
-        loads = self._of(Loads)
-        alone = [idx for each in loads if each.again_s for idx in each.indices]
-        seconds = [second for each in loads for second in each.seconds]
-        each_s = 2 * self._group * (statistics.mean(seconds) if seconds else 0.0)
-        budget_s = min(_BUSY_S + each_s, self._left_s * 0.9)
-        if processes < 2:
-            return
-        if not alone or budget_s < each_s:
-            self._missing.append("loads with all CPUs were not timed; they are assumed to cost as much as alone")
-            return
-        rest = self._order[len(alone) :]
-        jobs = [
-            partial(self._load_busy, [alone[number::processes], rest[number::processes]], budget_s)
-            for number in range(processes)
-        ]
-        try:
-            with contextlib.closing(in_children(jobs, self.dataset, max(0.5, self._left_s))) as items:
-                self._busy += items
-        except (ChildError, WorkerError) as error:
-            self._missing.append(f"loads with all CPUs were not timed: {error}")
+def _time(loader: Any, samples: int, until: float) -> float | None:
+    """Return the seconds of the shortest epoch for each sample; None if the time is over before one ends."""
+    seconds: list[float] = []
+    while len(seconds) < 2 or sum(seconds[1:]) < _TIMED_S:
+        start = time.perf_counter()
+        for _ in loader:
+            if time.monotonic() > until:
+                return min(seconds[1:]) / samples if seconds[1:] else None
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:]) / samples
 
-    @property
-    def _load_many(self) -> LoadMany:
-        return SampleLoader(self.dataset).load_many if self._split is None else self._split.load_many
 
-    def _load_and_run(self, left_s: float, load_s: float) -> Iterator[Any]:
-        began, samples, size = time.monotonic(), list[Any](), 0
-
-        def keep(sample: object) -> None:
-            nonlocal size
-            if not samples or (len(samples) < _KEPT and size < _KEPT_BYTES):
-                samples.append(sample)
-                size += nbytes_of(sample)
-
-        finish = self.transform
-        if self._split is not None:
-            rest = partial(self._split.finish, self._order[0])
-            finish = rest if finish is None else partial(_both, rest, finish)
-        processes = min(self._cores, _MOST_WORKERS)
-        workers = (0,) if self._stalls else (processes, 1, 0, min(2 * self._cores, _MOST_WORKERS))
-        trials = EpochTrials(
-            ways=(None, UNCACHED, *(codec for codec in self.codecs if codec is not None)),
-            workers=tuple(dict.fromkeys(workers)),
-            batch_sizes=tuple(dict.fromkeys(self._sizes)),
-            most=min(self._length, _MOST),
-            cache_bytes=min(CACHE_BYTES, recommended_limit() // 16),
-            make_loader=self.make_loader,
-            collate_fn=self.collate_fn,
-            allow_pickle=self.allow_pickle,
-            passes=self.passes,
-            until=began + min(left_s * _EPOCHS_SHARE, left_s - _BUSY_S - 3 * self._group * load_s),
-        )
-        budget_s = min(left_s * _ALONE_SHARE, max(_ALONE_S, 8 * self._group * load_s))
-        with _quiet():
-            yield from time_loads(self._load_many, self._order, self._group, budget_s, keep)
-            yield from run_epochs(samples, finish, trials)
-
-    def _load_busy(self, parts: Sequence[Sequence[int]], budget_s: float) -> Iterator[Loads]:
-        with _quiet():
-            yield from time_busy_loads(self._load_many, parts, self._group, budget_s)
-
-    def _assemble(self, first: Loads) -> Costs:
-        loads = self._of(Loads) or [first]
-        both = [each for each in loads if each.again_s]
-        alone_s = [second for each in both or loads for second in each.seconds]
-        cpu_s = sum(each.cpu_s for each in both or loads)
-        loads_s, busy_ratio = self._with_busy(alone_s, cpu_s / len(alone_s))
-        cold_s = sum(sum(each.first_s) for each in both) + first.first_s[0] * bool(both)
-        again_s = sum(sum(each.again_s) for each in both) + (both[0].again_s[0] if both else 0.0)
-        begins = [run.begin_s / run.workers for run in self._of(EpochRun) if run.workers > 1]
-        return Costs(
-            samples=self._length,
-            cores=self._cores,
-            loads_s=tuple(loads_s),
-            ways=self._ways(),
-            batch_sizes=(min(self._sizes), max(self._sizes)),
-            cpu_share=min(1.0, cpu_s / max(sum(alone_s), 1e-12)),
-            busy_ratio=busy_ratio,
-            cold_ratio=max(1.0, cold_s / again_s) if again_s > 0 else 1.0,
-            batch_bytes=max((cached.batch_bytes for cached in self._of(FilledCache)), default=0.0),
-            worker_start_s=max(0.0, statistics.median(begins)) if begins else 0.0,
-            timed=len(loads_s),
-            has_transform=self._split is not None,
-            took_s=time.monotonic() - self._began,
-            missing=tuple(self._missing),
-            stalls=self._stalls,
-        )
-
-    def _with_busy(self, alone_s: list[float], alone_cpu_s: float) -> tuple[list[float], float]:
-        """Return the seconds of all loads as they would be alone, and the `Costs.busy_ratio`."""
-        known = set(self._order[: len(alone_s)])
-        same = [loads for loads in self._busy if loads.indices and loads.indices[0] in known]
-        others = [loads for loads in self._busy if loads.indices and loads.indices[0] not in known]
-        count = sum(len(loads.indices) for loads in same)
-        if count < len(alone_s) / 2 or alone_cpu_s <= 0:
-            return alone_s, 1.0
-        ratio = sum(loads.cpu_s for loads in same) / count / alone_cpu_s
-        slower = sum(second for loads in same for second in loads.again_s) / count / statistics.mean(alone_s)
-        return alone_s + [second / slower for loads in others for second in loads.again_s], max(1.0, ratio)
-
-    def _ways(self) -> Mapping[str | None, WayCosts]:
-        ways, costs = {}, fit_costs(self._of(EpochRun), self._cores)
-        for cached in self._of(FilledCache):
-            by_workers = {workers: each for (way, workers), each in costs.items() if way == cached.way}
-            if by_workers:
-                fewest = by_workers[min(by_workers)]
-                by_workers.setdefault(0, BatchCosts(fewest.sample_s, fewest.batch_s))  # about
-                by_workers.setdefault(1, by_workers[min((number for number in by_workers if number), default=0)])
-                ways[cached.way] = WayCosts(by_workers, cached.sample_bytes, cached.extra_bytes, cached.fill_s)
-        if UNCACHED not in ways:
-            ways[UNCACHED] = WayCosts({0: BatchCosts(0, 0), 1: BatchCosts(0, 0)})
-            self._missing.append("batches could not be timed; they are assumed to cost nothing")
-        return ways
+def _collate_for(samples: list[Any]) -> Callable[[list[Any]], Any]:
+    """Return torch's collate function; `list` if it does not take such samples."""
+    try:
+        default_collate(samples)
+    except (TypeError, RuntimeError, ValueError, KeyError, AttributeError):
+        return list
+    return default_collate
 
 
 @contextlib.contextmanager
@@ -331,64 +281,10 @@ def _random_order(length: int) -> list[int]:
     return order
 
 
-def _both(first: Callable[[Any], object], second: Callable[[Any], object], sample: object) -> Any:
-    return second(first(sample))
-
-
-def fit_costs(runs: Sequence[EpochRun], cores: int) -> dict[tuple[str | None, int], BatchCosts]:
-    """Return the costs that explain runs, by way and number of workers."""
-    best: dict[tuple[str | None, int], list[EpochRun]] = {}
-    for key in dict.fromkeys((run.way, run.workers) for run in runs):
-        best[key] = _best_of([run for run in runs if (run.way, run.workers) == key])
-    costs = {
-        key: BatchCosts(*_line(own, "workers_s"), *_line(own, "main_s")) if key[1] else BatchCosts(*_line(own, "main_s"))
-        for key, own in best.items()
-    }
-    # the time of a batch beyond the model is alike for all ways, and too small to be measured with one of them
-    slopes = [(key[1], _slope(own, costs[key], cores)) for key, own in best.items() if key[1] and len(own) > 1]
-    for key, own in best.items():
-        if key[1]:
-            alike = [slope for workers, slope in slopes if workers == key[1]]
-            costs[key] = replace(costs[key], wake_s=max(0.0, statistics.median(alike)) if alike else 0.0)
-            rests_s = {run.batch_size: _rest_s(run, costs[key], cores) for run in own}
-            small, large = min(rests_s), max(rests_s)
-            sample_s = (rests_s[large] - rests_s[small]) / (large - small) if large > small else 0.0
-            costs[key] = replace(costs[key], start_s=rests_s[small] - small * sample_s, start_sample_s=sample_s)
-    return costs
-
-
-def _best_of(runs: Sequence[EpochRun]) -> list[EpochRun]:
-    """Return one run for each batch size, with the shorter times of its passes."""
-    best = []
-    for size in dict.fromkeys(run.batch_size for run in runs):
-        own = [run for run in runs if run.batch_size == size]
-        least = {name: min(getattr(run, name) for run in own) for name in ("epoch_s", "main_s", "workers_s", "begin_s")}
-        best.append(own[0]._replace(**least))
-    return best
-
-
-def _rest_s(run: EpochRun, costs: BatchCosts, cores: int) -> float:
-    """Return the seconds that a run takes beyond the model."""
-    cpu_s = [costs.batch_s + costs.sample_s * run.batch_size] * run.batches
-    main_s = [costs.main_batch_s + costs.main_sample_s * run.batch_size] * run.batches
-    return run.epoch_s - simulate(cpu_s, [costs.wake_s] * run.batches, main_s, 0.0, run.workers, cores)[-1]
-
-
-def _slope(runs: Sequence[EpochRun], costs: BatchCosts, cores: int) -> float:
-    """Return the seconds that one more batch of each worker takes beyond the model."""
-    one, other = runs[0], runs[-1]
-    more = (other.batches - one.batches) / one.workers
-    return (_rest_s(other, costs, cores) - _rest_s(one, costs, cores)) / more if more else 0.0
-
-
-def _line(runs: Sequence[EpochRun], name: str) -> tuple[float, float]:
-    """Return the seconds of a sample and of a batch; all of them of the sample, if one batch size was measured.
-
-    Those of a batch may be negative: samples of large batches cost more, because they do not stay in the CPU caches.
-    """
-    each_s = {run.batch_size: getattr(run, name) / run.batches for run in runs}
-    small, large = min(each_s), max(each_s)
-    if small == large:
-        return each_s[large] / large, 0.0
-    sample_s = max(0.0, (each_s[large] - each_s[small]) / (large - small))
-    return sample_s, each_s[large] - sample_s * large
+def nbytes_of(value: object) -> int:
+    """Return the approximate number of bytes of the values in a sample."""
+    count = 0
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        text = isinstance(leaf, str | bytes | bytearray)
+        count += leaf.nbytes if hasattr(leaf, "nbytes") else len(leaf) if text else 8
+    return count

@@ -57,12 +57,12 @@ class GilWatch:
         return bool(came) or wait(timeout_s - LOOK_S)
 
 
-def queued_seconds(thread: int | None = None) -> float:
-    """Return the seconds for which a thread, by default this one, could run but waited for a CPU.
+def queued_seconds() -> float:
+    """Return the seconds for which this thread could run but waited for a CPU.
 
     0 if Linux does not report it. Source: the second number of schedstat, see sched-stats in the documentation of Linux.
     """
-    path = f"/proc/self/task/{threading.get_native_id() if thread is None else thread}/schedstat"
+    path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
     with contextlib.suppress(OSError, LookupError, ValueError):
         fd = os.open(path, os.O_RDONLY | here.CLOSED_ON_EXEC)  # a Path takes four times as long
         try:

@@ -135,7 +135,7 @@ def advise(
     allow_pickle: _AllowPickle = False,
     collate_fn: _CollateFn = None,
 ) -> None:
-    """Measure a dataset for a while, and recommend a limit, workers and a codec. Predicts the seconds of an epoch."""
+    """Measure a dataset for a while, and recommend a limit, workers and a codec."""
     from stocache.errors import DatasetError, LimitError
     from stocache.tools.advise import advise as measure_and_rank
     from stocache.tools.cli.dataset import describe_error
