@@ -178,6 +178,12 @@ class SampleOptions:
 
     Raises:
         LimitError: an option is unknown.
+
+    Examples:
+        >>> numbers = TensorDataset(torch.arange(12))
+        >>> with CachedDataset(numbers, "1MB", SampleOptions(placement="prefix", probe=2)) as dataset:
+        ...     dataset[3]
+        (tensor(3),)
     """
 
     _: KW_ONLY
@@ -208,6 +214,11 @@ class AuditOptions:
             draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
             itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached
             samples are served, without a warning.
+
+    Examples:
+        >>> with CachedDataset(TensorDataset(torch.arange(12)), "1MB", AuditOptions(on_change="raise")) as dataset:
+        ...     dataset[3]
+        (tensor(3),)
 
     Raises:
         LimitError: ``audit`` is not a share of the time, or ``on_change`` is unknown.

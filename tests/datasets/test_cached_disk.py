@@ -169,7 +169,7 @@ def test_a_transform_runs_after_both_tiers_and_its_cut_is_kept(tmp_path):
 def test_another_fingerprint_reads_the_source_again(tmp_path, source, caplog, monkeypatch):
     for fingerprint, reads in (("1", ONCE), ("1", 0), ("2", ONCE), ("2", 0), ("large", ONCE), ("large", 9)):
         if fingerprint == "large":  # samples are too large to be described, and probed in each run
-            monkeypatch.setattr("stocache.cache.disk.cache.MOST_TEXT", 10)
+            monkeypatch.setattr("stocache.cache.disk.opening.MOST_TEXT", 10)
         with open_tiers(source, tmp_path, fingerprint=fingerprint) as cached:
             check_epochs(cached, source, epochs=1)
             assert counted(source.reads) == reads

@@ -30,7 +30,8 @@ class Numbers(list):
 
     def __init__(self, samples, slots, placement):
         super().__init__(range(samples))
-        self.cache = SharedCache(f"{samples + slots * 8}B", samples, (), torch.int64, placement=placement)
+        limit, shared = f"{samples + slots * 8}B", {"fingerprint": "numbers"}  # by the ranks of a job, without their part of it
+        self.cache = SharedCache(limit, samples, (), torch.int64, placement=placement, **shared)
         assert len(self.cache) == min(slots, samples)
 
 
