@@ -50,6 +50,15 @@ _Indices: TypeAlias = NDArray[np.int64]
 _Size = TypeVar("_Size", int, _Numbers)
 
 
+def _hash_row(columns: list[_Bytes], row: int, seed: int) -> int:
+    if len(columns) == 1:
+        return _hash(columns[0][row], seed)
+    digest = xxhash.xxh3_64(seed=seed)
+    for column in columns:
+        digest.update(column[row])
+    return digest.intdigest()
+
+
 class SamplesFile:
     """The two files of a folder; see NOTE [ The files ].
 
@@ -110,43 +119,46 @@ class SamplesFile:
         whole = self.room(nbytes)
         ends = np.empty((len(columns[0]), whole - nbytes), np.uint8)  # padding and checksum
         seeds = (indices.view(np.uint64) + np.uint64(self._seed)).tolist()  # modulo 2^64
-        read = self._read_pieces if nbytes > _PIECE else self._read_row
-        results = []
-        for at, row, seed in zip(offsets.tolist(), rows.tolist(), seeds, strict=True):
-            try:
-                results.append(read(at, [column[row] for column in columns], ends[row], seed, wait))
-            except OSError as error:
-                results.append((-(error.errno or errno.EIO), 0))
+        read = self._read_pieces if nbytes > _PIECE else self._read_rows
+        results = read(offsets.view(np.int64), columns, ends, rows, seeds, wait)
         checksums = ends[:, -CHECKSUM_BYTES:].view("<u8")[rows, 0].tolist()
         return [
             digest == checksum if count == whole else None if not wait and (count >= 0 or -count in _NOT_NOW) else False
             for (count, digest), checksum in zip(results, checksums, strict=True)
         ]
 
-    def _read_row(self, at: int, parts: list[_Bytes], end: _Bytes, seed: int, wait: bool) -> tuple[int, int]:
-        """Read a sample into its parts, and padding and checksum into ``end``.
+    def _read_rows(
+        self, at: _Indices, columns: list[_Bytes], ends: _Bytes, rows: _Indices, seeds: list[int], wait: bool
+    ) -> list[tuple[int, int]]:
+        """Return of each row the bytes that were there, or minus the number of an error; and the hash without the checksum."""
+        counts, parts = here.read_rows(self._samples, at, [*columns, ends], rows, wait), columns
+        if ends.shape[1] > CHECKSUM_BYTES:
+            parts = [*columns, ends[:, :-CHECKSUM_BYTES]]
+        whole = sum([column.shape[1] for column in columns]) + ends.shape[1]
+        return [
+            (count, _hash_row(parts, row, seed) if count == whole else 0)
+            for count, row, seed in zip(counts, rows.tolist(), seeds, strict=True)
+        ]
 
-        Return the bytes that were there, and the hash without the checksum.
-        """
-        count = here.preadv(self._samples, [*parts, end], at, wait)
-        if len(parts) == 1 and len(end) == CHECKSUM_BYTES:
-            return count, _hash(parts[0], seed)  # type: ignore[arg-type]
-        digest = xxhash.xxh3_64(seed=seed)
-        for part in [*parts, end[:-CHECKSUM_BYTES]]:
-            digest.update(part)  # type: ignore[arg-type]
-        return count, digest.intdigest()
-
-    def _read_pieces(self, at: int, parts: list[_Bytes], end: _Bytes, seed: int, wait: bool) -> tuple[int, int]:
-        """Do the same for a large sample: it is read in pieces, and each is hashed while it is in the CPU's caches."""
-        digest, count = xxhash.xxh3_64(seed=seed), 0
-        for part in parts:
-            for first in range(0, len(part), _PIECE):
-                piece = part[first : first + _PIECE]
-                count += here.preadv(self._samples, [piece], at + count, wait)
-                digest.update(piece)  # type: ignore[arg-type]
-        count += here.preadv(self._samples, [end], at + count, wait)
-        digest.update(end[:-CHECKSUM_BYTES])  # type: ignore[arg-type]
-        return count, digest.intdigest()
+    def _read_pieces(
+        self, at: _Indices, columns: list[_Bytes], ends: _Bytes, rows: _Indices, seeds: list[int], wait: bool
+    ) -> list[tuple[int, int]]:
+        """Do the same for large samples: they are read in pieces, and each is hashed while it is in the CPU's caches."""
+        results = []
+        for begin, row, seed in zip(at.tolist(), rows.tolist(), seeds, strict=True):
+            digest, count = xxhash.xxh3_64(seed=seed), 0
+            try:
+                for column in columns:
+                    for first in range(0, column.shape[1], _PIECE):
+                        piece = column[row, first : first + _PIECE]
+                        count += here.preadv(self._samples, [piece], begin + count, wait)
+                        digest.update(piece)  # type: ignore[arg-type]
+                count += here.preadv(self._samples, [ends[row]], begin + count, wait)
+                digest.update(ends[row, :-CHECKSUM_BYTES])  # type: ignore[arg-type]
+            except OSError as error:
+                count = -(error.errno or errno.EIO)
+            results.append((count, digest.intdigest()))
+        return results
 
     def read_ahead(self, idx: int) -> None:
         """Have the kernel read a sample into the page cache."""

@@ -10,7 +10,10 @@ import select
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stocache.system.platform.many_reads import Columns, Indices
 
 SHARES_MEMORY = True
 """Whether processes can share a cache."""
@@ -81,6 +84,13 @@ pread, pwrite, pwritev = os.pread, os.pwrite, os.pwritev
 def preadv(fd: int, buffers: Sequence[Any], at: int, wait: bool = True) -> int:
     """Read into buffers. Without ``wait``, raise BlockingIOError or read less where the page cache does not have all."""
     return os.preadv(fd, buffers, at, 0 if wait else os.RWF_NOWAIT)
+
+
+def read_rows(fd: int, at: "Indices", columns: "Columns", rows: "Indices", wait: bool) -> list[int]:
+    """Read rows of a file into the memory of a batch; see `many_reads.read_rows`."""
+    from stocache.system.platform import many_reads  # not above: light commands do without numpy
+
+    return many_reads.read_rows(preadv, fd, at, columns, rows, wait)
 
 
 rename_open, unlink_open = os.replace, os.unlink

@@ -17,9 +17,12 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from stocache.system.platform.many_reads import Columns, Indices
 
 _fcntl: Any = None
 _msvcrt: Any = None  # if there is neither, files are locked against nobody
@@ -116,6 +119,13 @@ def preadv(fd: int, buffers: Sequence[Any], at: int, wait: bool = True) -> int:
         if len(data) < len(view):
             break
     return done
+
+
+def read_rows(fd: int, at: "Indices", columns: "Columns", rows: "Indices", wait: bool) -> list[int]:
+    """Read rows of a file into the memory of a batch; see `many_reads.read_rows`."""
+    from stocache.system.platform import many_reads  # not above: light commands do without numpy
+
+    return many_reads.read_row_by_row(preadv, fd, at, columns, rows, wait)
 
 
 def pwritev(fd: int, buffers: Sequence[Any], at: int) -> int:

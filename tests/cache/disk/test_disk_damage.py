@@ -24,7 +24,7 @@ from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, index_byt
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from stocache.system import background
-from stocache.system.platform import here
+from stocache.system.platform import here, many_reads
 from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
 from tests.support.pairs import pairs
@@ -287,18 +287,25 @@ def test_samples_that_are_lost_or_cannot_be_read_are_written_again(kind, filled,
         assert loaded(cache, kind) == []  # reads that end early are completed
 
 
+@pytest.mark.linux
 def test_rows_that_worker_threads_cannot_read_come_from_the_dataset(tmp_path, monkeypatch, warnings):
-    rng = random.Random(31)
+    rng, read, calls = random.Random(31), many_reads._Queue.read, []
+
+    def failing_often(*arguments):
+        calls.append(rng.random())
+        return [-errno.EIO if rng.random() < 0.2 else result for result in read(*arguments)]
+
     with behind("rows", tmp_path) as dataset:
         epoch(dataset, "rows")
         loader = DataLoader(dataset, 8, num_workers=2, worker_method="thread", persistent_workers=True)
         for broken in (True, False):
             with monkeypatch.context() as patch:
                 if broken:
-                    failing(patch, "preadv", dataset.disk_cache, lambda *_: error(errno.EIO)() if rng.random() < 0.2 else None)
+                    patch.setattr(many_reads._Queue, "read", failing_often)
                 pixels, numbers = map(torch.cat, zip(*loader, strict=True))
                 dataset.disk_cache.flush()
             assert same((pixels, numbers), (torch.stack([row(idx)[0] for idx in range(COUNT)]), torch.arange(COUNT)))
+        assert calls
         assert 0 < dataset.disk_cache.stats().damaged < COUNT
         assert dataset.stats().disk.filled == COUNT
         assert ["has lost samples" in warning for warning in warnings()] == [True]
