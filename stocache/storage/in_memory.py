@@ -12,6 +12,8 @@ from stocache.storage.local import write_file
 from stocache.storage.storage import DataStorage, TInfo, TSample
 from stocache.storage.writer import copy_sample
 
+_INFO = ":info"  # the only key of the last sample
+
 
 class InMemoryDataStorage(DataStorage[TSample, TInfo]):
     """Keeps all samples in one file. The first access reads the whole file and keeps it in memory.
@@ -66,7 +68,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
         """
         if self._saved is None:
             raise StorageError("finish_preparation: call start_preparation first.")
-        pieces, _ = encode([*self._saved, info], 0, self._allow_pickle)
+        pieces, _ = encode([*self._saved, {_INFO: info}], 0, self._allow_pickle)
         os.makedirs(os.path.dirname(self.datafile) or ".", exist_ok=True)
         write_file(self.datafile, *pieces)
         self._saved = None
@@ -74,7 +76,7 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
 
     def load_dataset_info(self) -> TInfo:
         """Return the info."""
-        info: TInfo = self._block.sample(len(self))
+        info: TInfo = self._block.sample(len(self))[_INFO]
         return info
 
     def load_sample(self, idx: int) -> TSample:
@@ -98,7 +100,14 @@ class InMemoryDataStorage(DataStorage[TSample, TInfo]):
                 data = file.read()
         except FileNotFoundError:
             raise DamagedError(f"{self.datafile} is missing: nothing was prepared there. Prepare it first.") from None
-        return Block(BytesFile(data), self.datafile, self._allow_pickle)
+        block = Block(BytesFile(data), self.datafile, self._allow_pickle)
+        last = block.sample(block.samples - 1) if block.samples else None
+        if not (type(last) is dict and last.keys() == {_INFO}):
+            raise StorageError(
+                f"{self.datafile} does not end with an info: it is a block of a folder, or was prepared by an earlier "
+                "stocache. Prepare it again."
+            )
+        return block
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_block"}
