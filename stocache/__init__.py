@@ -1,6 +1,7 @@
 """stocache: cache any PyTorch dataset in shared memory, one copy per machine."""
 
 import logging
+import sys
 
 import lazy_loader
 
@@ -25,4 +26,4 @@ def _say_where(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("stocache").addFilter(_say_where)
-moved.install()
+sys.meta_path.append(moved.MovedFinder())  # the last one, asked for what no other has found

@@ -1,7 +1,6 @@
 """Find modules under their former names, which pickles of samplers and datasets contain."""
 
 import importlib
-import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -47,9 +46,3 @@ def _place_of(name: str) -> str:
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
     return ""
-
-
-def install() -> None:
-    """Have Python ask for former names what no other finder has found."""
-    if not any(type(finder) is MovedFinder for finder in sys.meta_path):
-        sys.meta_path.append(MovedFinder())

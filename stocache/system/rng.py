@@ -147,13 +147,6 @@ class LineOfDraw:
             self.text = "{}:{}".format(*self._line)
 
 
-def disturb() -> None:
-    """Draw from each of the global generators."""
-    random.random()
-    np.random.random_sample()
-    torch.rand(1, device="cpu")
-
-
 def fingerprint() -> tuple[Any, ...]:
     """Return a value for each global generator. It changes when the generator is drawn from."""
     memory = memory_of_numpy()
