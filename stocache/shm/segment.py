@@ -117,7 +117,8 @@ class Segment:
 
     def _enter_process(self) -> None:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
-        self.guard, self._counting = threading.Lock(), threading.Lock()
+        self.guard = threading.Lock()
+        self._counting: Any = threading.Lock() if FREE_THREADED else contextlib.nullcontext()  # which an interrupt cannot leave locked
         self.locks = FileLocks(self._fds, self.path or self.backing)
         self.extents = Extents(self.layout, self._mmap, self._fds, self.locks, self.backing, self._huge)
         # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all
@@ -289,7 +290,7 @@ class Segment:
         return self.locks.run(OWNER_LOCKS + number, work, late)
 
     def count(self, counter: int, amount: int = 1) -> None:
-        """Add to one of the `counters`, from any thread. Those that are always changed with `guard` held need no call."""
+        """Add to one of the `counters`, from any thread: the GIL, if there is one, is not released between load and store."""
         with self._counting:
             self.counters[counter] += amount
 
