@@ -6,10 +6,17 @@ NOTE [ The audit ]
     cached from the dataset as well, and compares the two bit for bit. A few more samples follow in the epoch, as long
     as all this takes at most a share of the time.
 
+    Tables of plain values in a dataset, such as labels, may be changed in place in a few entries. Their digests are compared
+    when an epoch begins, and later if there is time.
+
     A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees a different
     version than at its last audit, or has served as many samples as its share of the dataset, audits again. Calls that may
     change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) have that process
     audit again: several samples if an attribute has a different value, because one may be equal by chance.
+
+    Only samples that the program has requested are loaded, and only the part of them that is cached. So a generator that
+    nobody knows, say one of a module, moves as it does without a cache; a stream loses nothing. If several loads of one
+    sample are needed, to see whether drawn numbers have an effect, a child process does them.
 
     An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
     user's own objects, are put back. Objects of libraries are left as they are: an image that was decoded stays decoded. If a
@@ -19,27 +26,32 @@ NOTE [ The audit ]
 import functools
 import logging
 import operator
+import re
 import sys
-import threading
 import time
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import get_worker_info
 
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
-from stocache.errors import DatasetError
+from stocache.datasets.tables import table_digests, used_by_loads
+from stocache.errors import DatasetError, WorkerError
+from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
+from stocache.system.loading.children import ChildError, in_children
 from stocache.system.objects import vars_of
 from stocache.system.platform import here
 
@@ -63,37 +75,36 @@ class Audit:
         dataset: makes the samples.
         length: how many samples it has.
         options: see `CachedDataset`.
-        any_sample: whether the dataset can be asked for any sample; else only for those that are wanted.
 
     Slots hide its attributes from libraries that walk through a dataset and seed the objects that they find (MONAI).
     """
 
     __slots__ = (
-        "__weakref__", "_any_sample", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
-        "_doubted", "_extra", "_failed", "_length", "_lock", "_next", "_own", "_requests", "_seen", "_set_by_loads",
-        "_share", "_shared", "_took_s", "is_paused", "loads", "on_change",
+        "__weakref__", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
+        "_doubted", "_extra", "_failed", "_left", "_length", "_next", "_own", "_requests", "_said_threads", "_seen",
+        "_set_by_loads", "_share", "_shared", "_tables", "_took_s", "is_paused", "loads", "on_change",
     )  # fmt: skip
 
-    def __init__(self, dataset: Any, length: int, options: AuditOptions, any_sample: bool = True) -> None:
+    def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
         self.on_change: OnChange = options.on_change
-        self._assemble(dataset, length, options.audit, any_sample, _SharedWords(Segment.create(_WORDS * 8, 0)))
+        self._assemble(dataset, length, options.audit, _SharedWords(Segment.create(_WORDS * 8, 0)))
 
-    def _assemble(self, dataset: object, length: int, share: float, any_sample: bool, shared: "_SharedWords") -> None:
+    def _assemble(self, dataset: object, length: int, share: float, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
-        self._any_sample = any_sample
-        self._lock = threading.RLock()
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.loads = 0  # samples that this process has loaded to compare them
         self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
+        self._tables = table_digests(dataset) if share else {}
         self._attributes_of_workers: dict[str, Any] = {}
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
-        self._checked_draws = self._failed = False
+        self._checked_draws = self._failed = self._said_threads = False
         self._enter_process()
         _live.add(self)
 
     def _enter_process(self) -> None:
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
+        self._left = 0  # cached samples to compare, of those that are wanted next
         self._began, self._took_s = time.monotonic(), 0.0
 
     def close(self) -> None:
@@ -101,13 +112,12 @@ class Audit:
         self._shared.close()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        shared = self._any_sample, self._shared, self.on_change
-        return self._dataset, self._length, self._share, *shared, self._attributes
+        return self._dataset, self._length, self._share, self._shared, self.on_change, self._attributes, self._tables
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *arguments, self.on_change, attributes = state
+        *arguments, self.on_change, attributes, tables = state
         self._assemble(*arguments)
-        self._attributes = attributes
+        self._attributes, self._tables = attributes, tables
 
     @property
     def changed(self) -> bool:
@@ -163,13 +173,15 @@ class Audit:
         return self.changed if self.is_paused else self._is_due(0)
 
     def will_compare(self, count: int) -> bool:
-        """Return whether `allows` will load samples for the next ``count``."""
+        """Return whether `allows` will load samples among the next ``count``, if some of them are cached."""
         if not self._share or self.on_change == "keep" or self.changed or not self._is_due(count):
             return False
-        return self._doubted or self._begins(self._shared.words[_VERSION], count) or self._may_compare_more()
+        begins = self._begins(self._shared.words[_VERSION], count)
+        return self._left > 0 or self._doubted or begins or self._may_compare_more()
 
     def _is_due(self, count: int) -> bool:
-        return self._doubted or self._requests + count > self._next or bool(self._shared.words[_VERSION] != self._seen)
+        asked = self._left > 0 or self._doubted or self._requests + count > self._next
+        return asked or bool(self._shared.words[_VERSION] != self._seen)
 
     def _begins(self, version: int, count: int = 0) -> bool:
         """Return whether an epoch of this process begins with the next ``count`` samples: its first is compared in any case."""
@@ -180,67 +192,79 @@ class Audit:
         has_time = doubted or self._took_s <= self._share * (time.monotonic() - self._began)
         return self._extra < _EXTRA and has_time
 
-    def allows(
-        self, indices: Sequence[int], cached: Any, served: Callable[[int], object], fresh: Callable[[int], object] | None = None
-    ) -> bool:
+    def allows(self, indices: Sequence[int], cached: Any, load: Callable[[int], object] | None = None) -> bool:
         """Return whether samples of the cache may be served, after comparing some where it is time to.
 
         Args:
-            indices: of the samples that are wanted.
-            cached: the cache, which has the states of the samples.
-            served: returns a sample as it would be served; it must be cached.
-            fresh: returns the value that it must equal; None for the sample of the dataset.
+            indices: of the samples that are wanted. Only these are loaded.
+            cached: the cache, which has the samples and their states.
+            load: makes a sample as the cache keeps it; None for the sample of the dataset.
 
         Raises:
             DatasetError: one differs, and ``on_change`` is "raise".
         """
         if self.changed:
             return False
+        version = self._shared.words[_VERSION]
         if not self._share or self.on_change == "keep":
-            self._next, self._seen, self._doubted = sys.maxsize, self._shared.words[_VERSION], False
+            self._next, self._seen, self._doubted = sys.maxsize, version, False
             return True
-        locked = self._lock.acquire(timeout=_PATIENCE_S)  # a thread compares a sample that takes longer: go on
-        try:
-            version = self._shared.words[_VERSION]
-            wanted = self._wanted(version, len(indices))
-            began = time.monotonic()
-            at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
-            for idx in _choose([*indices[at:], *indices[:at]], cached, wanted, self._any_sample):
-                finding = self._compare(idx, served, fresh or partial(operator.getitem, self._dataset))
-                if finding is not None:
-                    self.change(finding)
-                    return False
-            self._took_s += time.monotonic() - began
-            self._seen = version
-            self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
-        finally:
-            if locked:
-                self._lock.release()
+        began, begins = time.monotonic(), self._plan(version, len(indices))
+        if begins or self._took_s <= self._share * (began - self._began):
+            finding = self._changed_table(load or partial(operator.getitem, self._dataset), indices)
+            if finding is not None:
+                self.change(finding)
+                return False
+        at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
+        for idx in _cached_among([*indices[at:], *indices[:at]], cached, self._left):
+            self._left -= 1
+            finding = self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
+            if finding is not None:
+                self.change(finding)
+                return False
+        self._took_s += time.monotonic() - began
+        self._seen = version
+        self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
         return True
 
-    def _wanted(self, version: int, count: int) -> int:
-        """Return how many samples to compare now."""
+    def _plan(self, version: int, count: int) -> bool:
+        """Set how many of the cached samples that are wanted now and next are compared. Return whether an epoch begins."""
         doubted, self._doubted = self._doubted, False
-        if self._begins(version):
-            several = bool(self._set_attributes())
+        begins = self._begins(version)
+        if begins:
+            self._left = _MANY if self._set_attributes() else 1
             self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
             self._began, self._took_s = time.monotonic(), 0.0
-            return _MANY if several else 1
-        if doubted and self._set_attributes():
-            return _MANY
-        if not self._may_compare_more(doubted):
-            return 0
-        self._extra += 1
-        return 1
+        elif doubted and self._set_attributes():
+            self._left = _MANY
+        elif not self._left and self._may_compare_more(doubted):
+            self._extra += 1
+            self._left = 1
+        return begins
 
     def _own_length(self) -> int:
         """Return how many samples this process serves in an epoch, if all workers serve equally many."""
         worker = get_worker_info()
         return self._length if worker is None else -(-self._length // worker.num_workers)
 
-    def _compare(self, idx: int, served: Callable[[int], object], load: Callable[[int], object]) -> str | None:
-        """Return how a sample differs from the one that would be served; None if it does not."""
-        with _KeptState(self._dataset) as state, self._kept() as kept:
+    def _changed_table(self, load: Callable[[int], object], indices: Sequence[int]) -> str | None:
+        """Return that a table which samples are made with was changed in place; None if none was."""
+        now = table_digests(self._dataset)
+        names = [name for name, digest in now.items() if self._tables.get(name, digest) != digest]
+        names = [name for name in names if name not in self._set_by_loads]
+        if not names:
+            return None
+        wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
+        changed, reads = self._in_child(partial(used_by_loads, self._dataset, load, wanted), (set(), set()))
+        self._set_by_loads |= changed
+        names = [name for name in names if name not in changed and (not reads or _attribute_of(name) in {None, *reads})]
+        self._tables = now  # others are not read by loads
+        kind = type(self._dataset).__name__
+        return f"{names[0]} of {kind} was changed in place: its samples are made with it" if names else None
+
+    def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
+        """Return how a sample differs from the one that is cached; None if it does not."""
+        with _KeptState(self._dataset), self._kept() as kept:
             try:
                 self.loads += 1
                 self._shared.words[_COMPARED] += 1
@@ -253,21 +277,40 @@ class Audit:
                     name = type(self._dataset).__name__
                     logger.warning("sample %d of %s, which is cached, cannot be loaded any more: %s", idx, name, repr(error))
                 return None
-            drawn, after = kept.drawn(), kept.now()
-            kept.restore()
-            state.restore()
-            if (mine := served(idx)) is MISSING:  # it is of a class that is not imported here
-                return None
-            drawn = drawn and after != kept.now()  # by the cached sample
-            place = difference(describe(mine, strides=False), describe(fresh, strides=False))
-            if place is None and drawn and not self._checked_draws:
-                self._checked_draws = True
-                return self._depends_on_draws(idx, fresh, load)
+            drawn = kept.drawn()
+        if (cached := peek(idx)) is MISSING:  # it is of a class that is not imported here
+            return None
+        mine = describe(cached, strides=False)
+        place = difference(mine, describe(fresh, strides=False))
         if place is None:
+            if not drawn or self._checked_draws:
+                return None
+            self._checked_draws = True
+            return self._depends_on_draws(idx, mine, load)
+        if self._is_of_one_thread(idx, cached, fresh, load):
             return None
         names = self._set_attributes()
         cause = f": {', '.join(names[:3])} was set meanwhile" if names else ", and random numbers are drawn for it" * drawn
         return f"sample {idx} of {type(self._dataset).__name__} differs from the cached sample{cause} ({place:.300})"
+
+    def _is_of_one_thread(self, idx: int, cached: Any, fresh: Any, load: Callable[[int], object]) -> bool:
+        """Return whether a sample differs by rounding, because torch has more threads here than in child processes."""
+        threads = torch.get_num_threads()
+        if threads == 1 or in_worker_thread():
+            return False
+        try:
+            torch.testing.assert_close(fresh, cached, rtol=1e-3, atol=1e-3, equal_nan=True)
+        except Exception:  # or it has parts that are not numbers
+            return False
+        if self._differs_in_child(idx, describe(cached, strides=False), load, 1) is not None:
+            return False
+        if not self._said_threads:
+            self._said_threads = True
+            logger.info(
+                "sample %d of %s differs in its last digits by the number of torch's threads: it was cached by a process with "
+                "one, as workers have, and this process has %d.", idx, type(self._dataset).__name__, threads,
+            )  # fmt: skip
+        return True
 
     def _kept(self) -> Kept:
         return Kept(self._own, global_too=not in_worker_thread())  # from which the training loop may draw meanwhile
@@ -310,23 +353,35 @@ class Audit:
         if self._checked_draws or not before.drawn():
             return
         self._checked_draws = True
-        with self._kept():
-            finding = next(filter(None, (self._depends_on_draws(idx, sample, load) for idx, sample in samples)), None)
+        findings = (self._depends_on_draws(idx, describe(sample, strides=False), load) for idx, sample in samples)
+        finding = next(filter(None, findings), None)
         if finding is not None:
             self.change(finding)
 
-    def _depends_on_draws(self, idx: int, sample: object, load: Callable[[int], object]) -> str | None:
+    def _depends_on_draws(self, idx: int, first: object, load: Callable[[int], object]) -> str | None:
         """Load a sample several times with other random numbers; return a finding if it differs, else None."""
-
-        def counted(idx: int) -> Any:
-            self.loads += 1
-            return load(idx)
-
-        place = load_again(counted, idx, describe(sample, strides=False), AGAIN)
+        place = self._differs_in_child(idx, first, load, AGAIN)
         if place is not None:
             return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
         log_draws_without_effect(self._dataset, idx)
         return None
+
+    def _differs_in_child(self, idx: int, first: object, load: Callable[[int], object], times: int) -> str | None:
+        """Load a sample in a child process, with other random numbers. Return where it differs from its first description."""
+        job = partial(_load_again, load, idx, first, times)
+        return self._in_child(job, "no child process can load it")  # type: ignore[no-any-return]
+
+    def _in_child(self, job: Callable[[], Iterator[object]], otherwise: Any) -> Any:
+        """Return the result of a job that runs in a child process; if there is none, ``otherwise``."""
+        try:
+            with closing(in_children([job], self._dataset, _PATIENCE_S)) as results:
+                return next(results, otherwise)
+        except (ChildError, WorkerError):
+            return otherwise
+
+
+def _load_again(load: Callable[[int], object], idx: int, first: object, times: int) -> Iterator[str | None]:
+    yield load_again(load, idx, first, times)
 
 
 class _SharedWords:
@@ -394,8 +449,8 @@ def _is_own(value: object) -> bool:
     return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
 
 
-_PATIENCE_S = 60.0
 _SHORT = 1000
+_PATIENCE_S = 60.0  # for a sample that a child process loads
 _PLAIN = (*_SMALL, list, tuple, dict, set, deque)
 
 _REMEDY = (
@@ -404,18 +459,13 @@ _REMEDY = (
 )
 
 
-def _choose(indices: Sequence[int], cache: Any, count: int, others_too: bool) -> Iterator[int]:
-    """Yield ``count`` cached samples: of those that are wanted, and else of the others."""
+def _cached_among(indices: Sequence[int], cache: Any, count: int) -> list[int]:
+    """Return up to ``count`` of the samples ``indices`` that are cached."""
     if not count:
-        return
+        return []
     states = cache.aux_array.numpy()
     known = (int(idx) for idx in indices if isinstance(idx, int | np.integer) and 0 <= idx < len(states))
-    found = list(islice((idx for idx in known if states[idx] == 1), count))
-    yield from found
-    if others_too and len(found) < count:
-        others = np.flatnonzero(states == 1)
-        step = max(1, len(others) // (count - len(found)))
-        yield from others[::step][: count - len(found)].tolist()
+    return list(islice((idx for idx in known if states[idx] == 1), count))
 
 
 def _small_attributes(dataset: object) -> dict[str, Any]:
@@ -435,9 +485,14 @@ def _holder_of(name: str) -> str:
     return name.partition("[")[0]
 
 
+def _attribute_of(name: str) -> str | None:
+    """Return the attribute of the dataset that leads to a part of it; None for an entry of a dataset that is a list."""
+    found = re.match(r"dataset\.(\w+)", name)
+    return found and found[1]
+
+
 def _enter_child() -> None:
     for audit in list(_live):
-        audit._lock = threading.RLock()
         audit._enter_process()
 
 

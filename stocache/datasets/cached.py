@@ -26,7 +26,7 @@ from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
-from stocache.system.generators import in_worker_thread, undrawn, undrawn_many
+from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import get_many_of, takes_epoch
 from stocache.system.ranks import is_first_rank
@@ -271,17 +271,7 @@ class CachedDataset(DatasetProxy[_T]):
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
         if self._split is not None and self._split.has_changed(indices):
             self._follow_transforms()
-        return not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._served, self._fresh)
-
-    def _served(self, idx: int) -> Any:
-        """Return sample ``idx``, which is cached, as it is served before the transform after the cache."""
-        sample = self.cache.peek(idx)
-        is_whole = sample is MISSING or not self._has_rest or in_worker_thread()
-        return sample if is_whole else self._split.finish(idx, sample)
-
-    def _fresh(self, idx: int) -> Any:
-        """Return the value that `_served` must equal. In worker threads without transforms, because others draw as well."""
-        return self._split.load(idx) if self._has_rest and in_worker_thread() else self.dataset[idx]
+        return not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._loader.load)
 
     def _ask(self, key: Any) -> Any:
         """Return the result of the dataset for a key that is not the index of one sample."""

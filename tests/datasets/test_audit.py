@@ -16,7 +16,7 @@ from stocache import CachedDataset, DatasetError, LimitError
 from stocache.loader.thread_batches import ThreadMaker
 from stocache.system import generators
 from stocache.system.describe import describe, difference
-from tests.support.depending import KINDS, Images, N
+from tests.support.depending import KINDS, Images, N, Transformed
 from tests.support.processes import in_child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
@@ -134,9 +134,70 @@ def test_an_audit_leaves_the_dataset_and_the_generators_as_they_were():
     with CachedDataset(source, 1) as cached:
         before = describe(vars(source)), generators.read()
         first = cached[0]  # compared
-        assert (cached._audit.loads, cached._audit.changed) == (9, False)  # and as often as it takes with draws
+        assert (cached._audit.loads, cached._audit.changed) == (1, False)  # a child has loaded it again, as it draws
         assert (describe(vars(source)), generators.read()) == before
         assert torch.equal(first, source.image(0))
+
+
+MODULE_RNG = {
+    "numpy": np.random.default_rng(0), "python": random.Random(0), "torch": torch.Generator().manual_seed(0)
+}  # fmt: skip
+DRAWS = {
+    "numpy": lambda: MODULE_RNG["numpy"].normal(), "python": lambda: MODULE_RNG["python"].random(),
+    "torch": lambda: torch.rand((), generator=MODULE_RNG["torch"]).item(),
+}  # fmt: skip
+
+
+def drawn_epochs(name, wrap, workers):
+    """Return the batches of a dataset whose transform draws from a generator of this module, which begins anew."""
+    MODULE_RNG.update(numpy=np.random.default_rng(0), python=random.Random(0), torch=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    dataset = wrap(Transformed(transform=lambda image: image + DRAWS[name]()))
+    return [
+        [batch.tolist() for batch in DataLoader(dataset, 8, shuffle=True, num_workers=workers, multiprocessing_context=context)]
+        for context in ["fork" if workers else None] * EPOCHS
+    ]
+
+
+@pytest.mark.parametrize(("name", "workers"), [("numpy", 0), ("python", 2), ("torch", 0)])
+def test_a_generator_of_a_module_moves_as_without_a_cache(name, workers):
+    plain = drawn_epochs(name, lambda dataset: dataset, workers)
+    assert drawn_epochs(name, lambda dataset: CachedDataset(dataset, 1, audit=1), workers) == plain
+
+
+def test_no_sample_is_loaded_here_that_is_not_requested():
+    source = Source()
+    with CachedDataset(source, 1, audit=1) as cached:
+        for epoch, indices in enumerate([[1, 2], [0, 1], [31]]):
+            cached.set_epoch(epoch)
+            source.loads[:] = [0] * N
+            cached.offset = 0  # perhaps another value
+            assert cached.__getitems__(indices) is not None
+            assert {idx for idx in range(N) if source.loads[idx]} <= set(indices)
+        assert cached.stats().compared >= 2
+
+
+class Rounded(Images):
+    """Samples that differ in their last digits by the number of threads, as long sums do."""
+
+    def __getitem__(self, idx):
+        return self.image(idx) + 1e-6 * torch.get_num_threads()
+
+
+def test_digits_that_depend_on_the_number_of_threads_are_no_change(caplog):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with caplog.at_level("INFO"), CachedDataset(Rounded(), 1) as cached:
+            for _ in range(3):
+                list(DataLoader(cached, 8))
+            assert (cached.stats().left, cached.stats().total.hits >= N) == (False, True)
+            assert "by the number of torch's threads" in caplog.text
+            type(cached.dataset).image = lambda dataset, idx: Images.image(dataset, idx) * 1.0001
+            list(DataLoader(cached, 8))
+            assert cached.stats().left
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_how_many_samples_are_compared():
@@ -190,7 +251,7 @@ def test_nan_and_objects_that_compare_in_their_own_way_are_equal_to_themselves(c
     with CachedDataset(WithOdd(), 1, allow_pickle=True) as cached:
         for epoch in range(3):
             cached.set_epoch(epoch)
-            assert cached[epoch][2][1] == epoch
+            assert [cached[idx][2][1] for idx in (epoch, 0)] == [epoch, 0]
         assert cached._audit.loads == 3
     assert not caplog.records
 

@@ -116,7 +116,7 @@ class SharedCacher(IterDataPipe[Any]):
         self._tiers = Tiers.of_any_size(where, dataset_len)
         self._dataset_len = dataset_len
         self._maps = Maps(maps, dataset_len)
-        self._audit = Audit(self._maps, dataset_len, checks, any_sample=False)
+        self._audit = Audit(self._maps, dataset_len, checks)
         self._warned = False
 
     @property
@@ -144,7 +144,7 @@ class SharedCacher(IterDataPipe[Any]):
             return self._maps(element)
         if self._audit.is_due(1):
             self._maps.take(element)
-            if not self._audit.allows((key,), self.cache, self.cache.peek):
+            if not self._audit.allows((key,), self.cache):
                 return self._maps(element)
 
         def load(_: int) -> Any:
