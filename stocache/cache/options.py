@@ -209,7 +209,7 @@ class AuditOptions:
 
     Attributes:
         audit: the share of the time for loading samples that are cached from the dataset as well, to compare them. The first
-            sample that each process serves in an epoch is compared in any case; with 0 no sample is. See NOTE [ The audit ].
+            cached sample that each process serves in an epoch is compared in any case; with 0 none is. See NOTE [ The audit ].
         on_change: what happens when a sample is found to depend on more than its index: on random numbers that the dataset
             draws, an epoch, an attribute that was set, an edited file. "uncached": from then on the dataset makes each sample
             itself, as without a cache, with one warning that names the cause. "raise": a `DatasetError`. "keep": the cached

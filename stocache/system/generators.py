@@ -294,7 +294,6 @@ def own_generators(dataset: object) -> list[Any]:
 
 
 def global_generators() -> list[Any]:
-    """Return the generators that are global variables of the user's modules."""
-    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    own = [names for names in modules if not is_of_library(names.get("__file__") or "")]
-    return [value for names in own for value in list(names.values()) if isinstance(value, GENERATOR_TYPES)]
+    """Return the generators that are global variables of modules."""
+    modules = [list(vars(module).values()) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [value for values in modules for value in values if isinstance(value, GENERATOR_TYPES)]

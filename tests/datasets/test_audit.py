@@ -177,6 +177,45 @@ def test_no_sample_is_loaded_here_that_is_not_requested():
         assert cached.stats().compared >= 2
 
 
+class Tables(Images):
+    """Samples with an entry of a table, which loading may fill, or does not read."""
+
+    def __init__(self, table, reads=True, fills=False):
+        super().__init__(table=table, sizes=np.zeros(N), reads=reads, fills=fills)
+
+    def __getitem__(self, idx):
+        if self.fills:
+            self.sizes[idx] = idx
+        return self.image(idx), int(self.table[idx]) if self.reads else 0
+
+
+CHANGED_TABLES = {
+    "array": np.arange(N), "tensor": torch.arange(N), "list": list(range(N)), "dict": {idx: idx for idx in range(N)},
+    "large array": np.arange(1 << 18), "objects": np.arange(N).astype(object),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CHANGED_TABLES)
+def test_an_entry_of_a_table_that_is_set_in_place_is_found_when_the_next_epoch_begins(kind, caplog):
+    with CachedDataset(Tables(CHANGED_TABLES[kind]), 1) as cached:
+        for epoch in range(3):
+            cached.dataset.table[5] = epoch
+            got = [int(label) for _, labels in DataLoader(cached, 8) for label in labels]
+            assert got == [int(cached.dataset.table[idx]) for idx in range(N)]
+        assert "dataset.table of Tables was changed in place" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"reads": False}, {"fills": True}])
+def test_a_table_that_samples_do_not_read_or_that_loading_fills_is_no_reason_to_leave_a_cache(options, caplog):
+    with CachedDataset(Tables(np.arange(N), **options), 1) as cached:
+        for epoch in range(4):
+            if "reads" in options:
+                cached.dataset.table[epoch] += 1
+            list(DataLoader(cached, 8))
+        assert (cached.stats().left, cached.stats().total.hits > N) == (False, True)
+    assert not caplog.records
+
+
 class Rounded(Images):
     """Samples that differ in their last digits by the number of threads, as long sums do."""
 

@@ -1,26 +1,32 @@
 """The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache."""
 
 import logging
+import operator
 import os
 import sys
 import sysconfig
+import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 from torch.utils.data import IterableDataset, SequentialSampler
 
 from stocache.cache.options import CacheOptions
+from stocache.cache.states import SlotState
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
 from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
 from stocache.loader.epochs import EpochLog, RunningEpoch
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
+from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size, parse_size
+from stocache.system.loading.children import in_children
 from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
 from stocache.system.walking import walk
@@ -34,6 +40,7 @@ _T = TypeVar("_T")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
+_TIMED_S, _PATIENCE_S = 0.1, 20.0  # to time samples that are cached; to wait for one
 _OURS = "__iter__", "_get_iterator"
 
 
@@ -222,6 +229,10 @@ class ProgramLoaders:
             if not isinstance(error, StocacheError | TypeError | ValueError | OSError):
                 logger.debug("%s is not cached", known.name, exc_info=True)
             return
+        known.problem = _why_no_gain(cached)
+        if known.problem:
+            cached.close()
+            return
         known.cached = cached
         self._kept.append(cached)
         del self._kept[:-_KEPT]
@@ -290,6 +301,34 @@ def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
     if has_processes and not here.SHARES_MEMORY and options.disk is None:
         return "on this system processes share no cache. --worker-method thread has one."
     return ""
+
+
+def _why_no_gain(cached: CachedDataset) -> str:
+    """Return that a sample costs less than a hit; "" if it costs more, or that is not known."""
+    indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
+    if not indices or cached.is_left:
+        return ""
+    times = partial(_time_each, partial(operator.getitem, cached.dataset), indices)
+    try:
+        with closing(in_children([times], cached.dataset, _PATIENCE_S)) as costs_ns:
+            cost_ns = min(costs_ns)
+    except Exception:  # whatever a dataset raises in a child process
+        return ""
+    hit_ns = min(_time_each(cached.cache.peek, indices))
+    if cost_ns > hit_ns:
+        return ""
+    return f"a sample takes {format_seconds(cost_ns / 1e9)}, less than a cached one ({format_seconds(hit_ns / 1e9)})."
+
+
+def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[int]:
+    """Yield the nanoseconds that each sample takes, twice; fewer if they are slow."""
+    until = time.monotonic() + _TIMED_S
+    for idx in (*indices, *indices):
+        began = time.perf_counter_ns()
+        load(idx)
+        yield time.perf_counter_ns() - began
+        if time.monotonic() > until:
+            return
 
 
 def _place() -> str:
