@@ -5,6 +5,7 @@ import inspect
 import logging
 import pickle
 import sys
+import time
 import types
 
 import numpy as np
@@ -29,6 +30,7 @@ class Squares(data.Dataset):
 
     def __getitem__(self, idx):
         self.loads += 1
+        time.sleep(0.0005)  # more than a cached sample takes
         return torch.full((4,), float(idx)) ** 2, idx
 
 
@@ -188,6 +190,14 @@ def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_ti
     assert shuffled.dataset is training  # what the program sees
     assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
     assert "cached: 24 of 24 samples" in everywhere.report()
+
+
+def test_samples_that_take_less_time_than_cached_ones_are_left_alone(everywhere):
+    loader = data.DataLoader(data.TensorDataset(torch.arange(100.0).reshape(50, 2)), shuffle=True)
+    for _ in range(2):
+        list(loader)
+    assert "not cached: a sample takes" in everywhere.report()
+    assert not everywhere.lines()[0].epochs[1].hits
 
 
 @pytest.mark.parametrize(("sampler", "loads"), [(data.RandomSampler, 16), (data.SequentialSampler, 24 + 16)])

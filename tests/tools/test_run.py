@@ -135,6 +135,7 @@ def test_what_cannot_run_is_the_error_of_python(program, folder):
 
 TRAIN = """
     import sys
+    import time
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -142,6 +143,7 @@ TRAIN = """
         def __len__(self):
             return 24
         def __getitem__(self, idx):
+            time.sleep(0.001)
             return torch.full((4,), idx ** 2) + ("random" in sys.argv) * torch.rand(4), idx
 
     def place(idx):
