@@ -18,12 +18,10 @@ NOTE [ The audit ]
     nobody knows, say one of a module, moves as it does without a cache; a stream loses nothing. If several loads of one
     sample are needed, to see whether drawn numbers have an effect, a child process does them.
 
-    An audit leaves the dataset as it was: the generators that it holds, and small values in attributes, lists and dicts of the
-    user's own objects, are put back. Objects of libraries are left as they are: an image that was decoded stays decoded. If a
-    sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
+    The generators that the dataset holds, and the global ones, are put back after an audit: cached samples draw no numbers. If
+    a sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
 """
 
-import functools
 import logging
 import operator
 import re
@@ -31,7 +29,6 @@ import sys
 import time
 import weakref
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -50,9 +47,8 @@ from stocache.errors import DatasetError, WorkerError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
+from stocache.system.generators import Kept, in_worker_thread, own_generators, parts_of
 from stocache.system.loading.children import ChildError, in_children
-from stocache.system.objects import vars_of
 from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
@@ -80,7 +76,7 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_attributes_of_workers", "_began", "_checked_draws", "_dataset",
+        "__weakref__", "_attributes", "_began", "_checked_draws", "_dataset",
         "_doubted", "_extra", "_failed", "_left", "_length", "_next", "_own", "_requests", "_said_threads", "_seen",
         "_set_by_loads", "_share", "_shared", "_tables", "_took_s", "is_paused", "loads", "on_change",
     )  # fmt: skip
@@ -95,7 +91,6 @@ class Audit:
         self.loads = 0  # samples that this process has loaded to compare them
         self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
         self._tables = table_digests(dataset) if share else {}
-        self._attributes_of_workers: dict[str, Any] = {}
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
         self._checked_draws = self._failed = self._said_threads = False
         self._enter_process()
@@ -155,17 +150,6 @@ class Audit:
         logger.warning(
             "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
         )
-
-    def meet_workers(self, started: bool) -> None:
-        """Note that a loop with persistent workers begins. Warn where an attribute was set since they ``started``."""
-        if not started:
-            self._attributes_of_workers = _small_attributes(self._dataset)
-        elif self._share and (names := _differing(self._attributes_of_workers, _small_attributes(self._dataset))):
-            self._attributes_of_workers = _small_attributes(self._dataset)
-            logger.warning(
-                "%s was set after persistent workers had started. They have copies of the dataset, where it is as before. Use "
-                "persistent_workers=False, or loader.set_epoch() for an epoch.", ", ".join(names[:3]),
-            )  # fmt: skip
 
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""
@@ -264,7 +248,7 @@ class Audit:
 
     def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
         """Return how a sample differs from the one that is cached; None if it does not."""
-        with _KeptState(self._dataset), self._kept() as kept:
+        with self._kept() as kept:
             try:
                 self.loads += 1
                 self._shared.words[_COMPARED] += 1
@@ -401,57 +385,7 @@ class _SharedWords:
         self.words, self._segment = memoryview(array("q", self.words)), None
 
 
-class _KeptState:
-    """Small values in attributes, lists and dicts of a dataset and of the objects in it. A ``with`` block restores them.
-
-    Objects that are ``thread_safe`` are left alone, because other threads may change them meanwhile.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
-        for _, part in parts_of(dataset, follow=_is_own):
-            if isinstance(part, list | deque) and len(part) <= _SHORT:
-                self._lists.append((part, list(part)))
-            attributes = part if type(part) is dict else vars_of(part) if _is_own(part) else None
-            if isinstance(attributes, dict) and len(attributes) <= _SHORT:
-                plain = {key: value for key, value in attributes.items() if isinstance(value, _PLAIN)}
-                self._dicts.append((attributes, plain))
-
-    def restore(self) -> None:
-        """Put back the values that have changed."""
-        for attributes, before in self._dicts:
-            for key, value in before.items():
-                if isinstance(now := attributes.get(key), _PLAIN) and now is not value:
-                    attributes[key] = value
-        for items, before_items in self._lists:
-            if len(items) != len(before_items) or any(map(operator.is_not, items, before_items)):
-                items.clear()
-                items.extend(before_items)
-
-    def __enter__(self) -> "_KeptState":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.restore()
-
-
-@functools.cache
-def _is_of_library(module: str) -> bool:
-    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
-
-
-def _is_own(value: object) -> bool:
-    """Return whether a value is a plain container, a function, or an object of the user's that threads do not share."""
-    kind = type(value)
-    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
-        return False
-    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
-
-
-_SHORT = 1000
 _PATIENCE_S = 60.0  # for a sample that a child process loads
-_PLAIN = (*_SMALL, list, tuple, dict, set, deque)
 
 _REMEDY = (
     "Put random steps into transform=, which runs after the cache; set everything that samples depend on before CachedDataset. "

@@ -344,8 +344,6 @@ class CachedDataset(DatasetProxy[_T]):
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
         self._follow_transforms()
         self._epochs.loop_begins(self.cache.counts(), loader, expected=looped and not self._audit.changed)
-        if loader.num_workers and loader.persistent_workers:
-            self._audit.meet_workers(started=loader.has_workers)
         self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:
