@@ -215,6 +215,24 @@ def test_a_table_that_samples_do_not_read_or_that_loading_fills_is_no_reason_to_
     assert not caplog.records
 
 
+class Frame:
+    """A table whose rows change while they are read."""
+
+    iloc = None
+
+    def items(self):
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+def test_a_table_that_changes_while_it_is_read_and_one_that_holds_itself_are_left_out():
+    circle = [1]
+    circle.append(circle)
+    with CachedDataset(Images(table=Frame(), circle=circle), 1) as cached:
+        for epoch in range(2):
+            assert len(list(DataLoader(cached, 8))) == N // 8
+        assert not cached.stats().left
+
+
 class Rounded(Images):
     """Samples that differ in their last digits by the number of threads, as long sums do."""
 
