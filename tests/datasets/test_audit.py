@@ -198,7 +198,7 @@ CHANGED_TABLES = {
 def test_an_entry_of_a_table_that_is_set_in_place_is_found_when_the_next_epoch_begins(kind, caplog):
     with CachedDataset(Tables(CHANGED_TABLES[kind]), 1) as cached:
         for epoch in range(3):
-            cached.dataset.table[5] = epoch
+            cached.dataset.table[0] = epoch
             got = [int(label) for _, labels in DataLoader(cached, 8) for label in labels]
             assert got == [int(cached.dataset.table[idx]) for idx in range(N)]
         assert "dataset.table of Tables was changed in place" in caplog.text
@@ -228,7 +228,7 @@ def test_a_table_that_changes_while_it_is_read_and_one_that_holds_itself_are_lef
     circle = [1]
     circle.append(circle)
     with CachedDataset(Images(table=Frame(), circle=circle), 1) as cached:
-        for epoch in range(2):
+        for _ in range(2):
             assert len(list(DataLoader(cached, 8))) == N // 8
         assert not cached.stats().left
 
