@@ -7,9 +7,9 @@ NOTE [ In place of torch's loader ]
 
     A module that is imported later has the property from its creation on. `PathFinder.find_spec` is replaced for that, because
     programs replace `sys.meta_path`. The spec that it returns has a loader that differs only in how it creates the module. So a
-    question (`importlib.util.find_spec`) changes nothing, and may be asked any number of times. If a module was created in
-    a different way (by a finder of the program, a loader with ``load_module`` alone, or a `LazyLoader`, which resets the class
-    of its modules), it gets the property when the program looks for any other module.
+    question (`importlib.util.find_spec`) changes nothing, and may be asked any number of times. If a module was created in a
+    different way (by a finder of the program, a loader with ``load_module`` alone, or a ``LazyLoader``, which resets the
+    class of its modules), it gets the property when the program looks for any other module.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Everywhere:
             _everywhere = None
             set_current(None)
             for place in [place for places in _PLACES.values() for place in places]:
-                _give_back(place)
+                give_back_name(place)
 
     def __enter__(self) -> "Everywhere":
         return self
@@ -159,9 +159,9 @@ def use_everywhere(
 def _program_loader(package: str, own: Any) -> Any:
     """Return the loader that a program finds in place of its package's own, which the package itself finds."""
     frame: Any = sys._getframe(2)  # of the code that asks, maybe through an import statement
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("importlib.", "_frozen_importlib")):
+    while (asking := str(frame.f_globals.get("__name__")).partition(".")[0]) in ("importlib", "_frozen_importlib"):
         frame = frame.f_back
-    if frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+    if asking == package:
         return own
     with _uncollected():
         from stocache.tools.run.loaders import ProgramLoader
@@ -199,7 +199,7 @@ def _listed(names: list[str]) -> str:
 
 def _holders(loader: type, own: str) -> Iterator[str]:
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in (own, "stocache") and isinstance(module, types.ModuleType):
+        if name.partition(".")[0] not in (own, "stocache", "__mp_main__") and isinstance(module, types.ModuleType):
             yield from {name for value in list(vars(module).values()) if _is_torchs(value, loader)}
 
 
@@ -214,7 +214,7 @@ class _Replaced(types.ModuleType):
 
 
 _replaced: dict[str, type[_Replaced]] = {}  # the classes of modules, by the modules' names
-_found = vars(PathFinder)["find_spec"]
+_found: Any = None  # the method of `PathFinder` that `_find_spec` replaces, once: others may replace it after that
 
 
 def replace_name(place: str, name: str, stand_in: Callable[[Any], Any]) -> None:
@@ -226,11 +226,14 @@ def replace_name(place: str, name: str, stand_in: Callable[[Any], Any]) -> None:
         return stand_in(vars(module)[name])
 
     def set_(module: types.ModuleType, value: object) -> None:
-        _give_back(place)
+        _replaced.pop(place, None)
+        module.__class__ = types.ModuleType
         setattr(module, name, value)
 
+    global _found
+    if _found is None:
+        _found, PathFinder.find_spec = vars(PathFinder)["find_spec"], classmethod(_find_spec)  # type: ignore[assignment]
     _replaced[place] = type("Replaced", (_Replaced,), {name: property(get, set_)})
-    PathFinder.find_spec = classmethod(_find_spec)  # type: ignore[assignment]
     _replace_in_loaded()
 
 
@@ -240,7 +243,8 @@ def _replace_in_loaded() -> None:
             module.__class__ = replaced
 
 
-def _give_back(place: str) -> None:
+def give_back_name(place: str) -> None:
+    """End a replacement in a module, and in those that are imported later."""
     _replaced.pop(place, None)
     if isinstance(module := sys.modules.get(place), _Replaced):
         module.__class__ = types.ModuleType  # type: ignore[assignment]
@@ -250,7 +254,7 @@ def _find_spec(cls: type, fullname: str, path: Any = None, target: Any = None) -
     _replace_in_loaded()
     spec: ModuleSpec | None = _found.__func__(cls, fullname, path, target)
     loader: Any = None if spec is None else spec.loader
-    if fullname in _replaced and hasattr(loader, "create_module"):
+    if fullname in _replaced and hasattr(type(loader), "create_module"):
         # The method of the class, which is there once: the loader of an archive is there for many modules and questions
         loader.create_module = partial(_create, type(loader).create_module, loader)
     return spec

@@ -67,7 +67,7 @@ class ProgramLoader(DataLoader[_T]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls.__iter__, "times"):
+        if cls.__iter__ is not ProgramLoader.__iter__ and not hasattr(cls.__iter__, "times"):
             cls.__iter__ = _timed(cls, vars(cls).get("__iter__"))  # type: ignore[method-assign]
 
     @property
@@ -83,19 +83,16 @@ class ProgramLoader(DataLoader[_T]):
             object.__setattr__(self, "_served", _loaders_of(used).served(self))
         if not self.iterates_as_torch:
             batches = super().__iter__()
-        elif type(self).__iter__ is ProgramLoader.__iter__:  # the program overrides ``_get_iterator``
-            batches = _iterate_timed(self, self._as_torch)
+        elif not hasattr(type(self).__iter__, "times"):  # ``_get_iterator`` is overridden, or ``__iter__`` was set later
+            batches = _iterate_timed(self, partial(self.iterate_changed, {"dataset": self.source}))
         else:
-            batches = self._as_torch()
+            batches = self.iterate_changed({"dataset": self.source})
         if used is None or used.compared is None:
             return batches
         return used.compared(_loaders_of(used).number_of(self), batches)
 
     def _begin_epoch(self) -> RunningEpoch:
         return _traced(self, super()._begin_epoch())
-
-    def _as_torch(self) -> Any:
-        return self.iterate_changed({"dataset": self.source})
 
     def _get_iterator(self) -> Any:
         used = current()
@@ -149,10 +146,15 @@ def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
 
 
 class _TimedIteration(Iteration):
-    """An iterator of the program, timed."""
+    """An iterator of the program, timed. Making it, which starts workers, is a part of waiting for the first batch."""
 
     def __init__(self, batches: Any, epoch: RunningEpoch, log: EpochLog) -> None:
         self._batches, self._epoch, self._log = batches, epoch, log
+        self._made_in_ns = time.perf_counter_ns() - epoch.began_ns
+
+    def __iter__(self) -> Any:
+        again = iter(self._batches)
+        return self if again is self._batches else again
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -162,10 +164,12 @@ class _TimedIteration(Iteration):
         try:
             batch = next(self._batches)
         except StopIteration:
+            self._epoch.waited_ns += time.perf_counter_ns() - began  # for the end of workers
             self._log.end(self._epoch)
             raise
         ended = time.perf_counter_ns()
-        self._epoch.note_batch(ended, ended - began, None)
+        self._epoch.note_batch(ended, ended - began + self._made_in_ns, None)
+        self._made_in_ns = 0
         return batch
 
 
@@ -202,20 +206,11 @@ class _Dataset:
         self.name, self.length = type(dataset).__qualname__, length_of(dataset)
         self.iterations = 0
         self.problem = ""  # why it is not cached
-        self._cached: Any = lambda: None
+        self.cached: Callable[[], CachedDataset | None] = lambda: None  # in its place, as long as that is kept
         try:
             self.reference: Any = weakref.ref(dataset)
         except TypeError:  # a list
             self.reference = lambda: dataset
-
-    @property
-    def cached(self) -> CachedDataset | None:
-        """The cached dataset in its place, as long as that is kept."""
-        return self._cached()  # type: ignore[no-any-return]
-
-    @cached.setter
-    def cached(self, cached: CachedDataset) -> None:
-        self._cached = weakref.ref(cached)
 
 
 class ProgramLoaders:
@@ -294,9 +289,9 @@ class ProgramLoaders:
         if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
             return loader.source if loader.source is not loader.dataset else None
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
-        if known.cached is None and not known.problem and (first or known.iterations > 1):
+        if known.cached() is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader, known)
-        return known.cached
+        return known.cached()
 
     def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
         known.problem = _why_not(loader, self.options)
@@ -309,7 +304,7 @@ class ProgramLoaders:
             if not isinstance(error, StocacheError | TypeError | ValueError | OSError):
                 logger.debug("%s is not cached", known.name, exc_info=True)
             return
-        known.cached = cached
+        known.cached = weakref.ref(cached)
         self._kept.append(cached)
         del self._kept[:-_KEPT]
 
@@ -338,7 +333,7 @@ class ProgramLoaders:
     def _state_of(self, known: _Dataset) -> str:
         if self.options.cache is None:
             return ""
-        cached = known.cached
+        cached = known.cached()
         if cached is None:
             return f"not cached: {known.problem}" if known.problem else "not cached: it was iterated once"
         stats = cached.cache.stats()

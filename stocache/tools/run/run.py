@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from stocache.errors import StocacheError
 from stocache.loader.threads import METHODS
+from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
 from stocache.tools.run.compare import CHECK, say
 from stocache.tools.run.everywhere import OFF, Everywhere, replace_name, use_everywhere
@@ -228,7 +229,7 @@ def observe(everywhere: Everywhere, given: argparse.Namespace, options: dict[str
 
 def _can_be_written(record: logging.LogRecord) -> bool:
     """Whether the streams are open to which the program's handlers write, and logging writes errors: a failure would end it."""
-    logger: logging.Logger | None = logging.getLogger(record.name)
+    logger: logging.Logger | None = logging.getLogger("stocache")
     streams: list[Any] = [sys.stderr]
     while logger is not None:
         streams += [getattr(handler, "stream", None) for handler in logger.handlers]
@@ -245,7 +246,7 @@ def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
     use = everywhere.use
     if use.reports_in != os.getpid():  # it is that of a forked process, or has reported
         return
-    use.reports_in = 0
+    use.reports_in, use.rank = 0, use.rank or ranks_here().rank
     text = everywhere.report()
     if use.process:
         text = text.replace("stocache:", f"stocache, {use.process}:", 1)
