@@ -52,7 +52,7 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
         lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) in (0, 1),
     ),  # PR_GET_DUMPABLE
     "sys._getframe": (
-        "loader/threads/info.py and cache/allocate.py",
+        "loader/threads/info.py, tools/run and cache/allocate.py",
         lambda: sys._getframe().f_globals["__name__"] == __name__ and isinstance(sys._getframe(), types.FrameType),
     ),
     "sys._is_gil_enabled": ("shm/segment.py", lambda: sys.version_info < (3, 13) or type(sys._is_gil_enabled()) is bool),

@@ -32,7 +32,9 @@ from stocache.system.figures import format_seconds, plural, round_digits
 from stocache.system.limits import GIB, format_size
 from stocache.system.platform import here
 
-Limit = Literal["source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls"]
+Limit = Literal[
+    "source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls", "unknown"
+]
 
 _SILENT = 0.05  # share of its time; no verdict if the trainer waits less
 _SHORTEST_S = 0.01  # of waiting; no verdict if it is less
@@ -56,7 +58,7 @@ class Verdict:
     """The reason why the trainer waited.
 
     Attributes:
-        limit: the part that was the limit.
+        limit: the part that was the limit; "unknown" if the parts were not timed.
         share: the share of the time for which the trainer waited.
         text: the reason in one line, with the change that would remove it.
     """
@@ -182,7 +184,10 @@ def judge(stats: LoaderEpochStats, facts: EpochFacts) -> Verdict | None:
     waited = f"the trainer waited {share:.0%} of the time ({format_seconds(stats.waited_s)} of {format_seconds(stats.seconds)})"
     if facts.left:
         return Verdict("source", share, f"{waited}; {_LEFT}")
-    limit, text = _Parts(stats, facts).find()
+    parts = _Parts(stats, facts)
+    if not parts.work_s:
+        return Verdict("unknown", share, waited)
+    limit, text = parts.find()
     return Verdict(limit, share, f"{waited}; {text}")
 
 

@@ -41,6 +41,14 @@ class Random(Squares):
         return torch.rand(4), idx
 
 
+class Slow(Squares):
+    """Samples that take their time."""
+
+    def __getitem__(self, idx):
+        time.sleep(0.01)
+        return super().__getitem__(idx)
+
+
 class Forever:
     """A batch sampler that begins again, as in Ultralytics and timm."""
 
@@ -125,6 +133,25 @@ def to_device(base):
     return Prefetching
 
 
+def mixed(base):
+    class Doubles:
+        def __iter__(self):
+            return ((images * 2, labels) for images, labels in super().__iter__())
+
+    class Mixed(Doubles, base):
+        pass
+
+    return Mixed
+
+
+def own_iterator(base):
+    class OwnIterator(base):
+        def _get_iterator(self):
+            return super()._get_iterator()
+
+    return OwnIterator
+
+
 def own_argument(base):
     class WithArgument(base):
         def __init__(self, dataset, scale, **kwargs):
@@ -134,7 +161,7 @@ def own_argument(base):
     return lambda dataset, **kwargs: WithArgument(dataset, 3, **kwargs)
 
 
-MAKERS = infinite, late_infinite, multi_epochs, to_device, own_argument
+MAKERS = infinite, late_infinite, multi_epochs, to_device, mixed, own_iterator, own_argument
 KINDS = {"plain": lambda base: base} | {make.__name__: make for make in MAKERS}
 
 
@@ -264,6 +291,37 @@ def test_the_report_says_what_each_loader_waited_for(everywhere):
     assert "2 epochs, 5 batches" in text
     assert line.as_dict()["epochs"][0]["samples"] == 24
     assert not type(everywhere)(everywhere.use.options).report()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_each_epoch_is_timed_also_of_loaders_that_iterate_in_their_own_way(kind, workers, everywhere):
+    loader = KINDS[kind](data.DataLoader)(Slow(8), batch_size=4, num_workers=workers)
+    for _ in range(2):
+        assert len(list(loader)) == 2
+    (line,) = everywhere.lines()
+    assert [epoch.batches for epoch in line.epochs] == [2, 2]
+    assert line.waited_s > (0 if workers else 0.08)  # without workers, the loop waits while samples are made
+    assert bool(line.note) == (kind not in ("plain", "own_argument"))
+    assert bool(line.epochs[0].samples) == (not line.note)  # the steps of loading are timed in stocache's iterators
+
+
+def test_what_was_not_timed_is_not_said_to_be(everywhere):
+    class Itself(data.DataLoader):
+        def __iter__(self):
+            self.batches = super().__iter__()
+            return self
+
+        def __next__(self):
+            return next(self.batches)
+
+    loader = Itself(Squares(), batch_size=6)
+    assert iter(loader) is loader
+    assert len(list(loader)) == 4
+    assert "stocache: no loop over a loader was timed" in everywhere.report()
+    assert "none of its loops was timed" in everywhere.report()
+    list(data.DataLoader(Squares(6)))
+    assert "in loops over 1 loader" in everywhere.report()
 
 
 def test_loaders_are_made_again_from_their_arguments_pickled_and_copied(everywhere):

@@ -1,5 +1,6 @@
 """``stocache run --check``: run a program twice, with torch's loader and with stocache's, and compare the batches."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ CHECK = "STOCACHE_CHECK"  # for the two runs: "with" or "without", the number of
 
 
 def say(text: str) -> None:
-    """Print a line to the error stream."""
-    sys.stderr.write(f"{text}\n")
+    """Print a line to the error stream, unless the program has closed it."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stderr.write(f"{text}\n")
 
 
 def compare(steps: int, arguments: list[str]) -> int:

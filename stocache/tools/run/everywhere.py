@@ -2,20 +2,25 @@
 
 NOTE [ In place of torch's loader ]
     ``DataLoader`` in `torch.utils.data` and in `torch.utils.data.dataloader` becomes a property of these modules, which returns
-    `ProgramLoader`. So our loader is imported when the program first asks for the name, and torch's own code, which finds the
-    name among the module's globals, keeps its class. If torch is not imported yet, that happens when it has been. A program
-    that sets the name itself has it as an ordinary attribute from then on.
+    `ProgramLoader`. So our loader is imported when the program first asks for the name. torch's own code keeps torch's class. A
+    program that sets the name itself has it as an ordinary attribute from then on.
+
+    A module that is imported later has the property from its creation on. `PathFinder.find_spec` is replaced for that, because
+    programs replace `sys.meta_path`. The spec that it returns has a loader that differs only in how it creates the module. So a
+    question (`importlib.util.find_spec`) changes nothing, and may be asked any number of times. If a module was created in a
+    different way (by a finder of the program, a loader with ``load_module`` alone, or a ``LazyLoader``, which resets the
+    class of its modules), it gets the property when the program looks for any other module.
 """
 
 import contextlib
 import gc
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from stocache.tools.run.use import ProgramOptions, Use, set_current
@@ -28,12 +33,10 @@ logger = logging.getLogger("stocache")
 OFF = "STOCACHE_RUN"  # "off" in this variable of the environment switches `use_everywhere` and ``stocache run`` off
 
 _PLACES = {
-    "torch": ("torch.utils.data", "torch.utils.data.dataloader"),
-    "torchdata.stateful_dataloader": ("torchdata.stateful_dataloader", "torchdata.stateful_dataloader.stateful_dataloader"),
+    "DataLoader": ("torch.utils.data", "torch.utils.data.dataloader"),
+    "StatefulDataLoader": ("torchdata.stateful_dataloader", "torchdata.stateful_dataloader.stateful_dataloader"),
 }
-"""The modules that hold a loader's name, by the import after which they exist."""
-
-_NAMES = {"torch": "DataLoader", "torchdata.stateful_dataloader": "StatefulDataLoader"}
+"""The modules that hold a loader, by its name. The last one defines it."""
 
 
 class Everywhere:
@@ -55,17 +58,27 @@ class Everywhere:
         """Return what the report says of each loader."""
         return [] if self.use.loaders is None else self.use.loaders.lines()
 
+    def why_nothing(self) -> str:
+        """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""
+        home = sys.modules.get("torch.utils.data.dataloader")
+        if home is None or self.lines():
+            return ""
+        if self.use.loaders is not None:
+            return "stocache: the main process made loaders, and iterated over none of them."
+        own = sorted(_holders(vars(home)["DataLoader"], "torch"))
+        if not self.use.options.stateful and "torchdata.stateful_dataloader" in sys.modules:
+            own.append("torchdata (--stateful stands in for its loader)")
+        where = f" of stocache's; those of torch are in {_listed(own)}" if own else ""
+        return f"stocache: the main process imported torch, and made no DataLoader{where}."
+
     def undo(self) -> None:
         """Give torch's names back. Loaders that exist stay as they are."""
         global _everywhere
         if _everywhere is self:
             _everywhere = None
             set_current(None)
-            sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-            for name in {name for names in _PLACES.values() for name in names}:
-                module = sys.modules.get(name)
-                if isinstance(module, _Swapped):
-                    module.__class__ = types.ModuleType  # type: ignore[assignment]
+            for place in [place for places in _PLACES.values() for place in places]:
+                give_back_name(place)
 
     def __enter__(self) -> "Everywhere":
         return self
@@ -136,38 +149,28 @@ def use_everywhere(
         return _everywhere
     _everywhere = Everywhere(options)
     set_current(_everywhere.use)
-    for package in ("torch", "torchdata.stateful_dataloader") if stateful else ("torch",):
-        if package in sys.modules:
-            _warn_of_holders(_NAMES[package], _PLACES[package])
-        after_import(package, _swap)
+    for name, places in _PLACES.items() if stateful else [*_PLACES.items()][:1]:
+        _warn_of_holders(name, places)
+        for place in places:
+            replace_name(place, name, partial(_program_loader, place.partition(".")[0]))
     return _everywhere
 
 
-class _Swapped(types.ModuleType):
-    """A module in which the names of loaders stand for `ProgramLoader`; see NOTE [ In place of torch's loader ]."""
-
-
-def _property_of(name: str) -> property:
-    def get(module: types.ModuleType) -> Any:
-        with _uncollected():
-            from stocache.tools.run.loaders import ProgramLoader
-        return ProgramLoader
-
-    def set_(module: types.ModuleType, value: object) -> None:
-        module.__class__ = types.ModuleType
-        setattr(module, name, value)
-
-    return property(get, set_)
-
-
-_SWAPPED: dict[str, Any] = {
-    package: type("Swapped", (_Swapped,), {name: _property_of(name)}) for package, name in _NAMES.items()
-}
+def _program_loader(package: str, own: Any) -> Any:
+    """Return the loader that a program finds in place of its package's own, which the package itself finds."""
+    frame: Any = sys._getframe(2)  # of the code that asks, maybe through an import statement
+    while (asking := str(frame.f_globals.get("__name__")).partition(".")[0]) in ("importlib", "_frozen_importlib"):
+        frame = frame.f_back
+    if asking == package:
+        return own
+    with _uncollected():
+        from stocache.tools.run.loaders import ProgramLoader
+    return ProgramLoader
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector: while torch is imported it takes 0.1 s, and afterwards 50 ms each time, and finds little."""
+    """Pause the garbage collector: each time it takes 50 ms, after torch was imported, and finds little."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -175,14 +178,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _swap(package: str) -> None:
-    for name in _PLACES[package]:
-        with contextlib.suppress(ImportError):
-            module: Any = importlib.import_module(name)
-            if type(module) is types.ModuleType:
-                module.__class__ = _SWAPPED[package]
 
 
 def _warn_of_holders(name: str, places: tuple[str, ...]) -> None:
@@ -194,44 +189,79 @@ def _warn_of_holders(name: str, places: tuple[str, ...]) -> None:
         logger.warning(
             "use_everywhere: torch's %s stays in %s, imported before. Call use_everywhere first, or import them again.",
             name,
-            ", ".join(holders[:5]) + (f" and {len(holders) - 5} more" if len(holders) > 5 else ""),
+            _listed(holders),
         )  # fmt: skip
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _holders(loader: type, own: str) -> Iterator[str]:
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in (own, "stocache") and isinstance(module, types.ModuleType):
-            yield from {name for value in list(vars(module).values()) if value is loader}
+        if name.partition(".")[0] not in (own, "stocache", "__mp_main__") and isinstance(module, types.ModuleType):
+            yield from {name for value in list(vars(module).values()) if _is_torchs(value, loader)}
 
 
-def after_import(name: str, then: Callable[[str], None]) -> None:
-    """Call a function with the name of a module when that has been imported: now, or later."""
-    if name in sys.modules:
-        then(name)
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, then))
+def _is_torchs(value: Any, loader: type) -> bool:
+    """Whether a value is torch's loader, or a subclass of that which does not come from ours."""
+    bases = value.__mro__ if issubclass(type(value), type) else ()
+    return loader in bases and not any(base.__module__.startswith("stocache.") for base in bases)
 
 
-class _AfterImport:
-    """Calls a function with the name of a module when that has been imported."""
+class _Replaced(types.ModuleType):
+    """A module with a name that stands for something else; see NOTE [ In place of torch's loader ]."""
 
-    def __init__(self, name: str, then: Callable[[str], None]) -> None:
-        self._name, self._then = name, then
 
-    def find_spec(self, fullname: str, path: Any, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return spec
-        execute = spec.loader.exec_module
+_replaced: dict[str, type[_Replaced]] = {}  # the classes of modules, by the modules' names
+_found: Any = None  # the method of `PathFinder` that `_find_spec` replaces, once: others may replace it after that
 
-        def exec_module(module: types.ModuleType) -> None:
-            with _uncollected():
-                execute(module)
-            self._then(self._name)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def replace_name(place: str, name: str, stand_in: Callable[[Any], Any]) -> None:
+    """Let programs find ``stand_in(own)`` in place of ``own`` under a name of a module, which may be imported later."""
+
+    def get(module: types.ModuleType) -> Any:
+        if name not in vars(module):
+            raise AttributeError(f"module {place!r} has no attribute {name!r}")
+        return stand_in(vars(module)[name])
+
+    def set_(module: types.ModuleType, value: object) -> None:
+        _replaced.pop(place, None)
+        module.__class__ = types.ModuleType
+        setattr(module, name, value)
+
+    global _found
+    if _found is None:
+        _found, PathFinder.find_spec = vars(PathFinder)["find_spec"], classmethod(_find_spec)  # type: ignore[assignment]
+    _replaced[place] = type("Replaced", (_Replaced,), {name: property(get, set_)})
+    _replace_in_loaded()
+
+
+def _replace_in_loaded() -> None:
+    for place, replaced in list(_replaced.items()):
+        if type(module := sys.modules.get(place)) is types.ModuleType:
+            module.__class__ = replaced
+
+
+def give_back_name(place: str) -> None:
+    """End a replacement in a module, and in those that are imported later."""
+    _replaced.pop(place, None)
+    if isinstance(module := sys.modules.get(place), _Replaced):
+        module.__class__ = types.ModuleType  # type: ignore[assignment]
+
+
+def _find_spec(cls: type, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    _replace_in_loaded()
+    spec: ModuleSpec | None = _found.__func__(cls, fullname, path, target)
+    loader: Any = None if spec is None else spec.loader
+    if fullname in _replaced and hasattr(type(loader), "create_module"):
+        # The method of the class, which is there once: the loader of an archive is there for many modules and questions
+        loader.create_module = partial(_create, type(loader).create_module, loader)
+    return spec
+
+
+def _create(create: Callable[[Any, ModuleSpec], Any], loader: Any, spec: ModuleSpec) -> Any:
+    module = create(loader, spec) or types.ModuleType(spec.name)
+    if type(module) is types.ModuleType:
+        module.__class__ = _replaced.get(spec.name, types.ModuleType)
+    return module

@@ -1,6 +1,7 @@
 """The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache."""
 
 import logging
+import multiprocessing
 import operator
 import os
 import sys
@@ -10,11 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 import numpy as np
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
 from stocache.cache.options import CacheOptions
 from stocache.cache.states import SlotState
@@ -22,6 +24,8 @@ from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
 from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
 from stocache.loader.epochs import EpochLog, RunningEpoch
+from stocache.loader.iteration import Iteration
+from stocache.observe.verdict import LoaderEpochStats
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
 from stocache.system.figures import format_seconds
@@ -29,6 +33,7 @@ from stocache.system.limits import format_size, parse_size
 from stocache.system.loading.children import in_children
 from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
+from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use, current
@@ -66,6 +71,11 @@ class ProgramLoader(DataLoader[_T]):
         """The dataset of the program, or a `CachedDataset` of it."""
         return self.dataset if self._served is None else self._served
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.__iter__ is not ProgramLoader.__iter__ and not hasattr(cls.__iter__, "times"):
+            cls.__iter__ = _timed(cls, vars(cls).get("__iter__"))  # type: ignore[method-assign]
+
     @property
     def iterates_as_torch(self) -> bool:
         """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
@@ -77,20 +87,18 @@ class ProgramLoader(DataLoader[_T]):
         used = current()
         if used is not None:
             object.__setattr__(self, "_served", _loaders_of(used).served(self))
-        batches = self._as_torch() if self.iterates_as_torch else super().__iter__()
+        if not self.iterates_as_torch:
+            batches = super().__iter__()
+        elif not hasattr(type(self).__iter__, "times"):  # ``_get_iterator`` is overridden, or ``__iter__`` was set later
+            batches = _iterate_timed(self, partial(self.iterate_changed, {"dataset": self.source}))
+        else:
+            batches = self.iterate_changed({"dataset": self.source})
         if used is None or used.compared is None:
             return batches
         return used.compared(_loaders_of(used).number_of(self), batches)
 
     def _begin_epoch(self) -> RunningEpoch:
-        epoch, used = super()._begin_epoch(), current()
-        if used is not None and used.traces:
-            loaders = _loaders_of(used)
-            epoch.note_batch = partial(loaders.trace, loaders.number_of(self), epoch.note_batch)  # type: ignore[method-assign]
-        return epoch
-
-    def _as_torch(self) -> Any:
-        return self.iterate_changed({"dataset": self.source})
+        return _traced(self, super()._begin_epoch())
 
     def _get_iterator(self) -> Any:
         used = current()
@@ -110,6 +118,67 @@ class ProgramLoader(DataLoader[_T]):
         return super().__getstate__() | {"_served": None}
 
 
+def _traced(loader: ProgramLoader[Any], epoch: RunningEpoch) -> RunningEpoch:
+    used = current()
+    if used is not None and used.traces:
+        loaders = _loaders_of(used)
+        epoch.note_batch = partial(loaders.trace, loaders.number_of(loader), epoch.note_batch)  # type: ignore[method-assign]
+    return epoch
+
+
+def _timed(cls: Any, iterate: Any) -> Any:
+    """Return the method ``__iter__`` of a program's subclass, whose iterators are timed. None: it inherits its own."""
+
+    @wraps(iterate or ProgramLoader.__iter__)
+    def __iter__(self: Any) -> Any:
+        begin = partial(iterate, self) if iterate is not None else super(cls, self).__iter__
+        outermost = type(self).__iter__ is __iter__
+        return _iterate_timed(self, begin) if outermost else begin()
+
+    __iter__.times = True  # type: ignore[attr-defined]
+    return __iter__
+
+
+def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
+    """Return the iterator that a subclass of the program makes in its own way, as one that notes how long each batch took."""
+    used = current()
+    if used is None or "_log" not in vars(loader):  # a class of a library that has made a loader without our ``__init__``
+        return iterate()
+    _loaders_of(used).enter(loader)
+    workers = min(loader.num_workers, loader.record.workers)
+    epoch = _traced(loader, loader.log.begin(loader.record, None, workers, loader.persistent_workers, None))
+    batches = iterate()
+    return batches if batches is loader else _TimedIteration(batches, epoch, loader.log)
+
+
+class _TimedIteration(Iteration):
+    """An iterator of the program, timed. Making it, which starts workers, is a part of waiting for the first batch."""
+
+    def __init__(self, batches: Any, epoch: RunningEpoch, log: EpochLog) -> None:
+        self._batches, self._epoch, self._log = batches, epoch, log
+        self._made_in_ns = time.perf_counter_ns() - epoch.began_ns
+
+    def __iter__(self) -> Any:
+        again = iter(self._batches)
+        return self if again is self._batches else again
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def __next__(self) -> Any:
+        began = time.perf_counter_ns()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._epoch.waited_ns += time.perf_counter_ns() - began  # for the end of workers
+            self._log.end(self._epoch)
+            raise
+        ended = time.perf_counter_ns()
+        self._epoch.note_batch(ended, ended - began + self._made_in_ns, None)
+        self._made_in_ns = 0
+        return batch
+
+
 def _with_workers(loader: Any, dataset: Any, args: Any, kwargs: dict[str, Any], workers: str) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a loader, all by name, with another number of workers."""
     of_torch = {name: value for name, value in kwargs.items() if name in SIGNATURE.parameters}
@@ -127,6 +196,7 @@ class _Loader:
     dataset: "_Dataset"
     log: EpochLog
     note: str
+    skipped: int = 0  # epochs of the process that has forked this one
 
 
 def _loaders_of(use: Use) -> "ProgramLoaders":
@@ -142,20 +212,11 @@ class _Dataset:
         self.name, self.length = type(dataset).__qualname__, length_of(dataset)
         self.iterations = 0
         self.problem = ""  # why it is not cached
-        self._cached: Any = lambda: None
+        self.cached: Callable[[], CachedDataset | None] = lambda: None  # in its place, as long as that is kept
         try:
             self.reference: Any = weakref.ref(dataset)
         except TypeError:  # a list
             self.reference = lambda: dataset
-
-    @property
-    def cached(self) -> CachedDataset | None:
-        """The cached dataset in its place, as long as that is kept."""
-        return self._cached()  # type: ignore[no-any-return]
-
-    @cached.setter
-    def cached(self, cached: CachedDataset) -> None:
-        self._cached = weakref.ref(cached)
 
 
 class ProgramLoaders:
@@ -174,12 +235,31 @@ class ProgramLoaders:
         """Note a loader of the program, for the report."""
         note = ""
         if loader.iterates_as_torch:
-            note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used, which are not timed."
+            note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used: only waiting is timed."
             logger.info("%s", note)
         seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
         self._loaders.append(seen)
         if self._use.on_epoch is not None:
-            loader.log.on_epoch = partial(self._use.on_epoch, seen.place)
+            loader.log.on_epoch = partial(self._on_epoch, seen.place)
+
+    def _on_epoch(self, place: str, epoch: LoaderEpochStats) -> None:
+        if self._use.on_epoch is not None and get_worker_info() is None:
+            self._use.on_epoch(place, epoch)
+
+    def enter(self, loader: ProgramLoader[Any]) -> None:
+        """Note that this process iterates over a loader: it reports at its end, also if the program has started it."""
+        use = self._use
+        if get_worker_info() is not None:
+            return
+        use.rank = ranks_here().rank
+        if use.report is not None and use.reports_in != os.getpid():
+            use.reports_in, use.process = os.getpid(), multiprocessing.current_process().name
+            for seen in self._loaders:
+                seen.skipped = len(seen.log.epochs())
+            # Children of multiprocessing end without `atexit`; this is the last of their finalizers
+            Finalize(None, use.report, exitpriority=-1000)
+        if self.number_of(loader) < 0:  # it came from another process
+            self.note(loader)
 
     def number_of(self, loader: ProgramLoader[Any]) -> int:
         """Return the number of a loader, in the order in which the program made them."""
@@ -207,6 +287,7 @@ class ProgramLoaders:
 
         ``keeps_iterator``: it may be the only one that the loader makes.
         """
+        self.enter(loader)
         known = self._of(loader.dataset)
         known.iterations += 1
         if self.options.cache is None or self._use.without or os.getpid() != self._pid:
@@ -214,9 +295,9 @@ class ProgramLoaders:
         if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
             return loader.source if loader.source is not loader.dataset else None
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
-        if known.cached is None and not known.problem and (first or known.iterations > 1):
+        if known.cached() is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader, known)
-        return known.cached
+        return known.cached()
 
     def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
         known.problem = _why_not(loader, self.options)
@@ -233,7 +314,7 @@ class ProgramLoaders:
         if known.problem:
             cached.close()
             return
-        known.cached = cached
+        known.cached = weakref.ref(cached)
         self._kept.append(cached)
         del self._kept[:-_KEPT]
 
@@ -252,7 +333,7 @@ class ProgramLoaders:
         for seen in self._loaders:
             if seen.reference() is None:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
-            epochs = seen.log.epochs()
+            epochs = seen.log.epochs()[seen.skipped :]
             if epochs or seen.note:
                 key = seen.place, seen.dataset.name, seen.dataset.length
                 before = found[key].epochs if key in found else ()
@@ -262,7 +343,7 @@ class ProgramLoaders:
     def _state_of(self, known: _Dataset) -> str:
         if self.options.cache is None:
             return ""
-        cached = known.cached
+        cached = known.cached()
         if cached is None:
             return f"not cached: {known.problem}" if known.problem else "not cached: it was iterated once"
         stats = cached.cache.stats()

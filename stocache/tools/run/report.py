@@ -17,7 +17,7 @@ class LoaderLines:
         dataset, length: the class of the dataset, and its number of samples.
         epochs: the figures of its epochs; the last one may be running.
         state: what is cached of the dataset; "" if nothing was to be.
-        note: why its epochs are not timed.
+        note: how it iterates, if not as stocache's loader.
     """
 
     place: str
@@ -47,8 +47,7 @@ class LoaderLines:
         """Return the lines about this loader."""
         length = "" if self.length is None else f" of {plural(self.length, 'sample')}"
         lines = [f"{self.place or 'a loader'}: {self.dataset}{length}"]
-        if self.epochs:
-            lines += self._figures()
+        lines += self._figures() if self.epochs else ["  none of its loops was timed"]
         lines += [f"  {line}" for line in (self.state, self.note) if line]
         verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
         if verdict is not None:
@@ -79,6 +78,9 @@ def report_of(loaders: Sequence[LoaderLines]) -> str:
     """Return a line about all loaders, and then some about each, the one that waited longest first."""
     seconds, waited_s = (sum(getattr(each, name) for each in loaders) for name in ("seconds", "waited_s"))
     share = waited_s / max(1e-9, seconds)
-    over = plural(len(loaders), "loader")
+    timed = sum(bool(each.epochs) for each in loaders)
+    over = plural(timed, "loader")
     head = f"stocache: {format_seconds(seconds)} in loops over {over}, {share:.0%} of it waiting for data"
+    if not timed:
+        head = "stocache: no loop over a loader was timed"
     return "\n\n".join([head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))])

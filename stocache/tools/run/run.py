@@ -9,6 +9,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import logging
 import os
 import pkgutil
 import sys
@@ -23,8 +24,8 @@ from stocache.loader.threads import METHODS
 from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
 from stocache.tools.run.compare import CHECK, say
-from stocache.tools.run.everywhere import OFF, Everywhere, after_import, use_everywhere
-from stocache.tools.run.use import ProgramOptions
+from stocache.tools.run.everywhere import OFF, Everywhere, replace_name, use_everywhere
+from stocache.tools.run.use import ProgramOptions, Use
 
 if TYPE_CHECKING:
     from stocache.observe.verdict import LoaderEpochStats
@@ -35,7 +36,7 @@ Run a Python program, with stocache's DataLoader in place of torch's, and report
 The program runs as "python SCRIPT" or "python -m MODULE" would run it, and its results are the same. With torchrun:
 torchrun ... -m stocache run train.py. STOCACHE_RUN=off in the environment switches everything off."""
 
-SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module of the program, and the options, in JSON
+SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module, the options, what to print and write; in JSON
 
 
 def main(arguments: list[str]) -> None:
@@ -58,8 +59,9 @@ def main(arguments: list[str]) -> None:
     code, program = _load_module(given) if given.module else _load_script(given.program)
     sys.argv = [str(program.__file__) if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
-        _observe(everywhere, given)
-        after_import("multiprocessing.spawn", lambda _: _follow_spawned(options))
+        observe(everywhere, given, options)
+        everywhere.use.reports_in = os.getpid()
+        atexit.register(_report, everywhere, given)
     _execute(code, program)
 
 
@@ -199,53 +201,69 @@ def _execute(code: types.CodeType, program: types.ModuleType) -> None:
         raise
 
 
-def _follow_spawned(options: dict[str, Any]) -> None:
+def _follow_spawned(settings: dict[str, Any]) -> None:
     """Let spawned processes find our loader, too: they run spawned.py, which runs the program's main module."""
-    from multiprocessing import spawn
 
-    prepare = spawn.get_preparation_data
-
-    def with_options(name: str) -> dict[str, Any]:
-        data: dict[str, Any] = prepare(name)
+    def with_settings(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+        data = prepare(name)
         main = {key: data.pop(key) for key in ("init_main_from_path", "init_main_from_name") if key in data}
         if main:
-            os.environ[SPAWNED] = json.dumps({"main": main, "options": options})
+            os.environ[SPAWNED] = json.dumps({"main": main} | settings)
             data["init_main_from_path"] = os.path.join(os.path.dirname(__file__), "spawned.py")
         return data
 
-    spawn.get_preparation_data = with_options
+    replace_name("multiprocessing.spawn", "get_preparation_data", lambda prepare: partial(with_settings, prepare))
 
 
-def _observe(everywhere: Everywhere, given: argparse.Namespace) -> None:
+def observe(everywhere: Everywhere, given: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Have a process of the program print the verdicts of its epochs and report when it ends, and those that it starts."""
+    use = everywhere.use
     if not given.quiet:
-        everywhere.use.on_epoch = _print_epoch
-    everywhere.use.traces = given.trace is not None
-    atexit.register(partial(_report, everywhere, given, os.getpid()))
+        use.on_epoch = partial(_print_epoch, use)
+    use.traces = given.trace is not None
+    use.report = partial(_report, everywhere, given)
+    logging.getLogger("stocache").addFilter(_can_be_written)
+    observed = {name: getattr(given, name) for name in ("quiet", "json", "trace")}
+    _follow_spawned({"options": options, "observed": observed})
 
 
-def _print_epoch(place: str, epoch: "LoaderEpochStats") -> None:
-    if epoch.verdict is not None and ranks_here().rank == 0:
+def _can_be_written(record: logging.LogRecord) -> bool:
+    """Whether the streams are open to which the program's handlers write, and logging writes errors: a failure would end it."""
+    logger: logging.Logger | None = logging.getLogger("stocache")
+    streams: list[Any] = [sys.stderr]
+    while logger is not None:
+        streams += [getattr(handler, "stream", None) for handler in logger.handlers]
+        logger = logger.parent
+    return not any(getattr(stream, "closed", False) for stream in streams)
+
+
+def _print_epoch(use: Use, place: str, epoch: "LoaderEpochStats") -> None:
+    if epoch.verdict is not None and use.rank == 0:
         say(f"stocache: {place}, epoch {epoch.number + 1}: {epoch.verdict}")
 
 
-def _report(everywhere: Everywhere, given: argparse.Namespace, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child
+def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
+    use = everywhere.use
+    if use.reports_in != os.getpid():  # it is that of a forked process, or has reported
         return
-    rank = ranks_here().rank
+    use.reports_in, use.rank = 0, use.rank or ranks_here().rank
     text = everywhere.report()
-    if text and not given.quiet and rank == 0:
+    if use.process:
+        text = text.replace("stocache:", f"stocache, {use.process}:", 1)
+    elif not text:
+        text = everywhere.why_nothing()
+    if text and not given.quiet and use.rank == 0:
         say(f"\n{text}")
+    process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
-        _write(given.json, rank, lambda: [lines.as_dict() for lines in everywhere.lines()])
+        _write(given.json + process, [lines.as_dict() for lines in everywhere.lines()])
     if given.trace:
-        _write(given.trace, rank, lambda: {"traceEvents": getattr(everywhere.use.loaders, "events", [])})
+        _write(given.trace + process, {"traceEvents": getattr(use.loaders, "events", [])})
 
 
-def _write(path: str, rank: int, content: Callable[[], object]) -> None:
-    if rank:
-        path = f"{path}.{rank}"
+def _write(path: str, content: object) -> None:
     try:
         with open(path, "w") as file:
-            json.dump(content(), file)
+            json.dump(content, file)
     except OSError as error:
         say(f"stocache: {path}: {error.strerror}")

@@ -1,13 +1,15 @@
 """The main module of processes that a program under ``stocache run`` spawns: it runs that of the program."""
 
+import argparse
 import json
 import os
 import runpy
 
 from stocache.tools.run.everywhere import use_everywhere
+from stocache.tools.run.run import SPAWNED, observe
 
-_given = json.loads(os.environ["STOCACHE_SPAWNED"])
-use_everywhere(**_given["options"])
+_given = json.loads(os.environ[SPAWNED])
+observe(use_everywhere(**_given["options"]), argparse.Namespace(**_given["observed"]), _given["options"])
 _main = _given["main"]
 if "init_main_from_name" in _main:
     _content = runpy.run_module(_main["init_main_from_name"], run_name="__mp_main__", alter_sys=True)

@@ -44,6 +44,10 @@ class Use:
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
         loaders: the `ProgramLoaders`, from the first loader on.
+        report: prints the report at the end of a process; None if nobody asked for it.
+        reports_in: the number of the process that is to call it.
+        process: the name of this process, if the program has started it; "" for the first one.
+        rank: of this process, as of the newest iterator: at its end a program may have left its group.
     """
 
     def __init__(self, options: ProgramOptions) -> None:
@@ -52,6 +56,9 @@ class Use:
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
         self.traces = self.without = False
         self.loaders: Any = None
+        self.report: Callable[[], None] | None = None
+        self.reports_in = self.rank = 0
+        self.process = ""
 
 
 _current: Use | None = None
