@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from stocache.tools.run.everywhere import Everywhere
+from stocache.tools.run.messages import say
 
 CHECK = "STOCACHE_CHECK"  # for the two runs: "with" or "without", the number of batches, and the file for their digests
-
-
-def say(text: str) -> None:
-    """Print a line to the error stream."""
-    sys.stderr.write(f"{text}\n")
 
 
 def compare(steps: int, arguments: list[str]) -> int:

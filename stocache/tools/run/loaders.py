@@ -121,6 +121,11 @@ class _Loader:
     log: EpochLog
     note: str
 
+    @property
+    def name(self) -> tuple[str, str, int | None]:
+        """The place, and what is known of the dataset."""
+        return self.place, self.dataset.name, self.dataset.length
+
 
 def _loaders_of(use: Use) -> "ProgramLoaders":
     if use.loaders is None:
@@ -172,7 +177,7 @@ class ProgramLoaders:
         seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
         self._loaders.append(seen)
         if self._use.on_epoch is not None:
-            loader.log.on_epoch = partial(self._use.on_epoch, seen.place)
+            loader.log.on_epoch = partial(self._use.on_epoch, seen.name)
 
     def number_of(self, loader: ProgramLoader[Any]) -> int:
         """Return the number of a loader, in the order in which the program made them."""
@@ -243,7 +248,7 @@ class ProgramLoaders:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
             epochs = seen.log.epochs()
             if epochs or seen.note:
-                key = seen.place, seen.dataset.name, seen.dataset.length
+                key = seen.name
                 before = found[key].epochs if key in found else ()
                 found[key] = LoaderLines(*key, (*before, *epochs), self._state_of(seen.dataset), seen.note)
         return list(found.values())

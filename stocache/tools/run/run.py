@@ -16,18 +16,16 @@ import types
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from stocache.errors import StocacheError
 from stocache.loader.threads import METHODS
 from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
-from stocache.tools.run.compare import CHECK, say
+from stocache.tools.run.compare import CHECK
 from stocache.tools.run.everywhere import OFF, Everywhere, after_import, use_everywhere
+from stocache.tools.run.messages import EpochLines, keep_log_apart, say, say_apart
 from stocache.tools.run.use import ProgramOptions
-
-if TYPE_CHECKING:
-    from stocache.observe.verdict import LoaderEpochStats
 
 _HELP = """\
 Run a Python program, with stocache's DataLoader in place of torch's, and report what its training waits for.
@@ -59,7 +57,7 @@ def main(arguments: list[str]) -> None:
     sys.argv = [str(program.__file__) if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
         _observe(everywhere, given)
-        after_import("multiprocessing.spawn", lambda _: _follow_spawned(options))
+        after_import("multiprocessing.spawn", lambda _: _follow_spawned(options, given.quiet))
     _execute(code, program)
 
 
@@ -199,7 +197,7 @@ def _execute(code: types.CodeType, program: types.ModuleType) -> None:
         raise
 
 
-def _follow_spawned(options: dict[str, Any]) -> None:
+def _follow_spawned(options: dict[str, Any], quiet: bool) -> None:
     """Let spawned processes find our loader, too: they run spawned.py, which runs the program's main module."""
     from multiprocessing import spawn
 
@@ -209,7 +207,7 @@ def _follow_spawned(options: dict[str, Any]) -> None:
         data: dict[str, Any] = prepare(name)
         main = {key: data.pop(key) for key in ("init_main_from_path", "init_main_from_name") if key in data}
         if main:
-            os.environ[SPAWNED] = json.dumps({"main": main, "options": options})
+            os.environ[SPAWNED] = json.dumps({"main": main, "options": options, "quiet": quiet})
             data["init_main_from_path"] = os.path.join(os.path.dirname(__file__), "spawned.py")
         return data
 
@@ -217,15 +215,11 @@ def _follow_spawned(options: dict[str, Any]) -> None:
 
 
 def _observe(everywhere: Everywhere, given: argparse.Namespace) -> None:
+    keep_log_apart(given.quiet)
     if not given.quiet:
-        everywhere.use.on_epoch = _print_epoch
+        everywhere.use.on_epoch = EpochLines(given.cache is not None)
     everywhere.use.traces = given.trace is not None
     atexit.register(partial(_report, everywhere, given, os.getpid()))
-
-
-def _print_epoch(place: str, epoch: "LoaderEpochStats") -> None:
-    if epoch.verdict is not None and ranks_here().rank == 0:
-        say(f"stocache: {place}, epoch {epoch.number + 1}: {epoch.verdict}")
 
 
 def _report(everywhere: Everywhere, given: argparse.Namespace, pid: int) -> None:
@@ -234,7 +228,7 @@ def _report(everywhere: Everywhere, given: argparse.Namespace, pid: int) -> None
     rank = ranks_here().rank
     text = everywhere.report()
     if text and not given.quiet and rank == 0:
-        say(f"\n{text}")
+        say_apart(text)
     if given.json:
         _write(given.json, rank, lambda: [lines.as_dict() for lines in everywhere.lines()])
     if given.trace:
@@ -248,4 +242,4 @@ def _write(path: str, rank: int, content: Callable[[], object]) -> None:
         with open(path, "w") as file:
             json.dump(content(), file)
     except OSError as error:
-        say(f"stocache: {path}: {error.strerror}")
+        say_apart(f"stocache: {path}: {error.strerror}")

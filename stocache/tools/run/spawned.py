@@ -5,8 +5,10 @@ import os
 import runpy
 
 from stocache.tools.run.everywhere import use_everywhere
+from stocache.tools.run.messages import keep_log_apart
 
 _given = json.loads(os.environ["STOCACHE_SPAWNED"])
+keep_log_apart(_given["quiet"])
 use_everywhere(**_given["options"])
 _main = _given["main"]
 if "init_main_from_name" in _main:
