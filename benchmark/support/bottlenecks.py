@@ -109,7 +109,7 @@ BOTTLENECKS = {
     "slow source": Bottleneck("source", LOADING + r"; size_limit_gib=0\.00\d+ would remove it", cached(0.004, "0.4MB")),
     "slow transform": Bottleneck(
         "transform",
-        rf"transforming {N} cached samples, {EACH}, is the limit; do what is the same in each epoch before the cache",
+        rf"transforming {N} cached samples, {EACH}, is the limit; only cheaper transforms",
         cached(transform=Slow(0.003)),
         warm=True,
     ),

@@ -15,6 +15,7 @@ NOTE [ Sharing between ranks ]
 import functools
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ from stocache.system.platform import here
 logger = logging.getLogger("stocache")
 
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
+_DIGESTS = re.compile(r" '[0-9a-f]{16,}', now '[0-9a-f]{16,}'")  # which tell a reader nothing
 _SLOT_EXTENT = 1 << 16  # bytes: the first batch, of slots at random, reserves an extent for each sample
 
 
@@ -347,7 +349,7 @@ class _Opener:
             del wanted["place"]  # the samples identify the caches
         if descriptor.identity.keys() - {"place", "probed", self._layout.unit} != wanted.keys() - {"place"}:
             return "it is of another kind"
-        difference = descriptor.differences(wanted)
+        difference = _DIGESTS.sub(" differ", descriptor.differences(wanted))
         return difference if difference or probed is None else _other_samples(descriptor.identity.get("probed"), probed)
 
 

@@ -134,12 +134,14 @@ class RunningEpoch:
     expected: int | None = None
 
     def __post_init__(self) -> None:
-        self.began_ns = self.last_ns = time.perf_counter_ns()  # `last_ns`: when the last batch came
+        # `last_ns`: when the last batch came, or the iterator was ready
+        self.began_ns = self.last_ns = time.perf_counter_ns()
+        self._began_cpu_s, self.cpu_s = time.process_time(), 0.0
         self._write_at_ns = self.began_ns
         self._rows = {worker: self.record.row(1 + worker) for worker in range(self.workers)} | {None: self.record.main}
         self._counted, self._outside, self._fills = self.record.read(), self._count_outside(), self._count_fills()
         self.first_wait_s = self._occupancy = 0.0
-        self.waited_ns = self.batches = self._looks = 0
+        self.waited_ns = self.steps_ns = self.batches = self._looks = 0
 
     @property
     def _cache(self) -> SampleCache | None:
@@ -152,9 +154,18 @@ class RunningEpoch:
     def _count_fills(self) -> int:
         return 0 if self._cache is None else self._cache.counts()[2]
 
+    def note_request(self, now_ns: int) -> None:
+        """Note that the loop asks for a batch: since the last one came, the program made its step."""
+        if self.batches:
+            self.steps_ns += now_ns - self.last_ns
+        else:  # the program did something else before it began to iterate
+            self.began_ns += now_ns - self.last_ns
+        self.last_ns = now_ns
+
     def note_batch(self, now_ns: int, duration_ns: int, worker: int | None) -> None:
         """Note that a batch came, when, how long the loop waited for it, and which worker made it, if known."""
         self._rows.get(worker, self.record.main).add_later(WAIT_NS, duration_ns)  # there were more workers when they began
+        self.note_request(now_ns - duration_ns)
         if not self.batches:
             self.first_wait_s = duration_ns / 1e9
         self.waited_ns += duration_ns
@@ -165,10 +176,10 @@ class RunningEpoch:
             self._looks += 1
         if now_ns > self._write_at_ns:
             self.record.write()
-            self._write_at_ns = now_ns + _WRITE_NS
+            self._write_at_ns, self.cpu_s = now_ns + _WRITE_NS, time.process_time() - self._began_cpu_s
 
     def figures(self, until_ns: int = 0, judged: bool = False) -> LoaderEpochStats:
-        """Return the figures of the epoch, until now or an earlier time. If it is over it is ``judged``: it has a verdict."""
+        """Return the figures of the epoch, until a time or its last batch. ``judged``: it is over, and has a verdict."""
         counted = self.record.read().since(self._counted)
         times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
         misses = times["load"].count
@@ -178,8 +189,9 @@ class RunningEpoch:
             samples=samples,
             hits=None if self.dataset is None else max(0, samples - misses),
             misses=None if self.dataset is None else misses,
-            seconds=((until_ns or time.perf_counter_ns()) - self.began_ns) / 1e9,
+            seconds=((until_ns or self.last_ns) - self.began_ns) / 1e9,
             waited_s=self.waited_ns / 1e9,
+            steps_s=self.steps_ns / 1e9,
             wait_by_worker=tuple(counted.distribution(WAIT_NS, 1 + worker) for worker in range(counted.workers)),
             ring_occupancy=self._occupancy / self._looks if self._looks else None,
             outside=self._count_outside() - self._outside,
@@ -198,6 +210,7 @@ class RunningEpoch:
             cores=here.usable_cpus(),
             cache=None if self._cache is None else partial(self._cache_facts, self._cache),
             left=self.dataset is not None and self.dataset.is_left,
+            cpu_s=self.cpu_s,
         )
         return replace(stats, complete=True, verdict=judge(stats, facts))
 
@@ -250,7 +263,7 @@ class EpochLog:
         self._running = None
         if not epoch.batches:
             return
-        stats = epoch.figures(at_ns, judged=True)
+        stats = epoch.figures(at_ns or time.perf_counter_ns(), judged=True)
         self._done.append(stats)
         if self.on_epoch is not None:
             self.on_epoch(stats)

@@ -28,6 +28,7 @@ class Iteration:
 
     def __post_init__(self) -> None:
         self._own_row = None if self._epoch.workers else self._epoch.record.main  # where this thread makes the batches
+        self._epoch.last_ns = time.perf_counter_ns()
 
     def __iter__(self) -> "Iteration":
         return self
@@ -56,6 +57,7 @@ class Iteration:
                     batch = self._next()
         except StopIteration:
             self._progress.finished = True
+            self._epoch.note_request(began)
             self._log.end(self._epoch)
             group.busy = False
             raise

@@ -86,7 +86,7 @@ def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
         waited = [epoch.waited_s for epoch in waits]
         rest = [epoch.seconds - epoch.waited_s for epoch in waits]
         times.bar(numbers, waited, color=_WAIT, label="waiting for batches")
-        times.bar(numbers, rest, bottom=waited, color=_STEP, label="the rest: training steps")
+        times.bar(numbers, rest, bottom=waited, color=_STEP, label="the rest: training steps, start and end")
         times.legend(fontsize="small")
         for name, style in (("max_s", ":"), ("p95_s", "--"), ("p50_s", "-")):
             middle[0].plot(

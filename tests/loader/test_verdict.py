@@ -35,7 +35,8 @@ def facts(
     known = {"workers": 2, "threads": False, "starts_workers": True, "persistent": False, "buffers": 10, "cores": 2} | others
     cache = known.pop("cache", CACHE)
     known |= {"counted": counted, "cache": None if cache is None else lambda: cache}
-    stats = LoaderEpochStats(0, seconds=seconds, waited_s=waited_s, **figures)
+    steps_s = seconds - waited_s if (steps_s := known.pop("steps_s", None)) is None else steps_s
+    stats = LoaderEpochStats(0, seconds=seconds, waited_s=waited_s, steps_s=steps_s, **figures)
     return stats, EpochFacts(**{"first_wait_s": 0.1} | known)
 
 
@@ -54,12 +55,14 @@ UNEVEN = (0.001,) * 400 + (0.5,) * 8
     (facts(HALF, cache=replace(CACHE, sample_bytes=0)), "source", "the limit, and the cache takes none of them"),
     (facts(HALF, make_s=5.0, waited_s=9.99), "source", "size_limit_gib=1.9 would make the epoch 4 times as fast"),
     (facts(HALF, make_s=13.0), "source", "size_limit_gib=1.9 would cut it to 8%"),
-    (facts(make_s=16.0), "transform", "transforming 1000 cached samples, 16 ms each, is the limit; move deterministic steps"),
+    (facts((0.01,) * 900, cache=replace(CACHE, filled=1000)), "source", "loaded to compare them with the cache$"),
+    (facts(make_s=16.0), "transform", "transforming 1000 cached samples, 16 ms each, is the limit; only cheaper transforms"),
     (facts(make_s=16.0, cpu=0.05), "transform", "each, is the limit; num_workers=3 would remove it"),
     (facts(make_s=16.0, cores=8), "workers", "2 workers are too few for batches of 320 ms each; num_workers=3 would"),
     (facts(make_s=16.0, cores=8, seconds=80, waited_s=79), "workers", "num_workers=8 would cut it to 50%"),
     (facts(make_s=4.0, workers=0), "workers", "makes the batches itself, 80 ms each; num_workers=1 would remove"),
-    (facts(make_s=16.0, cache=None), "source", "samples of 16 ms each is the limit; CachedDataset makes those once"),
+    (facts(make_s=16.0, cache=None), "source", "1000 samples of 16 ms each is the limit; if they draw no random numbers, C"),
+    (facts(make_s=0.02, cache=None), "source", "1000 samples of 20 µs each is the limit$"),  # a hit costs as much
     (facts(make_s=16.0, cache=None, cores=8), "workers", "num_workers=3 would remove it"),
     (facts(make_s=1.0, collate_s=16.0), "collate", "collating 50 batches of 320 ms each is the limit; only cheaper"),
     (facts(make_s=1.0, collate_s=16.0, cores=8), "collate", "num_workers=3 would remove it"),
@@ -74,14 +77,39 @@ UNEVEN = (0.001,) * 400 + (0.5,) * 8
     (threads(0.1, looks=1, held=1), "transform", "each, is the limit"),
     (threads(0.9, looks=9, held=1), "transform", "each, is the limit"),
     (facts(make_s=0.1, first_wait_s=3.0), "start", "took 3 s; persistent_workers=True would do it once"),
-    (facts(make_s=0.1, first_wait_s=3.0, persistent=True), "start", "the next epochs use the same workers"),
+    (facts(make_s=0.1, first_wait_s=3.0, waited_s=3.0, steps_s=1.0), "start", "took 9 s; without workers .* would take 1.1 s"),
+    (facts(make_s=0.1, waited_s=0.2, steps_s=9.0), "start", "waited 2% .*took 898 ms; persistent_workers"),
+    (facts(make_s=3.0, hand_over_s=6.0), "hand-over", "thread', cost less"),
+    (facts(make_s=0.1, hand_over_s=6.0, waited_s=8.0), "hand-over", r"without workers \(num_workers=0\) .* would take 2.1 s"),
+    (facts(make_s=0.1, first_wait_s=7.0, waited_s=7.0, persistent=True), "start", "the next epochs use the same workers"),
     (facts(UNEVEN, cache=room(1)), "stalls", r"some samples take (49|50|51)\d ms, half of them at most 1(.0\d)? ms, and"),
 ])  # fmt: skip
 def test_the_largest_part_is_the_limit_unless_the_cause_lies_elsewhere(epoch, limit, says):
     verdict = judge(*epoch)
     assert (verdict.limit, str(verdict)) == (limit, verdict.text)
     assert re.search(says, verdict.text), verdict.text
-    assert re.match(r"the trainer waited \d+% of the time \(\d[\d.]* s of \d[\d.]* s\); .*\Z", verdict.text)
+    assert re.match(r"the trainer waited \d+% of the time \(\d[\d.]* m?s of \d[\d.]* s\); .*\Z", verdict.text)
+
+
+@pytest.mark.parametrize("epoch", [
+    facts(make_s=0.016, workers=0, waited_s=0.016, seconds=0.02, batches=4),  # shorter than the start of a worker
+    facts(make_s=8.0, workers=0, waited_s=8.0, cpu_s=20.0),  # the steps keep all CPUs busy
+    facts(make_s=16.0, cores=2, waited_s=9.0),  # as many workers as CPUs
+    facts(make_s=16.0, workers=10, cores=4, waited_s=9.0, cpu=0.4),  # they mostly wait, and keep the CPUs busy
+    facts(make_s=16.0, workers=1, cores=2, waited_s=9.0, steps_s=0.5, first_wait_s=8.0),  # workers start for long
+])  # fmt: skip
+@pytest.mark.parametrize("cache", [None, CACHE])
+def test_workers_are_suggested_only_if_they_are_sure_to_help(epoch, cache):
+    stats, known = epoch
+    found = str(judge(stats, replace(known, cache=None if cache is None else lambda: cache)))
+    assert not re.search(r"num_workers=[1-9]", found), found
+
+
+def test_no_more_than_twice_as_many_workers_as_now_are_suggested_however_long_they_wait():
+    for workers, suggested in ((0, 2), (2, 4), (4, 8)):
+        many = max(1, workers)
+        epoch = facts(make_s=4.5 * many, collate_s=5.0 * many, waited_s=9.5, cpu=0.03, cache=None, workers=workers)
+        assert f"num_workers={suggested} would" in judge(*epoch).text
 
 
 def test_nothing_is_said_where_nothing_waits():
@@ -100,13 +128,14 @@ def test_an_epoch_of_a_loader_has_the_figures_of_its_record_and_a_verdict(caplog
     rows.row(1).add_loads([9.0])  # before the epoch
     for number, persistent in ((0, True), (1, True), (2, False)):
         epoch = log.begin(rows, None, 2, persistent, None)
-        epoch.began_ns, row = 0, rows.row(2)
+        epoch.began_ns, epoch.last_ns, row = 0, 10**8, rows.row(2)  # the iterator is ready
         row.add_loads([0.5] * 6)
         for batch in range(3):
             epoch.note_batch(10**9 * (1 + batch), 9 * 10**8, 1)
         stats = epoch.figures(3 * 10**9)
         assert (stats.number, stats.batches, stats.hits, stats.hit_rate, stats.complete) == (number, 3, None, None, False)
         assert (stats.seconds, stats.waited_s, stats.waited_share) == pytest.approx((3, 2.7, 0.9))
+        assert (stats.steps_s, stats.overhead_s) == pytest.approx((0.2, 0.1))
         assert [wait.count for wait in stats.wait_by_worker] == [0, 3]
         assert (stats.wait.count, stats.load.count, stats.load.mean_s) == (3, 6, 0.5)
         assert log.epochs()[-1].verdict is None
@@ -117,6 +146,13 @@ def test_an_epoch_of_a_loader_has_the_figures_of_its_record_and_a_verdict(caplog
         verdict = log.epochs()[-1].verdict
         assert (verdict.limit, log.epochs()[-1].complete) == ("source", True)
         assert caplog.messages[-1] == f"epoch {number + 1}: {verdict}"
-    log.begin(rows, None, 2, False, None)
-    log.end(log.begin(rows, None, 2, False, None))  # neither has batches
-    assert len(log.epochs()) == 3
+    epoch = log.begin(rows, None, 2, False, None)
+    epoch.began_ns, epoch.last_ns = 0, 10
+    epoch.note_batch(110, 50, 1)  # the program did something else before it asked
+    epoch.note_request(130)
+    assert log.epochs()[-1].seconds == pytest.approx(80e-9)
+    log.end(epoch, 150)
+    stats = log.epochs()[-1]
+    assert (stats.seconds, stats.waited_s, stats.steps_s, stats.overhead_s) == pytest.approx((1e-7, 5e-8, 2e-8, 3e-8))
+    log.end(log.begin(rows, None, 2, False, None))  # it has no batches
+    assert len(log.epochs()) == 4

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 
@@ -254,6 +255,7 @@ def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what
     assert sum(reserved) <= 3 * 64 * 1024  # an extent may be larger than a part of this limit
     assert sum("the ranks of this job cache different samples in" in text for text in logged) == RANKS - 1
     assert "share_ranks=False" in "".join(logged)
+    assert not re.search("[0-9a-f]{16}", "".join(logged))  # digests
 
 
 def bare(rank, meet, cls, fill):

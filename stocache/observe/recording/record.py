@@ -362,8 +362,7 @@ class Counted:
     def distribution(self, quantity: int, row: int | None = None) -> Distribution:
         """Return the distribution of a quantity that has a histogram: in one row, or in all."""
         rows = self.rows if row is None else self.rows[row : row + 1]
-        begin = _WORDS + quantity * BUCKETS
-        return Distribution.of(rows[:, begin : begin + BUCKETS].sum(0), int(rows[:, quantity].sum()))
+        return Distribution.of(Counted(rows).counts(quantity), int(rows[:, quantity].sum()))
 
     def distributions(self) -> dict[str, Any]:
         """Return the distributions of all quantities that have a histogram, by name."""

@@ -1,20 +1,14 @@
 """``stocache run --check``: run a program twice, with torch's loader and with stocache's, and compare the batches."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from stocache.tools.run.everywhere import Everywhere
+from stocache.tools.run.messages import say
 
 CHECK = "STOCACHE_CHECK"  # for the two runs: "with" or "without", the number of batches, and the file for their digests
-
-
-def say(text: str) -> None:
-    """Print a line to the error stream, unless the program has closed it."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        sys.stderr.write(f"{text}\n")
 
 
 def compare(steps: int, arguments: list[str]) -> int:

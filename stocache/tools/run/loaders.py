@@ -35,6 +35,7 @@ from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
+from stocache.tools.run.messages import LoaderName
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use, current
 
@@ -152,11 +153,11 @@ def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
 
 
 class _TimedIteration(Iteration):
-    """An iterator of the program, timed. Making it, which starts workers, is a part of waiting for the first batch."""
+    """An iterator of the program, timed. Making it starts the workers."""
 
     def __init__(self, batches: Any, epoch: RunningEpoch, log: EpochLog) -> None:
         self._batches, self._epoch, self._log = batches, epoch, log
-        self._made_in_ns = time.perf_counter_ns() - epoch.began_ns
+        epoch.last_ns = time.perf_counter_ns()
 
     def __iter__(self) -> Any:
         again = iter(self._batches)
@@ -170,12 +171,11 @@ class _TimedIteration(Iteration):
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._epoch.waited_ns += time.perf_counter_ns() - began  # for the end of workers
+            self._epoch.note_request(began)
             self._log.end(self._epoch)
             raise
         ended = time.perf_counter_ns()
-        self._epoch.note_batch(ended, ended - began + self._made_in_ns, None)
-        self._made_in_ns = 0
+        self._epoch.note_batch(ended, ended - began, None)
         return batch
 
 
@@ -197,6 +197,11 @@ class _Loader:
     log: EpochLog
     note: str
     skipped: int = 0  # epochs of the process that has forked this one
+
+    @property
+    def name(self) -> tuple[str, str, int | None]:
+        """The place, and what is known of the dataset."""
+        return self.place, self.dataset.name, self.dataset.length
 
 
 def _loaders_of(use: Use) -> "ProgramLoaders":
@@ -240,11 +245,11 @@ class ProgramLoaders:
         seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
         self._loaders.append(seen)
         if self._use.on_epoch is not None:
-            loader.log.on_epoch = partial(self._on_epoch, seen.place)
+            loader.log.on_epoch = partial(self._on_epoch, seen.name)
 
-    def _on_epoch(self, place: str, epoch: LoaderEpochStats) -> None:
+    def _on_epoch(self, name: LoaderName, epoch: LoaderEpochStats) -> None:
         if self._use.on_epoch is not None and get_worker_info() is None:
-            self._use.on_epoch(place, epoch)
+            self._use.on_epoch(name, epoch)
 
     def enter(self, loader: ProgramLoader[Any]) -> None:
         """Note that this process iterates over a loader: it reports at its end, also if the program has started it."""
@@ -335,7 +340,7 @@ class ProgramLoaders:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
             epochs = seen.log.epochs()[seen.skipped :]
             if epochs or seen.note:
-                key = seen.place, seen.dataset.name, seen.dataset.length
+                key = seen.name
                 before = found[key].epochs if key in found else ()
                 found[key] = LoaderLines(*key, (*before, *epochs), self._state_of(seen.dataset), seen.note)
         return list(found.values())

@@ -6,6 +6,9 @@ from typing import Any
 
 from stocache.observe.verdict import LoaderEpochStats
 from stocache.system.figures import format_seconds, plural
+from stocache.tools.run.messages import words_of
+
+_SHOWN = 0.01  # share of the time, from which starting and ending epochs is shown
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class LoaderLines:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the same for JSON."""
-        figures = ("number", "batches", "samples", "hits", "misses", "seconds", "waited_s", "hit_rate", "complete")
-        epochs = [_named(epoch, figures) | {"verdict": epoch.verdict and str(epoch.verdict)} for epoch in self.epochs]
+        figures = ("number", "batches", "samples", "hits", "misses", "seconds", "waited_s", "steps_s", "hit_rate", "complete")
+        epochs = [
+            _named(epoch, figures) | {"verdict": epoch.verdict and words_of(epoch, bool(self.state))} for epoch in self.epochs
+        ]
         return _named(self, ("place", "dataset", "length", "seconds", "waited_s", "state", "note")) | {"epochs": epochs}
 
     def text(self) -> str:
@@ -49,22 +54,27 @@ class LoaderLines:
         lines = [f"{self.place or 'a loader'}: {self.dataset}{length}"]
         lines += self._figures() if self.epochs else ["  none of its loops was timed"]
         lines += [f"  {line}" for line in (self.state, self.note) if line]
-        verdict = next((epoch.verdict for epoch in reversed(self.epochs) if epoch.verdict is not None), None)
-        if verdict is not None:
-            text = str(verdict)
-            lines.append(f"  {text if self.state else text.replace('CachedDataset makes', '--cache auto makes')}")
+        judged = [(number, epoch) for number, epoch in enumerate(self.epochs, 1) if epoch.verdict is not None]
+        if judged:
+            number, epoch = max(judged, key=self._weight)
+            lines.append(f"  epoch {number}: {words_of(epoch, bool(self.state))}")
         return "\n".join(lines)
+
+    def _weight(self, judged: tuple[int, LoaderEpochStats]) -> tuple[float, int]:
+        """Return how long all epochs with the same limit waited, and the number of this one."""
+        number, limit = judged[0], judged[1].verdict and judged[1].verdict.limit
+        return sum(epoch.waited_s for epoch in self.epochs if epoch.verdict and epoch.verdict.limit == limit), number
 
     def _figures(self) -> list[str]:
         batches, samples = (sum(getattr(epoch, name) for epoch in self.epochs) for name in ("batches", "samples"))
         last, seconds = self.epochs[-1], max(1e-9, self.seconds)
-        share = self.waited_s / seconds
+        parts = {"for steps": sum(epoch.steps_s for epoch in self.epochs), "waiting for data": self.waited_s}
+        parts["starting and ending epochs"] = sum(epoch.overhead_s for epoch in self.epochs)
+        named = [f"{format_seconds(part)} {name} ({part / seconds:.0%})" for name, part in parts.items()]
+        shown = named if parts["starting and ending epochs"] >= _SHOWN * seconds else named[:2]
         cost = f"; one that is not in memory takes {format_seconds(last.load.mean_s)}" if last.load.count else ""
         rate = samples / seconds
-        lines = [
-            f"  {plural(len(self.epochs), 'epoch')}, {plural(batches, 'batch')}: {format_seconds(seconds - self.waited_s)} "
-            f"for steps ({1 - share:.0%}), {format_seconds(self.waited_s)} waiting for data ({share:.0%})",
-        ]
+        lines = [f"  {plural(len(self.epochs), 'epoch')}, {plural(batches, 'batch')}: {', '.join(shown)}"]
         if samples:  # else worker processes count for themselves
             lines.append(f"  {rate:{',.0f' if rate >= 100 else '.3g'}} samples a second{cost}")
         return lines

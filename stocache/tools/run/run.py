@@ -9,7 +9,6 @@ import importlib.machinery
 import importlib.util
 import io
 import json
-import logging
 import os
 import pkgutil
 import sys
@@ -17,18 +16,16 @@ import types
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from stocache.errors import StocacheError
 from stocache.loader.threads import METHODS
 from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
-from stocache.tools.run.compare import CHECK, say
+from stocache.tools.run.compare import CHECK
 from stocache.tools.run.everywhere import OFF, Everywhere, replace_name, use_everywhere
-from stocache.tools.run.use import ProgramOptions, Use
-
-if TYPE_CHECKING:
-    from stocache.observe.verdict import LoaderEpochStats
+from stocache.tools.run.messages import EpochLines, keep_log_apart, say, say_apart
+from stocache.tools.run.use import ProgramOptions
 
 _HELP = """\
 Run a Python program, with stocache's DataLoader in place of torch's, and report what its training waits for.
@@ -218,28 +215,13 @@ def _follow_spawned(settings: dict[str, Any]) -> None:
 def observe(everywhere: Everywhere, given: argparse.Namespace, options: dict[str, Any]) -> None:
     """Have a process of the program print the verdicts of its epochs and report when it ends, and those that it starts."""
     use = everywhere.use
+    keep_log_apart(given.quiet)
     if not given.quiet:
-        use.on_epoch = partial(_print_epoch, use)
+        use.on_epoch = EpochLines(use)
     use.traces = given.trace is not None
     use.report = partial(_report, everywhere, given)
-    logging.getLogger("stocache").addFilter(_can_be_written)
     observed = {name: getattr(given, name) for name in ("quiet", "json", "trace")}
     _follow_spawned({"options": options, "observed": observed})
-
-
-def _can_be_written(record: logging.LogRecord) -> bool:
-    """Whether the streams are open to which the program's handlers write, and logging writes errors: a failure would end it."""
-    logger: logging.Logger | None = logging.getLogger("stocache")
-    streams: list[Any] = [sys.stderr]
-    while logger is not None:
-        streams += [getattr(handler, "stream", None) for handler in logger.handlers]
-        logger = logger.parent
-    return not any(getattr(stream, "closed", False) for stream in streams)
-
-
-def _print_epoch(use: Use, place: str, epoch: "LoaderEpochStats") -> None:
-    if epoch.verdict is not None and use.rank == 0:
-        say(f"stocache: {place}, epoch {epoch.number + 1}: {epoch.verdict}")
 
 
 def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
@@ -253,7 +235,7 @@ def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
     elif not text:
         text = everywhere.why_nothing()
     if text and not given.quiet and use.rank == 0:
-        say(f"\n{text}")
+        say_apart(text)
     process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
         _write(given.json + process, [lines.as_dict() for lines in everywhere.lines()])
@@ -266,4 +248,4 @@ def _write(path: str, content: object) -> None:
         with open(path, "w") as file:
             json.dump(content, file)
     except OSError as error:
-        say(f"stocache: {path}: {error.strerror}")
+        say_apart(f"stocache: {path}: {error.strerror}")

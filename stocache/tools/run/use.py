@@ -39,7 +39,8 @@ class Use:
     """The state of this process between `use_everywhere` and `Everywhere.undo`.
 
     Attributes:
-        on_epoch: called at the end of each epoch with the place of its loader in the program, and the epoch's figures.
+        on_epoch: called at the end of each epoch with the name of its loader (the place in the program, the class of its
+            dataset and the number of samples), and with the epoch's figures.
         traces: whether to note when batches came.
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
@@ -52,7 +53,7 @@ class Use:
 
     def __init__(self, options: ProgramOptions) -> None:
         self.options = options
-        self.on_epoch: Callable[[str, Any], None] | None = None
+        self.on_epoch: Callable[[tuple[str, str, int | None], Any], None] | None = None
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
         self.traces = self.without = False
         self.loaders: Any = None

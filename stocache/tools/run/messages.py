@@ -1,0 +1,105 @@
+"""What ``stocache run`` writes to the error stream: lines of its own, in the words of its options."""
+
+import contextlib
+import logging
+import re
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stocache.tools.run.use import Use
+
+if TYPE_CHECKING:
+    from stocache.observe.verdict import LoaderEpochStats
+
+LoaderName: TypeAlias = tuple[str, str, int | None]
+"""The place of a loader in the program, the class of its dataset, and the number of samples."""
+
+_FIRST = 2  # lines about a loader that are printed in any case
+_CHANGE = 0.25  # of the share of waiting, from which a line is printed again
+
+_OPTIONS = (
+    (r"size_limit_gib=[\d.]+(, all that fits,)?", "a larger --cache"),
+    (r"disk= keeps", "--disk and --disk-limit keep"),
+    (r"worker_method='(\w+)'", r"--worker-method \1"),
+    (r"CachedDataset makes", "--cache auto makes"),
+    (r", or deterministic ones that run before the cache,", ""),
+    (r"; move random steps to transform=.*| Put random steps into transform=.*?(?= \(stocache|$)", ""),
+)
+"""Advice about stocache's own classes, and what stands for it where the program does not use them."""
+
+
+def say(text: str) -> None:
+    """Print a line to the error stream."""
+    sys.stderr.write(f"{text}\n")
+
+
+def say_apart(text: str) -> None:
+    """Print a line to the error stream, after an empty one: a progress bar leaves the cursor behind its text.
+
+    On a terminal tqdm moves its bars below the line. Nothing is printed if the stream is closed. It is the stream that the
+    program has from Python, except on a terminal, because there a library may draw on the one that it has put in its place.
+    """
+    with contextlib.suppress(Exception):  # whatever streams raise that the program has made, or closed
+        streams: Any = sys.__stderr__, sys.__stdout__
+        stream, bars, tqdm = streams[0], contextlib.nullcontext(), sys.modules.get("tqdm")
+        if stream.isatty():
+            stream = sys.stderr
+            if tqdm is not None and streams[1].isatty():  # else tqdm would draw a bar on that again into a file
+                bars = tqdm.tqdm.external_write_mode(stream, nolock=True)
+        with bars:
+            stream.write(f"\n{text}\n")
+
+
+def as_options(text: str, cached: bool) -> str:
+    """Return advice for a user of ``stocache run``. ``cached``: whether ``--cache`` is given."""
+    if cached:
+        text = re.sub(r"; if they draw no random numbers, .*", "", text)
+    for ours, option in _OPTIONS:
+        text = re.sub(ours, option, text)
+    return text
+
+
+def keep_log_apart(quiet: bool) -> None:
+    """Keep the log of this package out of that of the program: print warnings, or nothing if ``quiet``.
+
+    It takes a filter, because programs replace the handlers of all loggers that exist.
+    """
+
+    def shown(record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING and not quiet:
+            say_apart(f"stocache: {as_options(record.getMessage(), cached=False)}")
+        return False
+
+    log = logging.getLogger("stocache")
+    log.setLevel(logging.WARNING)
+    log.addFilter(shown)
+
+
+class EpochLines:
+    """Prints the verdicts of epochs: the first ones of each loader, and those that differ from all that were printed.
+
+    Args:
+        use: the state of this process: whether its loaders are cached, and its rank.
+    """
+
+    def __init__(self, use: Use) -> None:
+        self._use, self._cached = use, use.options.cache is not None
+        self._epochs: defaultdict[LoaderName, int] = defaultdict(int)
+        self._said: defaultdict[LoaderName, list[tuple[str, float]]] = defaultdict(list)
+
+    def __call__(self, loader: LoaderName, epoch: "LoaderEpochStats") -> None:
+        """Note an epoch of a loader that has ended, and print its verdict if that says more than the lines before."""
+        self._epochs[loader] += 1
+        verdict, said = epoch.verdict, self._said[loader]
+        if verdict is None or self._use.rank:
+            return
+        known = any(limit == verdict.limit and abs(share - verdict.share) < _CHANGE for limit, share in said)
+        if len(said) < _FIRST or not known:
+            said.append((verdict.limit, verdict.share))
+            say_apart(f"stocache: {loader[0]}, epoch {self._epochs[loader]}: {words_of(epoch, self._cached)}")
+
+
+def words_of(epoch: "LoaderEpochStats", cached: bool) -> str:
+    """Return the verdict of an epoch, in the words of ``stocache run``, unless the program itself uses stocache's cache."""
+    return as_options(str(epoch.verdict), cached) if cached or epoch.hits is None else str(epoch.verdict)
