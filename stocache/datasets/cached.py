@@ -350,12 +350,15 @@ class CachedDataset(DatasetProxy[_T]):
         epochs = self._epochs.stats(self.cache.counts())
         return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
-    def begin_loop(self, loader: Any, looped: bool) -> None:
-        """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
+    def begin_loop(self, loader: object, looped: bool, started: bool | None) -> None:
+        """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it.
+
+        ``started``: whether the loader's persistent workers run already; None if it has none.
+        """
         self._follow_transforms()
         self._epochs.loop_begins(self.cache.counts(), loader, expected=looped and not self._audit.changed)
-        if loader.num_workers and loader.persistent_workers:
-            self._audit.meet_workers(started=loader.has_workers)
+        if started is not None:
+            self._audit.meet_workers(started)
         self._audit.begin_epoch()
 
     def set_epoch(self, epoch: int) -> None:

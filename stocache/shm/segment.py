@@ -118,7 +118,9 @@ class Segment:
     def _enter_process(self) -> None:
         """Take a counter row and fresh locks: when attaching, and again in each forked child."""
         self.guard = threading.Lock()
-        self._counting: Any = threading.Lock() if FREE_THREADED else contextlib.nullcontext()  # which an interrupt cannot leave locked
+        self._counting: Any = (
+            threading.Lock() if FREE_THREADED else contextlib.nullcontext()
+        )  # which an interrupt cannot leave locked
         self.locks = FileLocks(self._fds, self.path or self.backing)
         self.extents = Extents(self.layout, self._mmap, self._fds, self.locks, self.backing, self._huge)
         # A process reuses the counter row of one that has exited, and keeps adding to it. The last row is shared by all

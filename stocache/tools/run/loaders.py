@@ -6,7 +6,6 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,8 +15,9 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from stocache.cache.options import CacheOptions
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
-from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
-from stocache.loader.epochs import EpochLog, RunningEpoch
+from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
+from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
+from stocache.loader.epochs import EpochLog
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
 from stocache.system.limits import format_size, parse_size
@@ -34,7 +34,6 @@ _T = TypeVar("_T")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
-_OURS = "__iter__", "_get_iterator"
 
 
 class ProgramLoader(DataLoader[_T]):
@@ -49,58 +48,49 @@ class ProgramLoader(DataLoader[_T]):
         if options.worker_method is not None:
             kwargs.setdefault("worker_method", options.worker_method)
         super().__init__(dataset, *args, **kwargs)
+        engine = engine_of(self)
+        if options.share:
+            engine.while_starting = tables_shared
         if used is not None:
             _loaders_of(used).note(self)
 
-    _served: Any = None  # in place of the dataset, in iterators
-
-    @property
-    def source(self) -> Any:
-        """The dataset of the program, or a `CachedDataset` of it."""
-        return self.dataset if self._served is None else self._served
-
-    @property
-    def iterates_as_torch(self) -> bool:
-        """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
-        used = current()
-        changed = any(getattr(type(self), name) is not getattr(ProgramLoader, name) for name in _OURS)
-        return changed or (used is not None and used.without)
-
     def __iter__(self) -> Any:
         used = current()
+        if "_stocache" not in vars(self):  # a subclass has not called our constructor
+            return TorchLoader.__iter__(self)
+        engine = engine_of(self)
         if used is not None:
-            object.__setattr__(self, "_served", _loaders_of(used).served(self))
-        batches = self._as_torch() if self.iterates_as_torch else super().__iter__()
+            engine.served = _loaders_of(used).served(self)
+        if iterates_as_torch(self):
+            engine.in_iter = True
+            try:
+                batches = TorchLoader.__iter__(self)
+            finally:
+                engine.in_iter = False
+        else:
+            batches = engine.iterate()
         if used is None or used.compared is None:
             return batches
         return used.compared(_loaders_of(used).number_of(self), batches)
 
-    def _begin_epoch(self) -> RunningEpoch:
-        epoch, used = super()._begin_epoch(), current()
-        if used is not None and used.traces:
-            loaders = _loaders_of(used)
-            epoch.note_batch = partial(loaders.trace, loaders.number_of(self), epoch.note_batch)  # type: ignore[method-assign]
-        return epoch
-
-    def _as_torch(self) -> Any:
-        return self.iterate_changed({"dataset": self.source})
-
     def _get_iterator(self) -> Any:
+        """Return an iterator of torch. A subclass may ask for it itself, and keep it."""
         used = current()
-        with tables_shared(self.source) if used is not None and used.options.share and self.num_workers else nullcontext():
-            return self._started(used)
-
-    def _started(self, used: Use | None) -> Any:
-        if not self.iterates_as_torch:
+        if "_stocache" not in vars(self):
             return super()._get_iterator()
-        if used is None or _loaders_of(used).number_of(self) < 0:  # a copy, made to iterate
-            return TorchLoader._get_iterator(self)
-        # a subclass that asks for the iterator itself, and keeps it
-        object.__setattr__(self, "_served", _loaders_of(used).served(self, keeps_iterator=True))
-        return TorchLoader._get_iterator(self.changed({"dataset": self.source}))
+        engine = engine_of(self)
+        if used is not None and not engine.in_iter:
+            engine.served = _loaders_of(used).served(self, keeps_iterator=True)
+        loader = self if engine.served is None else torch_loader_of(self, {"dataset": engine.served})
+        with engine.while_starting(engine.source):
+            return TorchLoader._get_iterator(loader)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_served": None}
+
+def iterates_as_torch(loader: ProgramLoader[Any]) -> bool:
+    """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
+    used = current()
+    overrides = makes_iterators(loader, ProgramLoader) or type(loader).__iter__ is not ProgramLoader.__iter__
+    return overrides or (used is not None and used.without)
 
 
 def _with_workers(loader: Any, dataset: Any, args: Any, kwargs: dict[str, Any], workers: str) -> tuple[Any, dict[str, Any]]:
@@ -166,13 +156,15 @@ class ProgramLoaders:
     def note(self, loader: ProgramLoader[Any]) -> None:
         """Note a loader of the program, for the report."""
         note = ""
-        if loader.iterates_as_torch:
+        if iterates_as_torch(loader):
             note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used, which are not timed."
             logger.info("%s", note)
-        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
+        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), engine_of(loader).log, note)
         self._loaders.append(seen)
         if self._use.on_epoch is not None:
-            loader.log.on_epoch = partial(self._use.on_epoch, seen.place)
+            seen.log.on_epoch = partial(self._use.on_epoch, seen.place)
+        if self._use.traces:
+            seen.log.on_batch = partial(self.trace, self.number_of(loader))
 
     def number_of(self, loader: ProgramLoader[Any]) -> int:
         """Return the number of a loader, in the order in which the program made them."""
@@ -204,8 +196,8 @@ class ProgramLoaders:
         known.iterations += 1
         if self.options.cache is None or self._use.without or os.getpid() != self._pid:
             return None
-        if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
-            return loader.source if loader.source is not loader.dataset else None
+        if loader.persistent_workers and loader._iterator is not None:  # the workers keep what they have
+            return engine_of(loader).served  # type: ignore[no-any-return]
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader, known)
@@ -286,7 +278,11 @@ def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
         return "it has a state_dict, so its samples may depend on more than their index."
     if length_of(dataset) is None:
         return "it has no length."
-    has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
+    if makes_iterators(loader, ProgramLoader, "_index_sampler", "_auto_collation"):
+        return "its loader is a subclass that has its own way from samplers to batches."
+    has_processes = loader.num_workers > 0 and (
+        engine_of(loader).worker_method == "multiprocessing" or iterates_as_torch(loader)
+    )
     if has_processes and not here.SHARES_MEMORY and options.disk is None:
         return "on this system processes share no cache. --worker-method thread has one."
     return ""
