@@ -68,8 +68,8 @@ def registered(loader: DataLoader[Any]) -> DataLoader[Any]:
     batches = iter(loader)
     next(batches)
     del batches
-    if loader._stage is not None and loader._stage.gatherer is not None:
-        loader._stage.gatherer.wait()
+    if loader._stocache._stage is not None and loader._stocache._stage.gatherer is not None:
+        loader._stocache._stage.gatherer.wait()
     return loader
 
 
@@ -366,7 +366,7 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
         print("| loader | step | GPU waits | step, loss read each time | GPU waits |\n| --- | --- | --- | --- | --- |")
         bare = [seconds(lambda: itertools.islice(itertools.cycle(resident), count // size), every) for every in (0, 1)]
         print(f"| 8 batches that stay on the GPU | {bare[0] * 1e3:.2f} ms | | {bare[1] * 1e3:.2f} ms | |")
-        stage = registered(loaders["device, no workers"])._stage
+        stage = registered(loaders["device, no workers"])._stocache._stage
         order = np.random.default_rng(0).permutation(count)
 
         def gathers_beside() -> Iterator[Any]:

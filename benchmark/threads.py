@@ -404,7 +404,7 @@ def gil(options: argparse.Namespace) -> None:
 
         def run(method: str, dataset: Any = dataset) -> TwoEpochs:
             loader = ours(dataset, batch, workers, method, persistent_workers=False)
-            return TwoEpochs(*(len(dataset) / epoch(loader) for _ in range(2)), loader._uses_threads)
+            return TwoEpochs(*(len(dataset) / epoch(loader) for _ in range(2)), loader._stocache._uses_threads)
 
         methods = "auto", "multiprocessing", "thread"
         contenders = {method: functools.partial(run, method) for method in methods}

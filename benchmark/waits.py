@@ -123,7 +123,7 @@ def obey(worker: int) -> None:
 def not_recording(loader: Any) -> Iterator[None]:
     """Let a loader and its workers record nothing."""
     workers = [process.pid for process in multiprocessing.active_children()]
-    kept, loader._record = loader._record, NoRecord(loader.num_workers)
+    kept, loader._stocache._record = loader._stocache._record, NoRecord(loader.num_workers)
     for pid in workers:
         os.kill(pid, signal.SIGUSR1)
     # Only where it must be: what runs in a process where functions were replaced is slower afterwards, by 1 %
@@ -132,7 +132,7 @@ def not_recording(loader: Any) -> Iterator[None]:
         yield
     for pid in workers:
         os.kill(pid, signal.SIGUSR2)
-    loader._record = kept
+    loader._stocache._record = kept
     time.sleep(_OBEYED_S)
 
 

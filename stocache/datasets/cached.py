@@ -340,7 +340,7 @@ class CachedDataset(DatasetProxy[_T]):
         epochs = self._epochs.stats(self.cache.counts())
         return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
 
-    def begin_loop(self, loader: Any, looped: bool) -> None:
+    def begin_loop(self, loader: object, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
         self._follow_transforms()
         self._epochs.loop_begins(self.cache.counts(), loader, expected=looped and not self._audit.changed)

@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler, RandomSampler, Sampler
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import LimitError, StateError
 from stocache.loader.dataloader import DataLoader
+from stocache.loader.engine import engine_of
 from stocache.loader.samplers.block import BlockSampler
 from stocache.observe.verdict import Verdict
 from stocache.samples.indices import check_indices
@@ -259,7 +260,7 @@ class CacheMonitor(Callback):
         loader = trainer.train_dataloader
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, CachedDataset):
             return
-        epochs = loader.stats().epochs
+        epochs = engine_of(loader).stats().epochs
         if not epochs:
             return
         epoch = epochs[-1]

@@ -1,8 +1,9 @@
-"""The part of `DataLoader` that can be resumed: its state, and the epoch."""
+"""The part of a `LoaderEngine` that can be resumed: its state, and the epoch."""
 
 import copy
+import weakref
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe, RandomSampler, Sampler, Subset
@@ -32,8 +33,6 @@ from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_
 from stocache.system.state import STATE_TYPES, StateForm
 from stocache.system.walking import walk
 
-_T = TypeVar("_T")
-
 _FORM = StateForm(
     "DataLoader",
     2,
@@ -62,12 +61,18 @@ _FORM = StateForm(
 )
 
 
-class ResumableLoader(TorchLoader[_T]):
-    """torch's DataLoader with a position that can be saved and restored."""
+class ResumableEngine:
+    """A position of a loader that can be saved and restored."""
 
     snapshot_every_n_steps: int | None
-    _epoch: int | None
     sample_seed: SampleSeed | None
+    _epoch: int | None
+    _loader: "weakref.ref[TorchLoader[Any]] | None"  # the loader holds the engine; a pickled engine has none
+
+    @property
+    def loader(self) -> Any:
+        """The loader; None if it is gone."""
+        return None if self._loader is None else self._loader()
 
     def _reset_position(self) -> None:
         self._progress = Progress(finished=True)
@@ -82,32 +87,33 @@ class ResumableLoader(TorchLoader[_T]):
 
     @property
     def _index_source(self) -> Any:
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
+        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
     def _order(self) -> Order:
         """Return the order of the batches, with the generators that the loader and its samplers own."""
-        owned = [self.generator, *(value for sampler in samplers_in(self._index_source) for value in vars_of(sampler).values())]
+        of_samplers = (value for sampler in samplers_in(self._index_source) for value in vars_of(sampler).values())
+        owned = self.loader.generator, *of_samplers
         generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
         return Order(self._index_source, list(generators.values()), endless=self._is_iterable)
 
     @property
     def _is_iterable(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
+        return isinstance(self.loader.dataset, IterableDataset)
 
     @property
     def _in_order(self) -> bool:
-        return getattr(self, "in_order", True) or self.num_workers < 2
+        return getattr(self.loader, "in_order", True) or self.loader.num_workers < 2
 
     @property
     def _keeps_states(self) -> bool:
         """Whether the states of workers, or the numbers of their batches, have to be known."""
-        return self._is_iterable or has_state(self.dataset) or not self._in_order
+        return self._is_iterable or has_state(self.loader.dataset) or not self._in_order
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy. It begins an epoch, or continues from a state that was loaded last."""
         progress = self._progress if self._progress.begun is None else Progress(finished=True)
         own: dict[str, Any] = {"_progress": progress, "_worker_states": WorkerStates(1), "_promised": False}
-        return vars(self) | own | dict.fromkeys(("_iterator", "_iterable", "_worker_group", "_workers_made"))
+        return vars(self) | own | dict.fromkeys(("_loader", "_iterable", "_worker_group", "_workers_made"))
 
     def _next_progress(self) -> Progress:
         """Return the progress of the epoch that begins, or is resumed."""
@@ -125,7 +131,7 @@ class ResumableLoader(TorchLoader[_T]):
             epochs=position["epochs"],
             sample_epoch=sample_epoch,
             fillers=0 if self._is_iterable else self._restored[1],
-            workers_made=parts["made"] if self.num_workers and self._worker_group is None else None,
+            workers_made=parts["made"] if self.loader.num_workers and self._worker_group is None else None,
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
 
@@ -145,8 +151,9 @@ class ResumableLoader(TorchLoader[_T]):
     def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
         """Return the states that new workers restore, and whose turn it is."""
         (states, turn), self._restored = self._restored, ([], 0)
-        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order and self.num_workers and self._keeps_states else 1
-        self._worker_states = WorkerStates(max(1, self.num_workers), every, list(states), turn)
+        workers = self.loader.num_workers
+        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order and workers and self._keeps_states else 1
+        self._worker_states = WorkerStates(max(1, workers), every, list(states), turn)
         return states, turn
 
     def _restored_here(self, source: object) -> Any:
@@ -168,35 +175,25 @@ class ResumableLoader(TorchLoader[_T]):
         return {
             "dataset": iterable or StatefulMap(source),
             "collate_fn": StatefulCollate(collate, self._worker_states.every, iterable),
-            "worker_init_fn": StatefulInit(self.worker_init_fn, states),
+            "worker_init_fn": StatefulInit(self.loader.worker_init_fn, states),
         }
 
     def _stateful_iterable(self, source: object, states: list[WorkerState | None], turn: int) -> StatefulIterable:
         wrapper = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
-        return wrapper(source, states, turn, self.batch_size or 1, self.drop_last)
+        return wrapper(source, states, turn, self.loader.batch_size or 1, self.loader.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.
-
-        A worker learns the epoch with its first batch. An iterable dataset has made its iterator by then: if that already
-        chose the samples, they are those of the previous epoch.
-        """
+        """See `DataLoader.set_epoch`."""
         self._epoch = epoch
         for sampler in samplers_in(self._index_source):
             if takes_epoch(sampler):
                 sampler.set_epoch(epoch)
-        set_epoch(self.dataset, epoch)
+        set_epoch(self.loader.dataset, epoch)
         if self._worker_group is not None and self._worker_group.order.context is not None:
             self._worker_group.order.context.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the newest iterator, after the batches it has delivered, for a checkpoint.
-
-        It has the contract of torchdata's StatefulDataLoader. It holds the generators of the loader and its samplers, and the
-        epochs of the samplers. It also holds the states of samplers, of the dataset, and of each worker's copy of it, where
-        these have ``state_dict`` and ``load_state_dict``. JSON can save it if it can save those states. It does not hold random
-        numbers that the model draws, nor those that transforms draw in workers: ``sample_seed`` is for them.
-        """
+        """See `DataLoader.state_dict`."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         progress, order = self._progress, self._order()
@@ -221,7 +218,7 @@ class ResumableLoader(TorchLoader[_T]):
             "asked": now if finished else progress.asked or now,
             "samplers": order.sampler_states() if finished else progress.samplers,
             "now": None if finished or since != progress.delivered else progress.now,
-            "dataset": copy.deepcopy(state_of(self.dataset)),
+            "dataset": copy.deepcopy(state_of(self.loader.dataset)),
             "workers": workers,
         }
         return _FORM.make(self._identity(), position, parts)
@@ -240,15 +237,7 @@ class ResumableLoader(TorchLoader[_T]):
         return self._worker_states.at(delivered)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
-
-        A state also loads with another number of workers, if neither the dataset nor an iterator has a state; and with another
-        number of ranks, if the global batch has the same size. An empty dict starts over. A state of torchdata's
-        StatefulDataLoader loads, too.
-
-        Raises:
-            StateError: ``state`` is damaged, of another version, or of another dataset, sampler or batch size.
-        """
+        """See `DataLoader.load_state_dict`."""
         if state == {}:
             self.end_workers()
             self._reset_position()
@@ -260,14 +249,15 @@ class ResumableLoader(TorchLoader[_T]):
         order = self._order()
         _check(position, parts, order)
         states = [WorkerState.read(saved) for saved in parts["workers"]]
-        count = max(1, self.num_workers)
+        workers = self.loader.num_workers
+        count = max(1, workers)
         if any(states) and len(states) != count:
             raise StateError(
-                f"the state has the states of {len(states)} workers; this loader has {self.num_workers}. Use as many workers."
+                f"the state has the states of {len(states)} workers; this loader has {workers}. Use as many workers."
             )
         if any(states) and position["turn"] >= count:
             raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
-        restore(self.dataset, copy.deepcopy(parts["dataset"]))
+        restore(self.loader.dataset, copy.deepcopy(parts["dataset"]))
         if self._keeps_states:
             self.end_workers()  # new ones begin with their states
         if position["epoch"] is not None:
@@ -286,12 +276,13 @@ class ResumableLoader(TorchLoader[_T]):
         self._promised = False
 
     def end_workers(self) -> None:
-        """End the persistent workers. The next iteration starts new ones."""
+        """See `DataLoader.end_workers`."""
         # As Lightning does. The garbage collector may find the queues first, and then this takes 5 seconds a worker
-        iterator, group = self._iterator, self._worker_group
-        self._iterator = self._worker_group = self._workers_made = None
-        if iterator is not None and group is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+        group, self._worker_group, self._workers_made = self._worker_group, None, None
+        if group is not None:
+            iterator, self.loader._iterator = self.loader._iterator, None
+            if iterator is not None:
+                iterator._shutdown_workers()
 
     @property
     def _world_size(self) -> int:
@@ -301,21 +292,21 @@ class ResumableLoader(TorchLoader[_T]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the properties that must be equal for a state to be resumed."""
-        layers = walk(self.dataset, through=lambda wrapper: isinstance(wrapper, Subset | CachedDataset))
+        layers = walk(self.loader.dataset, through=lambda wrapper: isinstance(wrapper, Subset | CachedDataset))
         fingerprints = [
             attribute_of(layer, name) for layer in layers for name in ("fingerprint", "_fingerprint")
         ]  # stocache and Hugging Face use the second name
-        batch_size = self.batch_size
-        if isinstance(self.sampler, LocalityDistributedSampler):  # other ranks may continue the same batches
-            batch_size = self.sampler.global_batch_size
+        batch_size = self.loader.batch_size
+        if isinstance(self.loader.sampler, LocalityDistributedSampler):  # other ranks may continue the same batches
+            batch_size = self.loader.sampler.global_batch_size
         elif batch_size is not None:
             batch_size *= self._world_size
         return {
             "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
-            "samples": None if self._is_iterable else length_of(self.dataset),
+            "samples": None if self._is_iterable else length_of(self.loader.dataset),
             "batches": length_of(self._index_source),
             "batch_size": batch_size,
-            "drop_last": self.drop_last,
+            "drop_last": self.loader.drop_last,
             "sample_seed": None if self.sample_seed is None else self.sample_seed.seed,
             "samplers": [_description(value) for value in samplers_in(self._index_source) if isinstance(value, Sampler)],
         }

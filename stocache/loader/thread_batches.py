@@ -45,11 +45,13 @@ class ThreadMaker:
     """Makes batches in threads. The tasks hold this object; it does not hold the iterator."""
 
     def __init__(self, loader: Any, crew: ThreadWorkers, pin: Any) -> None:
-        self.crew, self._pin, self.record = crew, pin, loader.record
+        self.crew, self._pin, self.record = crew, pin, loader._stocache.record
         self._batched, self._drop_last, self._kind = loader._auto_collation, loader.drop_last, loader._dataset_kind
         dataset = crew.workers[0].dataset
         iterable = self._kind == DatasetKind.Iterable
-        self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
+        self.is_bound = (
+            iterable or isinstance(dataset, StatefulMap) or (loader._stocache.sample_seed is None and crew.holds_generator)
+        )
         self._way = None if self.is_bound else _way_of(dataset)
         self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None

@@ -51,7 +51,7 @@ class ThreadIterator(QuickIterator):
     """An iterator over the batches of a DataLoader, made by threads; see NOTE [ Batches made by threads ].
 
     Args:
-        loader: torch's arguments. Its sampler yields a `BatchRequest` for each batch.
+        loader: torch's arguments, and a `LoaderEngine`. Its sampler yields a `BatchRequest` for each batch.
     """
 
     _sampler_iter: Any
@@ -66,8 +66,9 @@ class ThreadIterator(QuickIterator):
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
         parts = self._dataset, self._collate_fn, init
-        hooks = loader.sample_seed is not None and loader.sample_seed.hooks
-        crew = ThreadWorkers(count, parts, self._base_seed, self._shared_seed, bool(hooks), loader._warned)
+        engine = loader._stocache
+        hooks = engine.sample_seed is not None and engine.sample_seed.hooks
+        crew = ThreadWorkers(count, parts, self._base_seed, self._shared_seed, bool(hooks), engine.warned)
         pin = self._pin_memory_device if self._pin_memory else None
         self._maker = ThreadMaker(loader, crew, pin)
         self._is_bound, self._in_turn = self._maker.is_bound, crew.in_turn

@@ -51,6 +51,9 @@ class QuickIterator(BaseIterator):  # type: ignore[misc]
         self._num_yielded += 1
         return data
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of its loader makes an iterator of its own
+
     def is_ready(self) -> bool:
         """Return whether the next batch can be had without waiting, and without code of the dataset."""
         return False

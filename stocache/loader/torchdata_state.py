@@ -14,7 +14,7 @@ def is_from_torchdata(state: object) -> bool:
     return isinstance(state, dict) and "_iterator_finished" in state
 
 
-def from_torchdata(state: dict[str, Any], loader: object) -> dict[str, Any]:
+def from_torchdata(state: dict[str, Any], engine: object) -> dict[str, Any]:
     """Return a state from which a loader goes on where torchdata's would.
 
     torchdata's loader shuffles with a generator of its own. So the sampler of this loader gets such a generator, if it does not
@@ -22,20 +22,21 @@ def from_torchdata(state: dict[str, Any], loader: object) -> dict[str, Any]:
 
     Args:
         state: of torchdata.
-        loader: the `DataLoader` that loads it, made with the same arguments.
+        engine: of the `DataLoader` that loads it, made with the same arguments.
 
     Raises:
         StateError: the state is damaged, or the position of a worker in an iterable dataset without a state is unknown.
     """
     try:
-        return _converted(state, loader)
+        return _converted(state, engine)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         if isinstance(error, StateError):
             raise
         raise StateError(f"the state of torchdata's StatefulDataLoader is damaged: {error!r:.100}.") from error
 
 
-def _converted(state: dict[str, Any], loader: Any) -> dict[str, Any]:
+def _converted(state: dict[str, Any], engine: Any) -> dict[str, Any]:
+    loader = engine.loader
     snapshot = state.get("_snapshot")
     main = state if snapshot is None else snapshot["_main_snapshot"]
     batches = state["_num_yielded"] if snapshot is None else snapshot["_snapshot_step"]
@@ -44,12 +45,12 @@ def _converted(state: dict[str, Any], loader: Any) -> dict[str, Any]:
     generator = (sampling.get("sampler_iter_state") or {}).get("generator")
     if isinstance(loader.sampler, RandomSampler) and generator is not None and loader.sampler.generator is None:
         loader.sampler.generator = torch.Generator()
-    own: dict[str, Any] = loader.state_dict()  # of a loader that has not begun
+    own: dict[str, Any] = engine.state_dict()  # of a loader that has not begun
     position, parts = own["position"], own["parts"]
     if isinstance(loader.sampler, RandomSampler) and generator is not None:
         with rng.preserve_rng_state():
             loader.sampler.generator.set_state(generator)
-            parts["made"] = parts["begun"] = parts["asked"] = loader.state_dict()["parts"]["made"]
+            parts["made"] = parts["begun"] = parts["asked"] = engine.state_dict()["parts"]["made"]
     position |= {"batches": batches, "replay": state.get("_steps_since_snapshot", 0), "finished": finished}
     position["epochs"] = [None for _ in position["epochs"]]  # torchdata leaves them to the user
     samplers = [saved for saved in (main["_index_sampler_state"], sampling.get("sampler_state")) if saved is not None]

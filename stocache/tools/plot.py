@@ -58,6 +58,7 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
 
 
 def _epochs(source: Any) -> tuple[EpochStats | LoaderEpochStats, ...]:
+    source = getattr(source, "_stocache", source)  # a subclass of a loader may have ``stats`` of its own
     stats = source.stats() if hasattr(source, "stats") else source
     epochs = getattr(stats, "epochs", None)
     if not isinstance(epochs, tuple):

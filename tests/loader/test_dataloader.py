@@ -549,10 +549,10 @@ def test_an_epoch_that_is_held_and_dropped_leaves_little_memory():
     samples = torch.zeros(64, 320, 320)
     loader = stocache.DataLoader(samples, 4)
     held = list(loader)
-    assert loader._pool.leased == 4
+    assert loader._stocache._pool.leased == 4
     del held
     gc.collect()
-    assert loader._pool.leased == 0
+    assert loader._stocache._pool.leased == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")

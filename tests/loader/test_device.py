@@ -67,8 +67,8 @@ def batches_of(loader, epochs=2):
     for _ in range(epochs):
         torch.manual_seed(len(epochs_of))
         epochs_of.append(list(loader))
-        if loader._stage is not None and loader._stage.gatherer is not None:
-            loader._stage.gatherer.wait()
+        if loader._stocache._stage is not None and loader._stocache._stage.gatherer is not None:
+            loader._stocache._stage.gatherer.wait()
     return epochs_of
 
 
@@ -122,7 +122,7 @@ def test_what_is_not_registered_yet_is_gathered_by_the_cpu(play):
         first = next(iter(loader))
         assert same(first["image"], torch.stack([Images()[idx]["image"] for idx in range(BATCH)]))
         assert loader.stats().device.from_host >= BATCH
-        loader._stage.gatherer.wait()
+        loader._stocache._stage.gatherer.wait()
         assert loader.stats().device.registered_bytes
         before = loader.stats().device.from_host
         list(loader)
@@ -199,15 +199,15 @@ def test_the_tier_keeps_the_first_samples_that_come_and_no_others(play):
         loader.sampler.generator = loader.generator
         room = 100_000 // (2700 + 1501)
         next(iter(loader))
-        loader._stage.gatherer.wait()
+        loader._stocache._stage.gatherer.wait()
         before = loader.stats().device.from_tier
         list(loader)
-        kept = loader._stage.gatherer._tier._numbers.copy()
+        kept = loader._stocache._stage.gatherer._tier._numbers.copy()
         assert (kept >= 0).sum() == room == len(set(kept[kept >= 0]))
         first = loader.stats().device.from_tier - before
         for epoch in range(2, 5):
             list(loader)
-            assert (loader._stage.gatherer._tier._numbers == kept).all()
+            assert (loader._stocache._stage.gatherer._tier._numbers == kept).all()
             assert loader.stats().device.from_tier - before - first == (epoch - 1) * room
         assert 0 < loader.stats().device.tier_bytes <= 100_000
         del loader
@@ -241,7 +241,7 @@ def test_an_interrupt_leaves_no_sample_in_the_tier_that_is_not_written(play, mon
         dataset.warm(progress=False)
         loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="1MB")
         next(iter(loader))
-        loader._stage.gatherer.wait()
+        loader._stocache._stage.gatherer.wait()
         monkeypatch.setattr(gathering, "copy_rows", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(loader)
@@ -257,7 +257,7 @@ def test_an_error_of_a_batch_that_is_begun_ahead_is_raised_in_its_turn(play):
         loader = DataLoader(dataset, BATCH, device="cuda")
         iterator = iter(loader)
         batches = [next(iterator)]
-        gatherer = loader._stage.gatherer
+        gatherer = loader._stocache._stage.gatherer
         gather = gatherer.gather
 
         def failing(batch):
@@ -397,7 +397,7 @@ def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(p
         for sampler, error in ((Failing(dataset), KeyError), (Drawing(LENGTH), SampleIndexError)):
             loader = DataLoader(dataset, BATCH, sampler=sampler, device="cuda")
             next(iter(loader))
-            loader._stage.gatherer.wait()
+            loader._stocache._stage.gatherer.wait()
             iterator = iter(loader)
             batches = [next(iterator) for _ in range(2 if error is KeyError else 3)]
             with pytest.raises(error):
@@ -557,7 +557,7 @@ def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(play, mon
         batches_of(loader, 3)
         iterator = iter(loader)
         found = [next(iterator)]
-        group, tier = iterator._waiting[0].host.group, loader._stage.gatherer._tier
+        group, tier = iterator._waiting[0].host.group, loader._stocache._stage.gatherer._tier
         assert group.plan is not None
         memory = [weakref.ref(rows) for rows in tier.rows]
         assert tier.release()
@@ -613,15 +613,15 @@ def test_a_batch_is_kept_until_its_copy_has_ended(play):
     loader = DataLoader(TensorDataset(torch.arange(80_000).view(80, 1000)), 4, num_workers=1, device="cuda")
     iterator = iter(loader)
     next(iterator)
-    cuda = loader._stage.cuda
+    cuda = loader._stocache._stage.cuda
     cuda.asynchronous = True
     held = [next(iterator) for _ in range(5)]
     begun = [event for event in cuda.events if not event.done]
-    kept = list(loader._stage._copied)
+    kept = list(loader._stocache._stage._copied)
     assert len(kept) >= len(begun) > 0
     for event in begun[:-1]:
         event.done = True
-    while len(loader._stage._copied) >= len(kept):  # what is ready is delivered before the next copy begins
+    while len(loader._stocache._stage._copied) >= len(kept):  # what is ready is delivered before the next copy begins
         next(iterator)
     del held, kept, iterator, loader
     gc.collect()
@@ -654,7 +654,7 @@ def test_any_structure_arrives_and_what_is_no_tensor_stays_on_the_host(play):
     assert arrived["packed"].batch_sizes.device.type == "cpu"
     assert type(arrived["size"]) is torch.Size
     assert arrived["tuple"][:3] == (1, 2.5, b"bytes")
-    assert loader._stage.cuda.handed == [1]
+    assert loader._stocache._stage.cuda.handed == [1]
 
 
 @pytest.mark.parametrize("workers", WORKERS)

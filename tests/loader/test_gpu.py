@@ -55,8 +55,8 @@ def batches_of(loader, epochs=3):
     for epoch in range(epochs):
         torch.manual_seed(epoch)
         found.append([{name: part.cpu() for name, part in batch.items()} for batch in loader])
-        if loader._stage is not None and loader._stage.gatherer is not None:
-            loader._stage.gatherer.wait()
+        if loader._stocache._stage is not None and loader._stocache._stage.gatherer is not None:
+            loader._stocache._stage.gatherer.wait()
     return found
 
 

@@ -156,7 +156,7 @@ def sleeping_collate(samples):
 def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers):
     loader = stocache.DataLoader(dataset, 10, collate_fn=sleeping_collate, **WORKERS[workers])
     list(loader)
-    counted = loader._record.read()
+    counted = loader._stocache._record.read()
     assert (counted.sum(SAMPLES_MADE), counted.batches) == (20, 2)
     assert counted.sum(MAKE_NS) >= 20 * 2e6
     assert counted.sum(COLLATE_NS) >= 2 * 10e6

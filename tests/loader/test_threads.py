@@ -543,6 +543,6 @@ def test_batches_that_nobody_takes_are_freed_without_the_garbage_collector():
                 batches = iter(loader)
                 next(batches)
                 del batches
-            wait_until(lambda: loader._pool.leased == 0)  # threads finish what they have begun
+            wait_until(lambda: loader._stocache._pool.leased == 0)  # threads finish what they have begun
         finally:
             gc.enable()

@@ -251,7 +251,12 @@ def test_one_limit_is_for_all_datasets_together():
         for loader in loaders:
             list(loader)
         assert (
-            sum(loader.source.cache.stats().capacity_bytes for loader in loaders if loader.source is not loader.dataset) <= 1000
+            sum(
+                loader._stocache.source.cache.stats().capacity_bytes
+                for loader in loaders
+                if loader._stocache.source is not loader.dataset
+            )
+            <= 1000
         )
         assert len(everywhere.lines()) == 3
 

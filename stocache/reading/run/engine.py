@@ -25,6 +25,7 @@ import torch
 from stocache.errors import WorkerError
 from stocache.loader.collate import as_is
 from stocache.loader.dataloader import DataLoader
+from stocache.loader.engine import engine_of
 from stocache.reading.graph.feed import Parcel, parcel_ref
 from stocache.reading.graph.graph import DataPipe
 from stocache.reading.run.replica import Elements, InitFn, ReplicaEpoch, ResetFn
@@ -59,7 +60,7 @@ class WorkerStream(Stream):
             dispatcher = Dispatcher(plan.dispatched, plan.num_workers, self._limit, plan.reset_fn)
             rounds = _Requests(self._next_dispatch)
             self._dispatcher = DataLoader(dispatcher, sampler=rounds, num_workers=1, generator=torch.Generator(), **options)
-            ring = self._dispatcher.ring
+            ring = engine_of(self._dispatcher).ring
         self._ring = ring
         worker = WorkerPart(plan.end, plan.num_workers, plan.init_fn, plan.reset_fn, ring)
         requests = _Requests(self._next_request)
@@ -118,7 +119,7 @@ class WorkerStream(Stream):
             yield from self._merged()
         except RuntimeError as error:  # raised for a dead worker, wherever this process is at that moment
             for loader, process in ((self._loader, "a worker"), (self._dispatcher, "the dispatching process")):
-                death = None if loader is None else loader.dead_worker()
+                death = None if loader is None else engine_of(loader).dead_worker()
                 if death is not None:
                     raise WorkerError(f"{process} is gone: {death}") from error
             raise

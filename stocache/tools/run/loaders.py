@@ -9,7 +9,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial, wraps
 from multiprocessing.util import Finalize
@@ -22,7 +22,8 @@ from stocache.cache.options import CacheOptions
 from stocache.cache.states import SlotState
 from stocache.datasets.cached import CachedDataset
 from stocache.errors import StocacheError
-from stocache.loader.dataloader import SIGNATURE, DataLoader, with_arguments_of_torch
+from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
+from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
 from stocache.loader.epochs import EpochLog, RunningEpoch
 from stocache.loader.iteration import Iteration
 from stocache.observe.verdict import LoaderEpochStats
@@ -47,7 +48,6 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
 _TIMED_S, _PATIENCE_S = 0.1, 20.0  # to time samples that are cached; to wait for one
-_OURS = "__iter__", "_get_iterator"
 
 
 class ProgramLoader(DataLoader[_T]):
@@ -62,69 +62,61 @@ class ProgramLoader(DataLoader[_T]):
         if options.worker_method is not None:
             kwargs.setdefault("worker_method", options.worker_method)
         super().__init__(dataset, *args, **kwargs)
+        engine = engine_of(self)
+        if options.share:
+            engine.while_starting = tables_shared
         if used is not None:
             _loaders_of(used).note(self)
-
-    _served: Any = None  # in place of the dataset, in iterators
-
-    @property
-    def source(self) -> Any:
-        """The dataset of the program, or a `CachedDataset` of it."""
-        return self.dataset if self._served is None else self._served
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if cls.__iter__ is not ProgramLoader.__iter__ and not hasattr(cls.__iter__, "times"):
             cls.__iter__ = _timed(cls, vars(cls).get("__iter__"))  # type: ignore[method-assign]
 
-    @property
-    def iterates_as_torch(self) -> bool:
-        """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
-        used = current()
-        changed = any(getattr(type(self), name) is not getattr(ProgramLoader, name) for name in _OURS)
-        return changed or (used is not None and used.without)
-
     def __iter__(self) -> Any:
         used = current()
+        if "_stocache" not in vars(self):  # a subclass has not called our constructor
+            return TorchLoader.__iter__(self)
+        engine = engine_of(self)
         if used is not None:
-            object.__setattr__(self, "_served", _loaders_of(used).served(self))
-        if not self.iterates_as_torch:
-            batches = super().__iter__()
+            engine.served = _loaders_of(used).served(self)
+        if not iterates_as_torch(self):
+            batches = engine.iterate()
         elif not hasattr(type(self).__iter__, "times"):  # ``_get_iterator`` is overridden, or ``__iter__`` was set later
-            batches = _iterate_timed(self, partial(self.iterate_changed, {"dataset": self.source}))
+            batches = _iterate_timed(self, partial(_iterate_as_torch, self))
         else:
-            batches = self.iterate_changed({"dataset": self.source})
+            batches = _iterate_as_torch(self)
         if used is None or used.compared is None:
             return batches
         return used.compared(_loaders_of(used).number_of(self), batches)
 
-    def _begin_epoch(self) -> RunningEpoch:
-        return _traced(self, super()._begin_epoch())
-
     def _get_iterator(self) -> Any:
+        """Return an iterator of torch. A subclass may ask for it itself, and keep it."""
         used = current()
-        with tables_shared(self.source) if used is not None and used.options.share and self.num_workers else nullcontext():
-            return self._started(used)
-
-    def _started(self, used: Use | None) -> Any:
-        if not self.iterates_as_torch:
+        if "_stocache" not in vars(self):
             return super()._get_iterator()
-        if used is None or _loaders_of(used).number_of(self) < 0:  # a copy, made to iterate
-            return TorchLoader._get_iterator(self)
-        # a subclass that asks for the iterator itself, and keeps it
-        object.__setattr__(self, "_served", _loaders_of(used).served(self, keeps_iterator=True))
-        return TorchLoader._get_iterator(self.changed({"dataset": self.source}))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_served": None}
+        engine = engine_of(self)
+        if used is not None and not engine.in_iter:
+            engine.served = _loaders_of(used).served(self, keeps_iterator=True)
+        loader = self if engine.served is None else torch_loader_of(self, {"dataset": engine.served})
+        with engine.while_starting(engine.source):
+            return TorchLoader._get_iterator(loader)
 
 
-def _traced(loader: ProgramLoader[Any], epoch: RunningEpoch) -> RunningEpoch:
+def iterates_as_torch(loader: ProgramLoader[Any]) -> bool:
+    """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
     used = current()
-    if used is not None and used.traces:
-        loaders = _loaders_of(used)
-        epoch.note_batch = partial(loaders.trace, loaders.number_of(loader), epoch.note_batch)  # type: ignore[method-assign]
-    return epoch
+    overrides = makes_iterators(loader, ProgramLoader) or type(loader).__iter__ is not ProgramLoader.__iter__
+    return overrides or (used is not None and used.without)
+
+
+def _iterate_as_torch(loader: ProgramLoader[Any]) -> Any:
+    engine = engine_of(loader)
+    engine.in_iter = True
+    try:
+        return TorchLoader.__iter__(loader)
+    finally:
+        engine.in_iter = False
 
 
 def _timed(cls: Any, iterate: Any) -> Any:
@@ -143,13 +135,14 @@ def _timed(cls: Any, iterate: Any) -> Any:
 def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
     """Return the iterator that a subclass of the program makes in its own way, as one that notes how long each batch took."""
     used = current()
-    if used is None or "_log" not in vars(loader):  # a class of a library that has made a loader without our ``__init__``
+    if used is None or "_stocache" not in vars(loader):  # a class of a library has made a loader without our ``__init__``
         return iterate()
     _loaders_of(used).enter(loader)
-    workers = min(loader.num_workers, loader.record.workers)
-    epoch = _traced(loader, loader.log.begin(loader.record, None, workers, loader.persistent_workers, None))
+    engine = engine_of(loader)
+    workers = min(loader.num_workers, engine.record.workers)
+    epoch = engine.log.begin(engine.record, None, workers, loader.persistent_workers, None)
     batches = iterate()
-    return batches if batches is loader else _TimedIteration(batches, epoch, loader.log)
+    return batches if batches is loader else _TimedIteration(batches, epoch, engine.log)
 
 
 class _TimedIteration(Iteration):
@@ -239,13 +232,15 @@ class ProgramLoaders:
     def note(self, loader: ProgramLoader[Any]) -> None:
         """Note a loader of the program, for the report."""
         note = ""
-        if loader.iterates_as_torch:
+        if iterates_as_torch(loader):
             note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used: only waiting is timed."
             logger.info("%s", note)
-        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), loader.log, note)
+        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), engine_of(loader).log, note)
         self._loaders.append(seen)
         if self._use.on_epoch is not None:
-            loader.log.on_epoch = partial(self._on_epoch, seen.name)
+            seen.log.on_epoch = partial(self._on_epoch, seen.name)
+        if self._use.traces:
+            seen.log.on_batch = partial(self.trace, self.number_of(loader))
 
     def _on_epoch(self, name: LoaderName, epoch: LoaderEpochStats) -> None:
         if self._use.on_epoch is not None and get_worker_info() is None:
@@ -297,8 +292,8 @@ class ProgramLoaders:
         known.iterations += 1
         if self.options.cache is None or self._use.without or os.getpid() != self._pid:
             return None
-        if loader.has_workers or getattr(loader, "_iterator", None) is not None:  # persistent workers keep what they have
-            return loader.source if loader.source is not loader.dataset else None
+        if loader.persistent_workers and loader._iterator is not None:  # the workers keep what they have
+            return engine_of(loader).served  # type: ignore[no-any-return]
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached() is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader, known)
@@ -383,7 +378,11 @@ def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
         return "it has a state_dict, so its samples may depend on more than their index."
     if length_of(dataset) is None:
         return "it has no length."
-    has_processes = loader.num_workers > 0 and (loader.worker_method == "multiprocessing" or loader.iterates_as_torch)
+    if makes_iterators(loader, ProgramLoader, "_index_sampler", "_auto_collation"):
+        return "its loader is a subclass that has its own way from samplers to batches."
+    has_processes = loader.num_workers > 0 and (
+        engine_of(loader).worker_method == "multiprocessing" or iterates_as_torch(loader)
+    )
     if has_processes and not here.SHARES_MEMORY and options.disk is None:
         return "on this system processes share no cache. --worker-method thread has one."
     return ""

@@ -121,7 +121,7 @@ def test_on_a_gpu_batches_are_born_pinned_and_arrive_whole():
             sums = []
             for values, labels in loader:
                 assert values.is_pinned()
-                assert loader.ring.offset_of(values) is not None  # not a pinned copy
+                assert loader._stocache.ring.offset_of(values) is not None  # not a pinned copy
                 sums.append((values.to("cuda", non_blocking=True).sum((1, 2)), labels))
                 del values
             for total, labels in sums:

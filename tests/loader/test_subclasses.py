@@ -1,0 +1,193 @@
+"""Programs' subclasses of DataLoader have attributes and methods of any name, and copy, pickle and delegate as they like."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import TensorDataset
+
+import stocache
+from stocache.loader.engine import LoaderEngine
+from stocache.tools.run.loaders import ProgramLoader
+from tests.support.loading import THREADS
+
+BASES = [stocache.DataLoader, ProgramLoader]
+OPTIONS = {"device", "device_limit_gib", "sample_seed", "snapshot_every_n_steps", "worker_method"}
+METHODS = {"end_workers", "load_state_dict", "set_epoch", "state_dict", "stats"}
+ENGINE = {*dir(LoaderEngine), *vars(stocache.DataLoader([1])._stocache)}
+FORMER = {"changed", "iterate_changed", "iterates_as_torch", "_log", "_served", "_unused", "_warned"}
+ANY = {"close", "epoch", "name", "ready", "workers", "_iterator"}
+NAMES = sorted(OPTIONS | METHODS | FORMER | ANY | {name for name in ENGINE if not name.startswith("__")})
+
+
+class Mine:
+    """A value that nothing but its program may look at."""
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("this is not a hook of torch")
+
+    __bool__ = __iter__ = __eq__ = __getattr__ = __call__
+    __hash__ = None
+
+
+def subclass(base, kind, mine):
+    """A subclass with attributes set before or after torch's constructor, in slots, of the class, or as properties."""
+
+    def __init__(self, *args, **options):
+        if kind == "before":
+            vars(self).update(mine)
+        base.__init__(self, *args, **options)
+        if kind in ("after", "slots"):
+            for name, value in mine.items():
+                setattr(self, name, value)
+
+    def of(name):
+        return property(lambda self: self.asked[name])  # KeyError until the test asks
+
+    own = {"class": mine, "slots": {"__slots__": tuple(mine)}, "properties": {name: of(name) for name in mine}}
+    return type("Own", (base,), {"__init__": __init__, "asked": {}} | own.get(kind, {}))
+
+
+def batches(loader):
+    torch.manual_seed(3)
+    return [[batch.tolist() for (batch,) in loader] for _ in range(2)], torch.get_rng_state().tolist()[:50]
+
+
+WAYS = [(base, kind, {}) for kind in ("before", "after", "slots", "class", "properties") for base in BASES]
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(("base", "kind", "options"), [*WAYS, (*WAYS[2][:2], PERSISTENT), (*WAYS[2][:2], THREADS | PERSISTENT)])
+def test_a_subclass_keeps_its_attributes_whatever_their_names_are(base, kind, options):
+    taken = {} if kind == "after" and not options else {"_iterator"}  # torch sets it, and uses it with persistent workers
+    mine = {name: Mine() for name in NAMES if name not in taken}
+    given = {"dataset": TensorDataset(torch.arange(10)), "batch_size": 4, "shuffle": True}
+    loader = subclass(base, kind, mine)(**given, **options)
+    theirs = TorchLoader(**given, **{name: value for name, value in options.items() if name in PERSISTENT})
+    assert batches(loader) == batches(theirs)
+    type(loader).asked = mine
+    assert all(getattr(loader, name) is value for name, value in mine.items())
+    base.end_workers(loader)
+
+
+def test_a_class_of_ours_adds_these_names_to_torchs():
+    added = {name for base in BASES for name in {*dir(base), *vars(base([1]))}} - {*dir(TorchLoader), *vars(TorchLoader([1]))}
+    assert {name for name in added if not name.startswith("__")} == {"_stocache"} | METHODS | OPTIONS
+    assert not OPTIONS & {*dir(ProgramLoader), *vars(ProgramLoader([1]))}
+
+
+def test_methods_of_ours_call_each_other_not_those_of_a_subclass():
+    mine = {name: Mine() for name in NAMES}
+    loader, plain = (cls(range(10), 4) for cls in (subclass(BASES[0], "after", mine), BASES[0]))
+    for each in (loader, plain):
+        stocache.DataLoader.set_epoch(each, 3)
+        next(iter(each))
+    state = stocache.DataLoader.state_dict(loader)
+    assert state["position"] == plain.state_dict()["position"]
+    stocache.DataLoader.load_state_dict(loader, state)
+    assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [8, 9]]
+    assert stocache.DataLoader.stats(loader).batches == 3
+
+
+def test_an_option_of_ours_works_beside_an_attribute_of_the_same_name():
+    class Loader(stocache.DataLoader):
+        device = property(lambda self: "mine")
+
+        def __init__(self, dataset, sample_seed, device, **options):
+            self.sample_seed = "mine"
+            super().__init__(dataset, sample_seed=sample_seed, device=device, **options)
+
+    loader = Loader(range(4), 7, "cpu")
+    assert (loader.sample_seed, loader.device) == ("mine", "mine")
+    assert loader.state_dict()["identity"]["sample_seed"] == 7
+
+
+class Delegates(ProgramLoader):
+    """It answers for what it does not have with attributes of another object, which exists later."""
+
+    def __init__(self, dataset, **options):
+        super().__init__(dataset, **options)
+        self.inner = TorchLoader([1], batch_size=7)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)  # endless while there is no `inner`
+
+
+class Stub(ProgramLoader):
+    """It does not call torch's constructor."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class OwnState(ProgramLoader):
+    """Its copies share its attributes."""
+
+    def __getstate__(self):
+        return dict(vars(self))
+
+
+@dataclasses.dataclass
+class Data(ProgramLoader):
+    dataset: object
+    device: str = "mine"
+
+    def __post_init__(self):
+        super().__init__(self.dataset)
+
+
+class Ends(ProgramLoader):
+    """It ends what its iterator uses when it is deleted."""
+
+    ended = 0
+
+    def __del__(self):
+        type(self).ended += 1
+
+
+class Slotted(ProgramLoader):
+    __slots__ = ("device",)
+
+
+@pytest.mark.parametrize(
+    "make", [Delegates, OwnState, Data, Ends, Slotted, lambda dataset: Stub(TorchLoader(dataset)), ProgramLoader]
+)
+def test_a_subclass_is_iterated_and_copied_as_one_of_torch_is(make):
+    loader = make(range(3))
+    if isinstance(loader, Slotted):
+        loader.device = "mine"
+    assert [batch.tolist() for batch in loader] == [[0], [1], [2]]
+    assert isinstance(loader, Ends) <= (Ends.ended == 0)  # no code of the class runs for what iterates
+    if isinstance(loader, Delegates):
+        return  # its `__getattr__` cannot be copied
+    begun = iter(loader)
+    next(begun)
+    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)) if make in BASES else loader):
+        assert [batch.tolist() for batch in copied] == [[0], [1], [2]]
+        assert getattr(copied, "device", "mine") == "mine"
+    assert [batch.tolist() for batch in begun] == [[1], [2]]
+
+
+def test_two_copies_that_share_their_attributes_keep_two_positions():
+    loader = OwnState(range(3))
+    copied = copy.copy(loader)
+    next(iter(copied))
+    assert [each.state_dict()["position"]["batches"] for each in (loader, copied)] == [0, 1]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_subclass_that_makes_its_iterators_is_asked_for_them(base):
+    class Doubles(base):
+        def _get_iterator(self):
+            batches = super()._get_iterator()
+            return (2 * batch for batch in batches)
+
+    assert [batch.tolist() for batch in Doubles(range(3))] == [[0], [2], [4]]
