@@ -19,6 +19,9 @@ from stocache.loader.dataloader import DataLoader
 from stocache.system.objects import TorchLoader
 
 
+AUDITS = 6  # at most, samples that are loaded again in three epochs
+
+
 class Squares(data.Dataset):
     """Samples that depend on their index alone."""
 
@@ -215,7 +218,8 @@ def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_ti
     for _ in range(3):
         list(shuffled), list(in_order)
     assert shuffled.dataset is training  # what the program sees
-    assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
+    assert 16 <= training.loads <= 16 + AUDITS  # a child process has loaded the other 8
+    assert 24 + 16 <= validation.loads <= 24 + 16 + AUDITS
     assert "cached: 24 of 24 samples" in everywhere.report()
 
 
@@ -233,7 +237,7 @@ def test_a_batch_sampler_is_in_order_if_the_sampler_in_it_is(sampler, loads, eve
     loader = data.DataLoader(dataset, batch_sampler=Shard(data.BatchSampler(sampler(dataset), 5, False)))
     for _ in range(3):
         list(loader)
-    assert dataset.loads == loads
+    assert loads <= dataset.loads <= loads + AUDITS
 
 
 @pytest.mark.parametrize("kind", ["infinite", "late_infinite", "multi_epochs"])
@@ -241,8 +245,8 @@ def test_loaders_that_keep_one_iterator_cache_what_they_iterate(kind, everywhere
     training, validation = Squares(), Squares()
     epochs(KINDS[kind](data.DataLoader), training, shuffle=True)
     epochs(KINDS[kind](data.DataLoader), validation)
-    assert training.loads == 16  # a child process has loaded the other 8
-    assert (validation.loads == 16) == (kind == "late_infinite")  # the others ask for an iterator as any loop does
+    assert 16 <= training.loads <= 16 + AUDITS  # a child process has loaded the other 8
+    assert (validation.loads < 24) == (kind == "late_infinite")  # the others ask for an iterator as any loop does
 
 
 def test_one_limit_is_for_all_datasets_together():

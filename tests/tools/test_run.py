@@ -173,7 +173,7 @@ def test_the_report_comes_at_the_end_also_after_an_interrupt(train, folder):
     assert "KeyboardInterrupt\n\nstocache: " in result.stderr
     assert "stocache/loader" not in result.stderr
     (loader,) = json.loads((folder / "report.json").read_text())
-    assert loader["place"] == "train.py:16"
+    assert loader["place"] == "train.py:18"
     assert [epoch["hits"] for epoch in loader["epochs"]][1:] == [24, 24]
     names = [event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]]
     assert (names.count("wait for data"), names.count("step")) == (18, 17)
