@@ -18,7 +18,6 @@ import stocache
 from stocache.loader.dataloader import DataLoader
 from stocache.system.objects import TorchLoader
 
-
 AUDITS = 6  # at most, samples that are loaded again in three epochs
 
 
