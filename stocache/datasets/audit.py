@@ -15,8 +15,11 @@ NOTE [ The audit ]
     audit again: several samples if an attribute has a different value, because one may be equal by chance.
 
     Only samples that the program has requested are loaded, and only the part of them that is cached. So a generator that
-    nobody knows, say one of a module, moves as it does without a cache; a stream loses nothing. If several loads of one
-    sample are needed, to see whether drawn numbers have an effect, a child process does them.
+    nobody knows, say one of a module, moves as it does without a cache; a stream loses nothing. Further loads are made in a
+    child process.
+
+    A load for the cache, or for an audit, must not draw random numbers, even if the sample does not depend on them: a
+    cached sample draws none, and the numbers that follow would be others than without a cache.
 
     The generators that the dataset holds, and the global ones, are put back after an audit: cached samples draw no numbers. If
     a sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
@@ -41,14 +44,13 @@ from torch.utils.data import get_worker_info
 
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
-from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effect
 from stocache.datasets.tables import table_digests, used_by_loads
-from stocache.errors import DatasetError, WorkerError
+from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, own_generators, parts_of
-from stocache.system.loading.children import ChildError, in_children
+from stocache.system.loading.children import in_children
 from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
@@ -76,8 +78,8 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_checked_draws", "_dataset",
-        "_doubted", "_extra", "_failed", "_left", "_length", "_next", "_own", "_requests", "_said_threads", "_seen",
+        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_left", "_length", "_looks_left",
+        "_next", "_own", "_requests", "_said_threads", "_seen",
         "_set_by_loads", "_share", "_shared", "_tables", "_took_s", "is_paused", "loads", "on_change",
     )  # fmt: skip
 
@@ -92,7 +94,8 @@ class Audit:
         self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
         self._tables = table_digests(dataset) if share else {}
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
-        self._checked_draws = self._failed = self._said_threads = False
+        self._failed = self._said_threads = False
+        self._looks_left = 3  # at loads that seem to draw
         self._enter_process()
         _live.add(self)
 
@@ -267,10 +270,7 @@ class Audit:
         mine = describe(cached, strides=False)
         place = difference(mine, describe(fresh, strides=False))
         if place is None:
-            if not drawn or self._checked_draws:
-                return None
-            self._checked_draws = True
-            return self._depends_on_draws(idx, mine, load)
+            return self._draws(load, [idx]) if drawn else None
         if self._is_of_one_thread(idx, cached, fresh, load):
             return None
         names = self._set_attributes()
@@ -286,7 +286,8 @@ class Audit:
             torch.testing.assert_close(fresh, cached, rtol=1e-3, atol=1e-3, equal_nan=True)
         except Exception:  # or it has parts that are not numbers
             return False
-        if self._differs_in_child(idx, describe(cached, strides=False), load, 1) is not None:
+        first = describe(cached, strides=False)
+        if self._in_child(partial(_load_again, load, idx, first), "no child process can load it") is not None:
             return False
         if not self._said_threads:
             self._said_threads = True
@@ -312,7 +313,7 @@ class Audit:
 
     def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
-        if not self._share or self.on_change == "keep" or self._checked_draws:
+        if not self._share or self.on_change == "keep" or not self._looks_left:
             return loader.load_many  # type: ignore[no-any-return]
         return lambda indices: self._watch_many(loader, indices)
 
@@ -321,51 +322,48 @@ class Audit:
         samples = loader.load_many(indices)
         if not isinstance(samples, list):
             return self._watch_each(loader.load, indices, iter(samples))
-        self._check_draws(before, zip(indices, samples, strict=True), loader.load)
+        self._check_draws(before, indices, loader.load)
         return samples
 
     def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
         for idx in indices:
             before = Kept(self._own)
             for sample in samples:
-                self._check_draws(before, [(idx, sample)], load)
+                self._check_draws(before, [idx], load)
                 yield sample
                 break
 
-    def _check_draws(self, before: Kept, samples: Iterable[tuple[int, object]], load: Callable[[int], object]) -> None:
-        """If a generator has been drawn from, find out whether a sample depends on that."""
-        if self._checked_draws or not before.drawn():
-            return
-        self._checked_draws = True
-        findings = (self._depends_on_draws(idx, describe(sample, strides=False), load) for idx, sample in samples)
-        finding = next(filter(None, findings), None)
+    def _check_draws(self, before: Kept, indices: Sequence[int], load: Callable[[int], object]) -> None:
+        finding = self._draws(load, indices) if self._looks_left and before.drawn() else None
         if finding is not None:
             self.change(finding)
 
-    def _depends_on_draws(self, idx: int, first: object, load: Callable[[int], object]) -> str | None:
-        """Load a sample several times with other random numbers; return a finding if it differs, else None."""
-        place = self._differs_in_child(idx, first, load, AGAIN)
-        if place is not None:
-            return f"sample {idx} of {type(self._dataset).__name__} is made with random numbers ({place:.300})"
-        log_draws_without_effect(self._dataset, idx)
-        return None
-
-    def _differs_in_child(self, idx: int, first: object, load: Callable[[int], object], times: int) -> str | None:
-        """Load a sample in a child process, with other random numbers. Return where it differs from its first description."""
-        job = partial(_load_again, load, idx, first, times)
-        return self._in_child(job, "no child process can load it")  # type: ignore[no-any-return]
+    def _draws(self, load: Callable[[int], object], indices: Sequence[int]) -> str | None:
+        """Return that random numbers are drawn to load samples. Those of a generator that has moved may be another thread's."""
+        self._looks_left = max(0, self._looks_left - 1)
+        if not self._in_child(partial(_find_draws, self._dataset, load, indices), True):
+            return None
+        return f"random numbers are drawn to load sample {indices[0]} of {type(self._dataset).__name__}"
 
     def _in_child(self, job: Callable[[], Iterator[object]], otherwise: Any) -> Any:
         """Return the result of a job that runs in a child process; if there is none, ``otherwise``."""
         try:
             with closing(in_children([job], self._dataset, _PATIENCE_S)) as results:
                 return next(results, otherwise)
-        except (ChildError, WorkerError):
+        except Exception:  # of the dataset, or no child process can be made
             return otherwise
 
 
-def _load_again(load: Callable[[int], object], idx: int, first: object, times: int) -> Iterator[str | None]:
-    yield load_again(load, idx, first, times)
+def _load_again(load: Callable[[int], object], idx: int, first: object) -> Iterator[str | None]:
+    yield difference(first, describe(load(idx), strides=False))
+
+
+def _find_draws(dataset: object, load: Callable[[int], object], indices: Iterable[int]) -> Iterator[bool]:
+    """Yield whether loading samples draws from a generator. For a child."""
+    kept = Kept(own_generators(dataset))
+    for idx in indices:
+        load(idx)
+    yield kept.drawn()
 
 
 class _SharedWords:

@@ -255,8 +255,7 @@ def scale_in_place(*path):
     return change
 
 
-KINDS = {name: drawing(name) for name in [*MAKERS][1:9] if name != "without effect"} | {
-    "without effect": drawing("without effect", None),
+KINDS = {name: drawing(name) for name in [*MAKERS][1:10]} | {
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
     "own RandomState": drawing("own RandomState", rng=lambda: np.random.RandomState(0)),
     "own Random": drawing("own Generator", rng=lambda: random.Random(0)),
