@@ -194,8 +194,7 @@ class CachedDataset(DatasetProxy[_T]):
 
         Raises:
             SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
-            DatasetError: the dataset has become longer or shorter; or ``idx`` is a list, array, tensor or slice, and there is a
-                ``transform``, which takes one sample.
+            DatasetError: ``idx`` is a list, array, tensor or slice, and there is a ``transform``, which takes one sample.
         """
         if not (type(idx) is int and 0 <= idx < self._len):
             if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):

@@ -50,17 +50,18 @@ class DatasetProxy(Dataset[_T]):
     after_cache: Any
 
     def __len__(self) -> int:
-        """Return the number of samples.
+        """Return the number of samples. If the dataset has become longer or shorter, ``on_change`` applies.
 
         Raises:
-            DatasetError: the dataset has become longer or shorter.
+            DatasetError: it has, and ``on_change`` is not "uncached".
         """
         now = length_of(self.dataset)
         if now is not None and now != self._len:
-            raise DatasetError(
-                f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now. Wrap it when "
-                f"it is complete, or wrap it again."
-            )
+            finding = f"{type(self.dataset).__name__} had {self._len} samples when it was wrapped, and has {now} now"
+            self._audit.change(finding)
+            if not self._audit.changed:  # on_change="keep"
+                raise DatasetError(f"{finding}. Wrap it when it is complete, or wrap it again.")
+            super().__setattr__("_len", now)
         return self._len
 
     def _check_index(self, idx: Any) -> int:
@@ -69,7 +70,7 @@ class DatasetProxy(Dataset[_T]):
             idx = operator.index(idx)
             idx = idx + self._len if -self._len <= idx < 0 else idx
         if isinstance(idx, int) and idx >= self._len:
-            len(self)  # raises where the dataset has become longer
+            len(self)  # the dataset may have become longer
         return check_index(idx, self._len, "dataset")
 
     @property

@@ -207,12 +207,26 @@ def test_a_transform_runs_on_one_sample_only():
         assert (list(cached["label"]), cached[1]) == ([1, 2], {"label": 4})
 
 
-def test_a_dataset_whose_length_changes_is_refused():
+@pytest.mark.parametrize("length", [11, 12, 8])
+def test_a_dataset_whose_length_changes_makes_its_samples_itself(length):
     numbers = list(range(10))
     with CachedDataset(numbers, 1) as cached:
+        numbers[:] = range(length)
+        assert cached[length - 1] == length - 1
+        assert len(cached) == RandomSampler(cached).num_samples == length
+        batches = list(stocache.DataLoader(cached, 5, num_workers=2))
+        assert torch.cat(batches).tolist() == numbers
+        with pytest.raises(IndexError):
+            cached[length]
+
+
+@pytest.mark.parametrize("on_change", ["raise", "keep"])
+def test_a_dataset_whose_length_changes_is_refused_if_asked_for(on_change):
+    numbers = list(range(10))
+    with CachedDataset(numbers, 1, on_change=on_change) as cached:
         numbers.append(10)
         for ask in (lambda: len(cached), lambda: cached[10], lambda: RandomSampler(cached).num_samples):
-            with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now. Wrap it when"):
+            with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now"):
                 ask()
         assert cached[9] == 9
 
