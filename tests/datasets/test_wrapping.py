@@ -228,7 +228,6 @@ def test_a_dataset_whose_length_changes_is_refused_if_asked_for(on_change):
         for ask in (lambda: len(cached), lambda: cached[10], lambda: RandomSampler(cached).num_samples):
             with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now"):
                 ask()
-        assert cached[9] == 9
 
 
 class Rows(Dataset):
