@@ -51,6 +51,8 @@ class ThreadMaker:
         iterable = self._kind == DatasetKind.Iterable
         self.is_bound = iterable or isinstance(dataset, StatefulMap) or (loader.sample_seed is None and crew.holds_generator)
         self._way = None if self.is_bound else _way_of(dataset)
+        if self._way is list and crew.arrays.copied and loader.persistent_workers:  # it may depend on what a worker changed
+            self.is_bound, self._way = True, None
         self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
