@@ -378,7 +378,7 @@ def _part_of(index: Any, rows: Sequence[int]) -> Any:
     """Return the index of several rows of a batch."""
     if isinstance(index, EpochIndices):
         return EpochIndices(index.epoch, _part_of(index.indices, rows))
-    return [index[row] for row in rows]
+    return index[list(rows)] if isinstance(index, np.ndarray) else [index[row] for row in rows]
 
 
 def _parts_of(index: Any, rows: Sequence[int]) -> list[Any]:
