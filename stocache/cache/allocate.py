@@ -2,11 +2,14 @@
 
 NOTE [ Sharing between ranks ]
     A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. The *proof*
-    describes the samples: the class of the dataset, the steps before the cache, some entries of its tables, and a
-    digest of each probed sample. All of it is compared when the cache is made, without a call to other ranks: a rank that
-    comes late finds a warm cache, and one that never comes is not waited for. A fingerprint takes the place of the proof. So
-    does an empty proof, with which a program declares that the samples are equal. Without any of these nothing says that the
-    samples of two ranks are equal, and no other rank uses the cache.
+    describes the samples: the class of the dataset, the steps before the cache, all values in the dataset, and a digest of each
+    probed sample. All of it is compared when the cache is made, without a call to other ranks: a rank that comes late finds a
+    warm cache, and one that never comes is not waited for. A fingerprint takes the place of the proof. So does an empty proof,
+    with which a program declares that the samples are equal. Without any of these nothing says that the samples of two ranks
+    are equal, and no other rank uses the cache.
+
+    The header of a cache has little room. It holds a checksum of the values, and the beginning of their texts, so that the
+    warning can name the first value that differs.
 
     Ranks that make different caches at one place of the program have a part of the limit each. The memory that one of them
     has reserved by then stays, so that all together never take more than the limit.
@@ -18,7 +21,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -39,6 +42,7 @@ from stocache.shm.registry import ForeignError
 from stocache.shm.segment import Segment
 from stocache.shm.siblings import Sibling
 from stocache.system import limits
+from stocache.system.hashing import checksum
 from stocache.system.limits import format_size, parse_size, recommended_limit
 from stocache.system.platform import here
 
@@ -46,6 +50,7 @@ logger = logging.getLogger("stocache")
 
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 _DIGESTS = re.compile(r" '[0-9a-f]{16,}', now '[0-9a-f]{16,}'")  # which tell a reader nothing
+_PARTS, _SHOWN, _LONGEST = 3, 400, 24  # texts of values in a header, their length, and that of the text of a value
 _SLOT_EXTENT = 1 << 16  # bytes: the first batch, of slots at random, reserves an extent for each sample
 
 
@@ -185,16 +190,52 @@ class Proof:
         facts: texts that must be equal, by their subject.
         samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one. If there
             are no samples, the place of the program must be the same.
+        values: names and texts of the values that samples may depend on. All must be equal. The text of a value that has parts
+            begins with "a".
     """
 
     facts: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[int, str] = field(default_factory=dict)
+    values: Sequence[tuple[str, str]] = ()
 
     @property
     def identity(self) -> Identity:
         """The proof as a part of an identity."""
         probed = " ".join(f"{idx}:{digest}" for idx, digest in self.samples.items())
-        return {**self.facts, "probed": probed} if probed else self.facts
+        shown = "".join(f"{_shown(*value)}\n" for value in self._leaves)
+        values = {f"values {number}": shown[number * _SHOWN :][:_SHOWN] for number in range(_PARTS)}
+        values["values"] = checksum(repr(self.values).encode())
+        return {**self.facts, **values, "probed": probed} if probed else self.facts
+
+    @property
+    def _leaves(self) -> list[tuple[str, str]]:
+        """The values without parts."""
+        return [(name, text) for name, text in self.values if not text.startswith("a ")]
+
+    def other_value(self, held: Identity) -> str:
+        """Return how a value differs from that of another rank, whose identity is ``held``; "" if none does."""
+        if held.get("values") == self.identity.get("values"):
+            return ""
+        *theirs, _ = "".join(str(held.get(f"values {number}", "")) for number in range(_PARTS)).split("\n")
+        for (name, text), other in zip(self._leaves, theirs, strict=False):
+            mine = _shown(name, text)
+            if text.startswith(NOT_COMPARABLE):
+                return f"{name} cannot be compared"
+            if mine[:2] != other[:2]:
+                return f"only one of two ranks has {name}"
+            if mine != other:
+                return f"{name} differs" if mine[2] == "#" or other[2] == "#" else f"{name}: {mine[2:]} here, {other[2:]} there"
+        return "a value in the dataset differs"
+
+
+NOT_COMPARABLE = "not comparable"
+"""Begins the text of a value that cannot be compared. The rest is different in each process."""
+
+
+def _shown(name: str, text: str) -> str:
+    """Return what the header of a cache holds of a value: a mark of its name, and its text if that is short and no checksum."""
+    is_short = len(text) <= _LONGEST and not text.startswith(("#", NOT_COMPARABLE))
+    return checksum(name.encode(errors="replace"))[:2] + (text if is_short else f"#{checksum(text.encode())[:4]}")
 
 
 def open_memory(
@@ -272,7 +313,7 @@ def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None
 class _Opener:
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
-        self._shares = proof is not None or options.fingerprint is not None
+        self._proof, self._shares = proof, proof is not None or options.fingerprint is not None
         site = _place()
         self._identity: dict[str, str | int | None] = {
             "job": job.key if self._shares else f"{job.key}, each rank alone",
@@ -326,8 +367,8 @@ class _Opener:
         left = total - sum(siblings.limit_growth(sibling, part) for sibling in rivals)
         if self._shares:
             logger.warning(
-                "the ranks of this job cache different samples in %s: %s. So this rank has a cache of its own, and each has "
-                "its part of size_limit_gib. If that is meant, pass share_ranks=False.",
+                "the ranks of this job cannot share a cache in %s: %s. So this rank has a cache of its own, and each has its "
+                "part of size_limit_gib. If that is meant, pass share_ranks=False; if their samples are equal, pass name=.",
                 self._identity["place"], self._why(rivals[0].descriptor),
             )  # fmt: skip
         return max(0, min(part, left))
@@ -344,13 +385,15 @@ class _Opener:
     def _why(self, descriptor: Descriptor) -> str:
         """Return where a cache of another rank differs; "" if it can be shared."""
         wanted = dict(self._identity)
-        probed = wanted.pop("probed", None)
+        probed, held = wanted.pop("probed", None), descriptor.identity
         if probed is not None:
             del wanted["place"]  # the samples identify the caches
-        if descriptor.identity.keys() - {"place", "probed", self._layout.unit} != wanted.keys() - {"place"}:
+        if held.keys() - {"place", "probed", self._layout.unit} != wanted.keys() - {"place"}:
             return "it is of another kind"
-        difference = _DIGESTS.sub(" differ", descriptor.differences(wanted))
-        return difference if difference or probed is None else _other_samples(descriptor.identity.get("probed"), probed)
+        difference = descriptor.differences({key: value for key, value in wanted.items() if not key.startswith("values")})
+        if difference or probed is None or self._proof is None:
+            return _DIGESTS.sub(" differ", difference)
+        return self._proof.other_value(held) or _other_samples(held.get("probed"), probed)
 
 
 def _other_samples(held: object, probed: object) -> str:

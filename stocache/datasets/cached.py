@@ -1,5 +1,6 @@
 """Cache any map-style dataset in shared memory with one line around it: `CachedDataset`."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -9,7 +10,8 @@ from itertools import chain
 from typing import Any, overload
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 from typing_extensions import TypeVar
 
@@ -24,11 +26,12 @@ from stocache.datasets.proxy import DatasetProxy
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
+from stocache.samples.flatten import echoes_index
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
-from stocache.system.objects import get_many_of, takes_epoch
+from stocache.system.objects import get_many_of, static_attribute, takes_epoch
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -140,6 +143,7 @@ class CachedDataset(DatasetProxy[_T]):
         self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
         self._tiers = Tiers(self.cache, self.disk_cache)
         self._split, self._plan = wrapped.split, wrapped.plan
+        self._echoes = echoes_index(wrapped.probe.samples)
         self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
             for sample in list(wrapped.probe.named.values())[:1]:
@@ -187,19 +191,27 @@ class CachedDataset(DatasetProxy[_T]):
     @overload
     def __getitem__(self, idx: Any) -> Any: ...
 
-    def __getitem__(self, idx: Any) -> Any:
+    def __getitem__(self, idx: Any, *arguments: Any, **options: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
 
-        For a list, array, tensor, slice or name, return ``dataset[idx]`` of the wrapped dataset, without the cache.
+        For a list, array, tensor, slice or name, return ``dataset[idx]`` of the wrapped dataset, without the cache. So are
+        samples that are asked for with more ``arguments`` or ``options``, which the ``__getitem__`` of the dataset takes.
 
         Raises:
             SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
             DatasetError: ``idx`` is a list, array, tensor or slice, and there is a ``transform``, which takes one sample.
         """
+        if arguments or options:
+            sample = self.dataset.__getitem__(idx, *arguments, **options)
+            return sample if self.after_cache is None else self.after_cache(sample)
         if not (type(idx) is int and 0 <= idx < self._len):
             if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
                 return self._ask(idx)
-            idx = self._check_index(idx)
+            asked, idx = idx, self._check_index(idx)
+            if self._echoes and asked == idx:
+                with contextlib.suppress(TypeError):  # the dataset takes only int
+                    sample = self.dataset[asked]
+                    return sample if self.after_cache is None else self.after_cache(sample)
         if not self._serves((idx,)):
             sample = self.dataset[idx]
         else:
@@ -211,6 +223,13 @@ class CachedDataset(DatasetProxy[_T]):
             if self._split is not None and self._split.has_rest:
                 sample = self._split.finish(idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate as the dataset does, without the cache if it has an ``__iter__`` of its own; a stream is read by number."""
+        own = static_attribute(type(self.dataset), "__iter__") is not None and not isinstance(self.dataset, IterableDataset)
+        if own and self.after_cache is None:
+            return iter(self.dataset)
+        return map(self.__getitem__, range(len(self)))
 
     def __getitems__(self, indices: Sequence[int], before_each: Callable[[int], None] | None = None) -> list[Any] | LazyBatch:
         """Return the samples ``indices``. Hits come from one gather, misses from the ``__getitems__`` of the dataset if any.
@@ -226,7 +245,7 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _gather(self, indices: Sequence[Any], spec: BatchSpec) -> LazyBatch:
         """Return the samples ``indices`` as a batch that has read nothing yet."""
-        numbers = self._numbers(indices)
+        numbers = None if self._keeps_types(indices) else self._numbers(indices)
         if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
             return DirectBatch(self.cache, indices, self._read, spec)
         load_many = self._tiers.behind(self._audit.watched_many(self._loader))
@@ -234,6 +253,8 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
         """Return the samples ``indices``; from the dataset if they may not be served from the cache, or are not numbers."""
+        if self._keeps_types(indices):
+            return list(map(self.__getitem__, _calling(before_each, indices)))
         numbers = self._numbers(indices)
         if numbers is not None and self._serves(numbers):
             samples = self._read_cached(numbers, before_each)
@@ -256,6 +277,10 @@ class CachedDataset(DatasetProxy[_T]):
         if not self._has_rest:
             return samples
         return self._split.finish_many(indices, samples) if before_each is None else map(self._split.finish, indices, samples)
+
+    def _keeps_types(self, indices: Sequence[Any]) -> bool:
+        """Return whether samples depend on the types of these indices: numbers of numpy or torch, which the samples hold."""
+        return self._echoes and isinstance(indices, list) and any(isinstance(idx, bool | np.number | Tensor) for idx in indices)
 
     def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
         """Return indices that count from the start; None if they are not numbers, but pairs or names that the dataset takes."""

@@ -1,23 +1,59 @@
-"""Describe the samples of a dataset, so that ranks share a cache only if their samples are the same."""
+"""Describe the samples of a dataset, so that ranks share a cache only if their samples are the same.
 
-import hashlib
-from collections.abc import Iterator
+NOTE [ Values that ranks compare ]
+    A few samples that are equal prove little: masks may be empty, and labels may be 0, in all of them. So the proof also has
+    a text for each value in the dataset, however deep: numbers and texts as they are, a checksum for a list, array or table.
+    Of a large one, entries evenly spread are compared. Attributes of the user's classes count, and so do the numbers and texts
+    that functions of these classes read from modules.
+
+    Some values differ between ranks though samples do not depend on them: random generators, devices, locks, queues, loggers,
+    files that are written. They are left out. A value that cannot be compared (a handle of a library, a function that asks for
+    the number of its rank, too many values) is different in each process.
+"""
+
+import contextlib
+import io
+import marshal
+import os
+import pickle
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import lru_cache, partial
+from pathlib import PurePath
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
-from stocache.cache.allocate import Proof
+from stocache.cache.allocate import NOT_COMPARABLE, Proof
 from stocache.datasets.probing import Probe
 from stocache.datasets.transforms.splitting import Split
-from stocache.samples.indices import length_of, spread
+from stocache.samples.indices import spread
 from stocache.system.describe import describe
-from stocache.system.generators import parts_of
+from stocache.system.generators import GENERATOR_TYPES, inner_parts, is_of_library, parts_of
+from stocache.system.hashing import checksum, code_text
+from stocache.system.limits import MIB
+from stocache.system.loading.copies import is_environment
+from stocache.system.objects import attribute_of, attributes_of_class, base_of, slots_of, vars_of
 
-_ENTRIES = 256  # of a table
-_DISTINCT = 4  # probed samples that differ from each other are enough
-_PLAIN = (int, float, str, bytes, bool, type(None), np.generic)
+_MOST = 20_000  # values that are compared
+_MOST_ITEMS = 1000  # of a list of objects
+_WHOLE = 16 * MIB  # of a list or array
+_BLOCK = 1024  # entries of an array
+_ROWS = 1 << 16  # of a table frame
+_NAMED = 64  # entries of a dict that are compared one by one, so that the one that differs has a name
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, torch.dtype)
+_PARTS = (list, tuple, deque, dict, type, SimpleNamespace, MethodType, BuiltinMethodType, partial, type(lru_cache(len)))
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_LEFT_OUT = {"threading", "queue", "concurrent", "asyncio", "logging", "weakref", "tqdm"}
+_LEFT_OUT |= {"_thread", "_queue", "_contextvars", "_abc", "_asyncio", "_multiprocessing", "_weakref"}
+_OF_PROCESSES = {f"multiprocessing.{name}" for name in ("synchronize", "queues", "connection", "pool", "managers", "context")}
+_ASKS_FOR_RANK = {"get_rank", "get_node_local_rank", "RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}
 
 
 def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None:
@@ -27,47 +63,188 @@ def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None
         return None
     facts = {
         "dataset": describe(type(dataset))[1],
-        "tables": _digest(list(_tables(dataset))),
         "steps before the cache": "" if split is None else split.before_text(),
     }
     digests = {idx: _digest(describe(sample, strides=False)) for idx, sample in samples.items()}
-    if len({*digests.values()}) < min(_DISTINCT, len(digests)):  # empty masks or small labels, which prove little
-        parts = parts_of(dataset, follow=_leads_to_datasets)
-        facts["attributes"] = _digest([(name, describe(value)) for name, value in parts if isinstance(value, _PLAIN)])
-    return Proof(facts, digests)
+    return Proof(facts, digests, _values(dataset))
 
 
-def _tables(dataset: object) -> Iterator[Any]:
-    """Yield some entries of each list, array or table frame of a dataset, or of one within it, that has one for each sample."""
-    lengths = set[int]()
-    for name, value in parts_of(dataset, follow=_leads_to_datasets):
-        if isinstance(value, Dataset) or value is dataset:
-            lengths |= {length_of(value) or 0}
-        elif _is_table(value) and (length := length_of(value) or 0) in lengths:
-            rows = spread(length, _ENTRIES)
-            if isinstance(value, np.ndarray | torch.Tensor) and value.ndim == 1:
-                yield name, describe(value[rows])
-            elif hasattr(value, "iloc"):
-                yield name, repr(value.iloc[rows].values.tolist())
-            elif isinstance(value, list | tuple | range) and _is_plain([value[row] for row in rows]):
-                yield name, describe([value[row] for row in rows])
+def _values(dataset: object) -> list[tuple[str, str]]:
+    """Return the name and the text of each value in a dataset; see NOTE [ Values that ranks compare ]."""
+    texts: list[tuple[str, str]] = []
+    parts = parts_of(dataset, follow=lambda _: texts[-1][1].startswith("a "), inner=_inner, most=_MOST, levels=sys.maxsize)
+    for name, value in parts:
+        try:
+            text = _text(value)
+        except Exception:  # whatever the class of the user or of a library raises
+            text = f"{NOT_COMPARABLE} in process {os.getpid()}"
+        texts.append((name, text))
+    return texts if len(texts) < _MOST else [("dataset, of too many values,", f"{NOT_COMPARABLE} in process {os.getpid()}")]
 
 
-def _is_table(value: object) -> bool:
-    """Return whether a value may be asked for its length: that of a Compose of MONAI seeds its transforms again."""
-    return isinstance(value, np.ndarray | torch.Tensor | list | tuple | range) or hasattr(type(value), "iloc")
+def _text(value: Any) -> str:
+    """Return a text that is equal in two ranks if a value is. "a" and a class: the value is made of its parts.
+
+    Raises:
+        Exception: the value cannot be compared.
+    """
+    cls = type(value)
+    name, module = f"a {cls.__module__}.{cls.__qualname__}".replace("__mp_main__", "__main__"), cls.__module__.split(".")[0]
+    if cls in _PLAIN or isinstance(value, PurePath | np.generic):
+        return ascii(_ADDRESS.sub("", value)) if cls is str else ascii(value)
+    if isinstance(value, Enum):
+        return f"{name} {value.name}"[2:]
+    if isinstance(value, (*GENERATOR_TYPES, torch.device)) or module in _LEFT_OUT or cls.__module__ in _OF_PROCESSES:
+        return "left out"
+    if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
+        return ascii(value.name) if not value.closed and value.readable() else "left out"  # type: ignore[attr-defined]
+    if isinstance(value, np.memmap):
+        return _digest((str(value.filename), value.offset, value.dtype, value.shape))
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return _array_text(value)
+    if cls in (list, tuple) or (issubclass(cls, dict) and len(dict.items(value)) > _NAMED):
+        with contextlib.suppress(ValueError):  # other than plain values
+            return _list_text(list(dict.items(value)) if issubclass(cls, dict) else value)
+    if issubclass(cls, set | frozenset):
+        return _list_text(sorted(marshal.dumps(item, 2) for item in value))
+    if hasattr(cls, "iloc"):
+        return _frame_text(value)
+    if is_environment(value):
+        return ascii(value.path())
+    if module in _TEXTS:
+        return _digest(_TEXTS[module](value))
+    if isinstance(value, FunctionType):
+        if not _ASKS_FOR_RANK.isdisjoint(_names_in(value)):
+            raise ValueError("its result may depend on the rank")
+        return f"{name} {value.__qualname__} {_digest(code_text(value.__code__))}"
+    is_python = base_of(cls) is object and (cls.__dictoffset__ or any(True for _ in slots_of(value)))
+    if is_python or cls is object or issubclass(cls, (*_PARTS, ModuleType)):
+        return f"{name} {getattr(value, '__qualname__', '')}" if isinstance(value, type) else name
+    try:
+        return _digest(pickle.dumps(value, 4))
+    except (TypeError, ValueError):  # memory of ctypes
+        return _digest(memoryview(value).tobytes()[:_WHOLE])
 
 
-def _leads_to_datasets(value: object) -> bool:
-    return isinstance(value, Dataset) or (isinstance(value, list) and len(value) > 0 and isinstance(value[0], Dataset))
+def _arrow_text(value: Any) -> str:
+    """Return some rows of a table or array of Arrow; the text of a type or schema."""
+    if not hasattr(value, "slice"):
+        return str(value)
+    return repr((len(value), value.nbytes, [value.slice(row, 1).to_pylist() for row in spread(len(value), 64)]))
 
 
-def _is_plain(values: list[Any]) -> bool:
-    """Return whether values are numbers, texts and None, or short tuples and lists of these."""
-    return all(
-        isinstance(each, _PLAIN) or (type(each) in (tuple, list) and len(each) < 9 and _is_plain(each)) for each in values
+_TEXTS: dict[str, Any] = {"PIL": describe, "h5py": repr, "pandas": pickle.dumps, "pyarrow": _arrow_text}
+"""What to compare of objects of libraries."""
+
+
+def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that is made of them."""
+    if isinstance(value, ModuleType):
+        return
+    if isinstance(value, type):
+        if not is_of_library(getattr(sys.modules.get(value.__module__), "__file__", None) or ""):
+            yield from ((f"{name}.{key}", item) for key, item in list(attributes_of_class(value).items()) if _counts(key, item))
+            yield from ((name, base) for base in value.__bases__)
+        return
+    if isinstance(value, list | tuple | deque):
+        items = list(value)
+        yield from ((f"{name}[{row}]", items[row]) for row in range(0, len(items), -(-len(items) // _MOST_ITEMS) or 1))
+    elif isinstance(value, dict):
+        entries = list(dict.items(value))
+        for row in range(0, len(entries), -(-len(entries) // _MOST_ITEMS) or 1):
+            key, item = entries[row]
+            named = type(key) in (int, str) and len(str(key)) <= _NAMED
+            yield f"{name}[{key!r}]" if named else f"{name}[{row}]", item
+            if not named:
+                yield f"{name}: key {row}", key
+    if isinstance(value, FunctionType | MethodType | partial):
+        yield from inner_parts(name, value)
+    if isinstance(value, MethodType | BuiltinMethodType):
+        yield f"{name}: function", getattr(value, "__func__", value.__self__)
+        return
+    if isinstance(value, FunctionType):
+        yield from ((f"{name}: {key}", item) for key, item in _read_globals(value))
+        yield f"{name}: defaults", [value.__defaults__, value.__kwdefaults__]
+        return
+    yield f"{name}.__class__", type(value)
+    yield from ((f"{name}.{slot.__name__}", item) for slot, item in slots_of(value))
+    yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
+
+
+def _counts(key: str, item: object) -> bool:
+    """Whether samples may depend on an attribute of a class: on a value, or on a function that runs after the class is made."""
+    if isinstance(item, FunctionType):
+        return key not in ("__init__", "__new__")
+    return not (key.startswith("__") or hasattr(type(item), "__get__") or key == "_abc_impl")
+
+
+def _names_in(function: FunctionType) -> set[str]:
+    """Return the names and texts in the code of a function of the user."""
+    code = function.__code__
+    return (
+        set()
+        if is_of_library(code.co_filename)
+        else {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
     )
 
 
+def _read_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield numbers and texts that a function may read: global variables, and attributes of global objects and modules."""
+    names = sorted(_names_in(function) & function.__globals__.keys())
+    for name in names:
+        value = function.__globals__[name]
+        own = vars_of(value)
+        inner = [(f"{name}.{key}", own[key]) for key in function.__code__.co_names if key in own]
+        yield from ((key, item) for key, item in [(name, value), *inner] if type(item) in _PLAIN)
+
+
+def _list_text(value: Sequence[Any]) -> str:
+    """Return a text for a list of plain values, lists and dicts of these, and arrays. Raises ValueError for other values."""
+
+    def data(rows: Sequence[int]) -> bytes:
+        return marshal.dumps([value[row] for row in rows], 2)  # of this version, it does not depend on identities
+
+    few = spread(len(value), 100)
+    most = _WHOLE // (len(data(few)) // max(1, len(few)) + 1)
+    rows = range(len(value)) if len(value) <= most else spread(len(value), most)
+    parts = [checksum(data(rows[at : at + 10_000])) for at in range(0, len(rows), 10_000)]
+    return _digest((len(value), parts))
+
+
+def _array_text(array: Any) -> str:
+    """Return a text for an array or tensor; of a large one, for blocks of it."""
+    if isinstance(array, torch.Tensor) and array.layout != torch.strided:
+        if array.numel() > _WHOLE:
+            raise ValueError("too large")
+        array = array.to_dense()
+    kind, nbytes = (str(array.dtype), tuple(array.shape)), array.nbytes
+    if isinstance(array, torch.Tensor):
+        array = array.detach().as_subclass(torch.Tensor)
+        is_contiguous = array.is_contiguous()
+    elif array.dtype.hasobject:
+        return f"{_list_text(array.reshape(-1).tolist())} {kind}"
+    else:
+        array = array if array.flags.c_contiguous else array.T
+        is_contiguous = array.flags.c_contiguous
+    if nbytes > _WHOLE:
+        if is_contiguous:
+            flat = array.reshape(-1)
+            array = flat[: len(flat) // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+        array = array[spread(len(array), len(array) * _WHOLE // nbytes)]
+    if isinstance(array, torch.Tensor):
+        array = array.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _digest((kind, checksum(array.tobytes())))
+
+
+def _frame_text(frame: Any) -> str:
+    """Return a text for a table frame or a series."""
+    rows = frame.iloc[spread(len(frame), _ROWS)]
+    try:
+        values = sys.modules["pandas"].util.hash_pandas_object(rows).values.tolist()
+    except (KeyError, TypeError):  # of another library; or cells that are lists
+        values = rows.values.tolist()
+    return _digest((len(frame), [*attribute_of(frame, "columns", ())], values))
+
+
 def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(errors="replace"), digest_size=8).hexdigest()
+    return f"#{checksum(value if isinstance(value, bytes) else repr(value).encode(errors='replace'))}"

@@ -53,6 +53,8 @@ class ThreadMaker:
             iterable or isinstance(dataset, StatefulMap) or (loader._stocache.sample_seed is None and crew.holds_generator)
         )
         self._way = None if self.is_bound else _way_of(dataset)
+        if self._way is list and crew.arrays.copied and loader.persistent_workers:  # it may depend on what a worker changed
+            self.is_bound, self._way = True, None
         self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
         self._makes_whole = self._batched and self._way is None
         self._epoch: dict[int, int] = {}  # that was set in each worker's dataset
@@ -378,7 +380,7 @@ def _part_of(index: Any, rows: Sequence[int]) -> Any:
     """Return the index of several rows of a batch."""
     if isinstance(index, EpochIndices):
         return EpochIndices(index.epoch, _part_of(index.indices, rows))
-    return [index[row] for row in rows]
+    return index[list(rows)] if isinstance(index, np.ndarray) else [index[row] for row in rows]
 
 
 def _parts_of(index: Any, rows: Sequence[int]) -> list[Any]:

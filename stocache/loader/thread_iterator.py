@@ -110,6 +110,7 @@ class ThreadIterator(QuickIterator):
         self.drop_gathers()
         while self._batches:
             del self._batches[self._await()]
+        self._maker.crew.check_shared()
         for threads in self._threads:
             threads.drop()
         self._maker.crew.release_all()
@@ -234,6 +235,7 @@ class ThreadIterator(QuickIterator):
 
     def _done(self) -> int | None:
         if not self._batches:
+            self._maker.crew.check_shared()
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration

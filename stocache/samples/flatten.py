@@ -17,7 +17,7 @@ from stocache.samples.leaves.type_lookup import (
     name_of,
 )
 from stocache.samples.pytree import SUBCLASSED, Container, check_attribute, is_image, is_namedtuple, is_object, state_of
-from stocache.system.objects import base_of, slots_of, static_attribute, vars_of
+from stocache.system.objects import attribute_of, base_of, slots_of, static_attribute, vars_of
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
 
@@ -51,6 +51,8 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
     if isinstance(value, Mapping) and (mapping := _flatten_mapping(value)) is not None:
         return mapping
     if is_image(cls):
+        if (pages := attribute_of(value, "n_frames", 1)) > 1:
+            raise Unfit(f"is an image of {pages} pages, of which one would be kept", "Return a list of images", final=True)
         try:
             return _flatten_image(value)
         except Exception:  # its file is truncated, or was closed before it was read
@@ -220,3 +222,13 @@ def leaves(tree: object) -> list[Any]:
     found: list[Any] = []
     tree_map(found.append, tree)
     return found
+
+
+def echoes_index(samples: Mapping[int, object]) -> bool:
+    """Return whether all samples hold their index: a number that has the type of the index."""
+    return bool(samples) and all(_holds(sample, idx) for idx, sample in samples.items())
+
+
+def _holds(tree: object, idx: int) -> bool:
+    parted = flatten_one(tree)
+    return type(tree) is int and tree == idx if parted is None else any(_holds(part, idx) for part in parted[1])

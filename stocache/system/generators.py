@@ -206,35 +206,45 @@ def is_of_library(path: str) -> bool:
     return path.startswith(_LIBRARIES) or "site-packages" in path
 
 
+def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in the attributes or items of an object, and of a function, with their names."""
+    if isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
+        return
+    if isinstance(value, list | tuple | deque):
+        yield from ((f"{name}[{number}]", item) for number, item in enumerate(islice(list(value), _MOST_ITEMS)))
+    elif isinstance(value, FunctionType | MethodType | partial):
+        yield from ((f"{name}: {key}", item) for key, item in _bound_values(value))
+    elif type(value) is dict:
+        yield from ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
+    else:
+        yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
+
+
 def parts_of(
-    value: object, name: str = "dataset", follow: Callable[[Any], bool] = lambda value: True
+    value: object,
+    name: str = "dataset",
+    follow: Callable[[Any], bool] = lambda value: True,
+    inner: Callable[[str, Any], Iterable[tuple[str, Any]]] = inner_parts,
+    most: int = _MOST_PARTS,
+    levels: int = _MOST_LEVELS,
 ) -> Iterator[tuple[str, Any]]:
     """Yield the values in an object's attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
 
     Args:
-        follow: whether to look into a value.
+        follow: whether to look into a value. It is asked after the value was yielded.
+        inner: returns the parts of a value, with their names.
+        most: yield no more values. levels: look no deeper.
     """
     seen, waiting = set(), deque([(name, value, 0)])
-    for _ in range(_MOST_PARTS):
+    for _ in range(most):
         if not waiting:
             return
         name, value, level = waiting.popleft()
         yield name, value
-        if level == _MOST_LEVELS or id(value) in seen or isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
-            continue
-        seen.add(id(value))
-        if not follow(value):
-            continue
-        inner: Iterable[tuple[str, Any]] = ()
-        if isinstance(value, list | tuple | deque):
-            inner = ((f"{name}[{number}]", item) for number, item in enumerate(islice(list(value), _MOST_ITEMS)))
-        elif isinstance(value, FunctionType | MethodType | partial):
-            inner = ((f"{name}: {key}", item) for key, item in _bound_values(value))
-        elif type(value) is dict:
-            inner = ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
-        else:
-            inner = ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
-        waiting.extend((key, item, level + 1) for key, item in inner)
+        if level < levels and id(value) not in seen:
+            seen.add(id(value))
+            if follow(value):
+                waiting.extend((key, item, level + 1) for key, item in inner(name, value))
 
 
 def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:

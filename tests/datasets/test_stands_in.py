@@ -1,8 +1,10 @@
 """A cached dataset in the place of the user's: its class, names and life, for code that does not know it."""
 
 import copy
+import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset, random_split
@@ -79,3 +81,43 @@ def test_attributes_that_ours_hide_are_said_once_and_missing_ones_name_the_datas
                 with pytest.raises(AttributeError, match=f"'Frames' object has no attribute '{name}'"):
                     getattr(dataset, name)
     assert caplog.text.count("attributes of its own called close, stats. Ask its `dataset` for those of Frames") == 1
+
+
+class Speaks(Frames):
+    """Takes more than an index, has an order of its own, and returns the index."""
+
+    def __getitem__(self, idx, raw=False):
+        return (idx, "raw") if raw else (torch.tensor([idx]), idx)
+
+    def __iter__(self):
+        yield from "abc"
+
+
+def test_more_arguments_and_an_order_of_its_own_are_those_of_the_dataset():
+    with CachedDataset(Speaks(), "1MB") as dataset:
+        assert dataset.__getitem__(3, raw=True) == (3, "raw")
+        assert list(dataset) == ["a", "b", "c"]
+    with CachedDataset(Speaks(), "1MB", transform=str) as dataset:
+        assert dataset.__getitem__(3, raw=True) == "(3, 'raw')"
+        assert len(list(dataset)) == 6
+    with CachedDataset(Frames(), "1MB") as dataset:
+        assert [sample.item() for sample in dataset] == [*range(6)]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor, bool])
+def test_an_index_that_the_sample_holds_keeps_its_type(kind):
+    with CachedDataset(Speaks(), "1MB") as dataset:
+        assert type(dataset[kind(1)][1]) is type(dataset.__getitems__([kind(1)])[0][1]) is type(Speaks()[kind(1)][1])
+
+
+class Pages(Frames):
+    def __getitem__(self, idx):
+        image, file = pytest.importorskip("PIL.Image"), io.BytesIO()
+        image.new("L", (4, 4)).save(file, "TIFF", save_all=True, append_images=[image.new("L", (4, 4), 9)] * (idx % 2))
+        return image.open(file)
+
+
+@pytest.mark.parametrize("pickles", [False, True])
+def test_an_image_keeps_all_its_pages(pickles):
+    with CachedDataset(Pages(), "1MB", allow_pickle=pickles) as dataset:
+        assert [getattr(dataset[idx], "n_frames", 1) for idx in (0, 1, 0, 1)] == [1, 2, 1, 2]

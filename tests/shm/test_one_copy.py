@@ -253,7 +253,7 @@ def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what
         return
     assert len(set(inodes)) == RANKS
     assert sum(reserved) <= 3 * 64 * 1024  # an extent may be larger than a part of this limit
-    assert sum("the ranks of this job cache different samples in" in text for text in logged) == RANKS - 1
+    assert sum("the ranks of this job cannot share a cache in" in text for text in logged) == RANKS - 1
     assert "share_ranks=False" in "".join(logged)
     assert not re.search("[0-9a-f]{16}", "".join(logged))  # digests
 

@@ -226,6 +226,15 @@ def test_what_a_child_cannot_load_is_loaded_here_with_one_warning(caplog):
         assert "forked workers share them" in record.getMessage()
 
 
+def test_samples_are_loaded_here_if_numba_ends_its_forked_processes(caplog, monkeypatch):
+    parent = os.getpid()
+    monkeypatch.setitem(sys.modules, "numba.np.ufunc.omppool", sys)
+    load = lambda idx: os.getpid() == parent or os.kill(os.getpid(), signal.SIGTERM)
+    with CachedDataset(Numbers(load), "1MB") as dataset:
+        assert dataset[3].item() == 3
+    assert "numba.config.THREADING_LAYER" in caplog.text
+
+
 def test_without_child_processes_or_proc_samples_are_loaded_here(monkeypatch, tmp_path, caplog):
     def no_fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")

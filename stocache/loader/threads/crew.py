@@ -33,6 +33,7 @@ from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info
 from stocache.system import rng
 from stocache.system.loading.children import hold_to_fork
 from stocache.system.loading.copies import (
+    Arrays,
     copy_dataset,
     find_open_handle,
     find_running,
@@ -137,6 +138,7 @@ class ThreadWorkers:
         turns: taken to load samples, and to collate.
         waiting: whether the loop waits for a batch now: it does not draw random numbers meanwhile.
         stopped: returns whether the iterator is gone.
+        arrays: of the dataset, which it may change in place.
         holds_generator: whether the dataset or collate function has a random number generator of its own, or the collate
             function refers to a dataset.
         claiming: the batches that have claimed samples, each a `LazyBatch`.
@@ -162,7 +164,8 @@ class ThreadWorkers:
         handle = find_open_handle(parts[0]) or find_open_handle(parts[1])
         if one_at_a_time:
             handle = "an object that a hook of sample_seed sets"
-        copies = [parts if one_at_a_time else copy_dataset(parts) for _ in range(count)]
+        self.arrays = Arrays()
+        copies = [parts if one_at_a_time else copy_dataset(parts, self.arrays) for _ in range(count)]
         self.workers = [ThreadWorker(number, count, base_seed, own) for number, own in enumerate(copies)]
         self.holds_generator = holds_generator(parts[:2]) or holds_dataset(parts[1])
         self.claiming: set[Any] = set()
@@ -232,6 +235,14 @@ class ThreadWorkers:
         until = time.monotonic() + patience_s
         for begun in self.begun if self._has_init else ():
             begun.wait(max(0.0, until - time.monotonic()))
+
+    def check_shared(self) -> None:
+        """Warn if memory that the threads share was changed."""
+        if size := self.arrays.changed():
+            self._warn(
+                "an array of %s, which worker threads share, was changed while they made samples. Worker processes would each "
+                "have a copy of their own. Have __getitem__ change copies, or use worker_method='multiprocessing'.", size,
+            )  # fmt: skip
 
     def release(self, lazy: Any) -> None:
         """Release the claims of a `LazyBatch`. If the cache was closed, it has none."""

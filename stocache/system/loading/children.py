@@ -74,7 +74,7 @@ def in_children(
         patience_s: seconds to wait for the next item; None waits as long as the children live.
 
     Raises:
-        ChildError: a process cannot be forked.
+        ChildError: a process cannot be forked, or numba has ended it.
         SlowError: nothing came for ``patience_s``.
         StalledError: a child is stalled, or was in an earlier call for this dataset.
         WorkerError: a child died.
@@ -229,13 +229,18 @@ class _Child:
                 self._status = os.waitpid(self.pid, 0)[1]
         self.pipe.close()
 
-    def _death(self) -> WorkerError:
-        how = "ended"
+    def _death(self) -> Exception:
+        how, code = "ended", 0
         with contextlib.suppress(ChildProcessError):  # other code has waited for it
             if self._status is None:
                 self._status = os.waitpid(self.pid, 0)[1]
             code = os.waitstatus_to_exitcode(self._status)
             how = f"was killed by signal {-code} ({signal_name(-code)})" if code < 0 else f"exited with code {code}"
+        if code == -signal.SIGTERM and "numba.np.ufunc.omppool" in sys.modules:
+            return ChildError(
+                "numba ends a forked process that uses its threads of GNU OpenMP. Forked workers end, too: use num_workers=0, "
+                "worker_method='thread', or numba.config.THREADING_LAYER = 'workqueue'"
+            )
         return WorkerError(
             f"the child process {self.pid}, which loads samples, {how}. Something in the dataset, or from outside, ended it."
         )

@@ -4,9 +4,13 @@ NOTE [ A dataset for each thread ]
     A dataset that opens its file when it is first read keeps the file in an attribute. Threads that shared the dataset would
     share the file, and its position. So each thread gets a copy: of the dataset, of the datasets, plain objects and modules
     inside it, of their short lists, sets and dicts, of lists of datasets, of files in memory, and of functions and methods
-    that refer to any of these. All else is shared: tensors, arrays, tables, long lists, locks, caches, and sentinels: globals
-    of a module that say how they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe =
-    True`` is shared as it is.
+    that refer to any of these. All else is shared: long lists, locks, caches, and sentinels: globals of a module that say how
+    they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
+
+    Arrays, tensors, images and table frames are copied, too, and so are long lists and dicts of these or of lists and dicts:
+    ``__getitem__`` may change one in place, and worker processes would each have their own. Views of one memory stay views of
+    one. Memory that processes share is shared by threads, and so are parameters of modules, read-only arrays, and whatever does
+    not fit into `_MOST_BYTES` for each thread. `Arrays` finds changes of memory that is shared because it is too large.
 
     A *handle* cannot be copied: an open file; an object of a class that is written in C and refuses to be pickled, which so
     says that it holds more than values; an object with ``__del__``, because a copy that dies would release the resources of the
@@ -21,6 +25,7 @@ import builtins
 import contextlib
 import copy
 import copyreg
+import ctypes
 import enum
 import functools
 import io
@@ -47,10 +52,12 @@ from types import (
 )
 from typing import Any, Generic
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from stocache.system.generators import GENERATOR_TYPES
+from stocache.system.limits import format_size
 from stocache.system.objects import base_of, is_in_python, mro, slots_of, static_attribute, vars_of
 
 HOLDS_DATASET = "_holds_dataset"
@@ -58,6 +65,10 @@ HOLDS_DATASET = "_holds_dataset"
 
 _SPECIAL = {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__"}
 _MOST_ITEMS = 1000  # of a list or dict that is copied
+_MOST_OF_LONG = 50_000  # of all long lists and dicts that are copied, with the items of their items
+_MOST_BYTES = 32 << 20  # of arrays that are copied
+_LOOKED_AT = 4096  # bytes of an array that is too large
+_ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _DEEPEST = 12
 _SUBCLASSED = defaultdict, OrderedDict, dict, list, deque, tuple
 _CONTAINERS = (*_SUBCLASSED, set, frozenset)
@@ -74,12 +85,52 @@ _OF_PYTHON = {kind for module in (builtins, types) for kind in vars(module).valu
 _ITERATOR_MODULES = "builtins", "itertools", "_csv", "posix"  # the modules of iterators
 
 
-def copy_dataset(dataset: object) -> Any:
-    """Return a dataset for one more thread; see NOTE [ A dataset for each thread ]."""
-    return _copy(dataset, {}, 0)
+def copy_dataset(dataset: object, arrays: "Arrays | None" = None) -> Any:
+    """Return a dataset for one more thread; see NOTE [ A dataset for each thread ].
+
+    ``arrays``: takes note of the arrays in it.
+    """
+    return _copy(dataset, {"arrays": arrays or Arrays(), "bytes": _MOST_BYTES, "items": _MOST_OF_LONG}, 0)
 
 
-def _copy(value: object, memo: dict[int, Any], depth: int) -> Any:
+class Arrays:
+    """The memory of arrays that threads share because it is too large for a copy for each.
+
+    Attributes:
+        copied: whether an array, a table, or a long list was copied.
+    """
+
+    def __init__(self) -> None:
+        self.copied = False
+        self._before: dict[tuple[int, int], tuple[Any, bytes]] = {}  # by address and size: the owner, and some bytes
+
+    def add(self, owner: Any) -> None:
+        """Add an array or storage that owns memory."""
+        place = _place_of(owner)
+        self._before[place] = owner, _some_bytes(*place)
+
+    def changed(self) -> str:
+        """Return the size of memory that is not as it was when it was added; "" if all is."""
+        for place, (owner, before) in self._before.items():
+            if _place_of(owner) == place and _some_bytes(*place) != before:
+                return format_size(place[1])
+        return ""
+
+
+def _place_of(owner: Any) -> tuple[int, int]:
+    """Return the address and the size of the memory of an array or storage."""
+    is_array = isinstance(owner, np.ndarray)
+    return owner.__array_interface__["data"][0] if is_array else owner.data_ptr(), owner.nbytes if is_array else owner.nbytes()
+
+
+def _some_bytes(address: int, nbytes: int) -> bytes:
+    step = nbytes // _LOOKED_AT | 1  # odd, so that it is not always the same byte of a number
+    return memoryview((ctypes.c_char * nbytes).from_address(address))[::step].tobytes()
+
+
+def _copy(value: object, memo: dict[Any, Any], depth: int) -> Any:
+    if type(value) in _ATOMS:
+        return value
     if id(value) in memo:
         return memo[id(value)][1]
     copied = _copied(value, memo, depth) if depth < _DEEPEST else value
@@ -87,7 +138,7 @@ def _copy(value: object, memo: dict[int, Any], depth: int) -> Any:
     return copied
 
 
-def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
+def _copied(value: Any, memo: dict[Any, Any], depth: int) -> Any:
     kind = type(value)
     if kind is FunctionType:
         return _copied_function(value, memo, depth)
@@ -98,17 +149,23 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         generator = torch.Generator(value.device)
         generator.set_state(value.get_state())
         return generator
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _copied_array(value, memo, depth)
+    if kind.__module__ == "PIL.Image" or hasattr(kind, "iloc"):  # of pandas
+        return _copied_table(value, memo)
     if isinstance(value, GENERATOR_TYPES) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
         return copy.deepcopy(value)
     if (held := _held(value)) is not None:
         parts, make = held
         return make([_copy(part, memo, depth + 1) for part in parts])
-    if not _is_opened(value) or (_releases_resources(kind) and kind not in _CONTAINERS):
+    follows = issubclass(kind, _CONTAINERS) and (_is_followed(value) or _is_copied_long(value, memo))
+    is_opened = follows if kind in _CONTAINERS else _is_opened(value)
+    if not is_opened or (_releases_resources(kind) and kind not in _CONTAINERS):
         return value
     base = _container_of(kind)
     if base is tuple:
         items = list(tuple.__iter__(value))
-        own = [_copy(item, memo, depth + 1) for item in items] if _is_followed(value) else items
+        own = [_copy(item, memo, depth + 1) for item in items] if follows else items
         if all(map(operator.is_, own, items)) and not getattr(value, "__dict__", None):
             return value
         copied = tuple.__new__(kind, own)
@@ -116,7 +173,7 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         copied = (base or object).__new__(kind)
     memo[id(value)] = value, copied  # it may hold itself
     if base not in (None, tuple):
-        _fill(copied, value, base, memo, depth)
+        _fill(copied, value, base, memo, depth, follows)
     for descriptor, item in slots_of(value):
         descriptor.__set__(copied, _copy(item, memo, depth + 1))
     if not kind.__dictoffset__:
@@ -128,6 +185,91 @@ def _copied(value: Any, memo: dict[int, Any], depth: int) -> Any:
         mine.update((name, _copy(item, memo, depth + 1)) for name, item in attributes.items())
     object.__setattr__(copied, "__dict__", memo[id(attributes)][1])  # also where the class is frozen
     return copied
+
+
+def _is_copied_long(value: Any, memo: dict[Any, Any]) -> bool:
+    """Whether the items of a long list, tuple or dict are copied: they can be changed in place, and are not too many."""
+    kind = _container_of(type(value)) or type(value)
+    first: Any = next(iter(dict.values(value) if isinstance(value, dict) else kind.__iter__(value)))
+    if isinstance(first, list | dict | tuple):
+        count = kind.__len__(value) * (1 + len(first))
+    else:
+        count = kind.__len__(value) if isinstance(first, torch.Tensor | np.ndarray) else sys.maxsize
+    return _takes(count, "items", memo)
+
+
+def _takes(amount: int, kind: str, memo: dict[Any, Any]) -> bool:
+    """Whether there is room for a copy of so many bytes or items, which are counted."""
+    if amount > memo[kind]:
+        return False
+    memo[kind] -= amount
+    memo["arrays"].copied = True
+    return True
+
+
+def _copied_array(value: Any, memo: dict[Any, Any], depth: int) -> Any:
+    """Return a copy of a tensor or array; itself if it is shared. Copies of views of one memory are views of one."""
+    if type(value) is torch.Tensor:
+        plain = (
+            value.layout == torch.strided and value.is_cpu and not (value.is_conj() or value.is_neg() or value.requires_grad)
+        )
+        storage = value.untyped_storage() if plain else None
+        memory = None if storage is None or storage.is_shared() else _copied_memory(storage, not storage.resizable(), memo)
+        if memory is None:
+            return value
+        flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=value.dtype, device="cpu").set_(flat, value.storage_offset(), value.shape, value.stride())
+    if type(value) is not np.ndarray or not value.flags.writeable:
+        return value
+    if value.dtype == object and value.size <= _MOST_ITEMS:
+        copied = np.empty(value.size, object)
+        for number, item in enumerate(value.reshape(-1).tolist()):
+            copied[number] = _copy(item, memo, depth + 1)
+        return copied.reshape(value.shape)
+    owner = value
+    while type(owner.base) is np.ndarray:
+        owner = owner.base
+    memory = None if value.dtype.hasobject else _copied_memory(owner, owner.base is not None, memo)
+    at = _place_of(value)[0] - _place_of(owner)[0]
+    return value if memory is None else np.ndarray(value.shape, value.dtype, memory, at, value.strides)
+
+
+def _copied_table(value: Any, memo: dict[Any, Any]) -> Any:
+    """Return a copy of an image in memory, a table frame or a series; itself if it is too large."""
+    try:
+        is_table = hasattr(value, "iloc")
+        nbytes = np.sum(value.memory_usage(index=False)) if is_table else value.width * value.height * len(value.getbands())
+    except (AttributeError, TypeError):  # of another class
+        return value
+    return value.copy() if _takes(nbytes, "bytes", memo) else value
+
+
+def _copied_memory(owner: Any, is_borrowed: bool, memo: dict[Any, Any]) -> Any:
+    """Return a copy of the memory of an array or storage, as bytes; None if it is shared.
+
+    ``is_borrowed``: whether it may belong to another object, and be shared between processes.
+    """
+    place = address, nbytes = _place_of(owner)
+    if place not in memo:
+        memo[place] = None
+        if not nbytes or (is_borrowed and _is_mapped_shared(address)):
+            pass
+        elif _takes(nbytes, "bytes", memo):
+            memo[place] = bytearray(ctypes.string_at(address, nbytes))
+        else:
+            memo["arrays"].add(owner)
+    return memo[place]
+
+
+def _is_mapped_shared(address: int) -> bool:
+    """Whether an address is in memory that processes share; True if that is unknown."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            span, flags, *_ = line.split(maxsplit=2)
+            first, end = (int(number, 16) for number in span.split("-"))
+            if first <= address < end:
+                return "s" in flags
+    return True
 
 
 def _held(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -177,9 +319,8 @@ def _container_of(kind: type) -> Any:
     return next((base for base in _SUBCLASSED if issubclass(kind, base)), None)
 
 
-def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) -> None:
+def _fill(copied: Any, value: Any, base: Any, memo: dict[Any, Any], depth: int, followed: bool) -> None:
     """Put the items of a subclass of a container into its copy, without the methods of the subclass."""
-    followed = _is_followed(value)
     if base in (list, deque):
         if base is deque:
             deque.__init__(copied, (), value.maxlen)
@@ -191,7 +332,7 @@ def _fill(copied: Any, value: Any, base: Any, memo: dict[int, Any], depth: int) 
         base.__setitem__(copied, key, _copy(item, memo, depth + 1) if followed else item)
 
 
-def _copied_function(function: FunctionType, memo: dict[int, Any], depth: int) -> FunctionType:
+def _copied_function(function: FunctionType, memo: dict[Any, Any], depth: int) -> FunctionType:
     """Return a function with copies of its defaults, and of variables from around it, where these have copies."""
     given, cells = function.__kwdefaults__ or {}, function.__closure__ or ()
     defaults = _copy(function.__defaults__, memo, depth + 1)

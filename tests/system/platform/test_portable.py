@@ -167,7 +167,7 @@ def test_programs_work(name, tmp_path):
 
 @pytest.mark.parametrize(("command", "printed"), [
     ("info", "shared memory  none on this system"), ("doctor --json", "[]"), ("ls", "no named caches"),
-    ("explain W06", "W06: workers are threads"),
+    ("explain W24", "W24: workers are threads"),
 ])  # fmt: skip
 def test_commands_work(command, printed, tmp_path):
     assert printed in run(tmp_path, "-m", "stocache", *command.split()).stdout
