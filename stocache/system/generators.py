@@ -300,10 +300,16 @@ class Kept:
 
 def own_generators(dataset: object) -> list[Any]:
     """Return the generators that a dataset holds."""
-    return [part for _, part in parts_of(dataset) if isinstance(part, GENERATOR_TYPES)]
+    return [part for _, part in parts_of(dataset) if is_generator(part)]
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a generator whose state can be read: not one of the system's numbers."""
+    return isinstance(value, GENERATOR_TYPES) and not isinstance(value, random.SystemRandom)
 
 
 def global_generators() -> list[Any]:
-    """Return the generators that are global variables of modules."""
-    modules = [list(vars(module).values()) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    return [value for values in modules for value in values if isinstance(value, GENERATOR_TYPES)]
+    """Return the generators that are global variables of the user's modules."""
+    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    own = [names for names in modules if not is_of_library(names.get("__file__") or "")]
+    return [value for names in own for value in list(names.values()) if is_generator(value)]
