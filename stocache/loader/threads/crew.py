@@ -31,9 +31,9 @@ from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.loader.threads.collating import WorkerGlobals
 from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
 from stocache.system import rng
+from stocache.system.loading.arrays import Arrays
 from stocache.system.loading.children import hold_to_fork
 from stocache.system.loading.copies import (
-    Arrays,
     copy_dataset,
     find_open_handle,
     find_running,

@@ -7,10 +7,8 @@ NOTE [ A dataset for each thread ]
     that refer to any of these. All else is shared: long lists, locks, caches, and sentinels: globals of a module that say how
     they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
 
-    Arrays, tensors, images and table frames are copied, too, and so are long lists and dicts of these or of lists and dicts:
-    ``__getitem__`` may change one in place, and worker processes would each have their own. Views of one memory stay views of
-    one. Memory that processes share is shared by threads, and so are parameters of modules, read-only arrays, and whatever does
-    not fit into `_MOST_BYTES` for each thread. `Arrays` finds changes of memory that is shared because it is too large.
+    Arrays, tensors, images and table frames are copied, too (arrays.py), and so are long lists and dicts of these or of lists
+    and dicts: ``__getitem__`` may change one in place, and worker processes would each have their own.
 
     A *handle* cannot be copied: an open file; an object of a class that is written in C and refuses to be pickled, which so
     says that it holds more than values; an object with ``__del__``, because a copy that dies would release the resources of the
@@ -25,7 +23,6 @@ import builtins
 import contextlib
 import copy
 import copyreg
-import ctypes
 import enum
 import functools
 import io
@@ -57,7 +54,7 @@ import torch
 from torch.utils.data import Dataset
 
 from stocache.system.generators import GENERATOR_TYPES
-from stocache.system.limits import format_size
+from stocache.system.loading.arrays import ArrayCopier, Arrays
 from stocache.system.objects import base_of, is_in_python, mro, slots_of, static_attribute, vars_of
 
 HOLDS_DATASET = "_holds_dataset"
@@ -65,9 +62,6 @@ HOLDS_DATASET = "_holds_dataset"
 
 _SPECIAL = {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__getnewargs__", "__getnewargs_ex__"}
 _MOST_ITEMS = 1000  # of a list or dict that is copied
-_MOST_OF_LONG = 50_000  # of all long lists and dicts that are copied, with the items of their items
-_MOST_BYTES = 32 << 20  # of arrays that are copied
-_LOOKED_AT = 4096  # bytes of an array that is too large
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _DEEPEST = 12
 _SUBCLASSED = defaultdict, OrderedDict, dict, list, deque, tuple
@@ -90,42 +84,7 @@ def copy_dataset(dataset: object, arrays: "Arrays | None" = None) -> Any:
 
     ``arrays``: takes note of the arrays in it.
     """
-    return _copy(dataset, {"arrays": arrays or Arrays(), "bytes": _MOST_BYTES, "items": _MOST_OF_LONG}, 0)
-
-
-class Arrays:
-    """The memory of arrays that threads share because it is too large for a copy for each.
-
-    Attributes:
-        copied: whether an array, a table, or a long list was copied.
-    """
-
-    def __init__(self) -> None:
-        self.copied = False
-        self._before: dict[tuple[int, int], tuple[Any, bytes]] = {}  # by address and size: the owner, and some bytes
-
-    def add(self, owner: Any) -> None:
-        """Add an array or storage that owns memory."""
-        place = _place_of(owner)
-        self._before[place] = owner, _some_bytes(*place)
-
-    def changed(self) -> str:
-        """Return the size of memory that is not as it was when it was added; "" if all is."""
-        for place, (owner, before) in self._before.items():
-            if _place_of(owner) == place and _some_bytes(*place) != before:
-                return format_size(place[1])
-        return ""
-
-
-def _place_of(owner: Any) -> tuple[int, int]:
-    """Return the address and the size of the memory of an array or storage."""
-    is_array = isinstance(owner, np.ndarray)
-    return owner.__array_interface__["data"][0] if is_array else owner.data_ptr(), owner.nbytes if is_array else owner.nbytes()
-
-
-def _some_bytes(address: int, nbytes: int) -> bytes:
-    step = nbytes // _LOOKED_AT | 1  # odd, so that it is not always the same byte of a number
-    return memoryview((ctypes.c_char * nbytes).from_address(address))[::step].tobytes()
+    return _copy(dataset, {"arrays": ArrayCopier(arrays or Arrays())}, 0)
 
 
 def _copy(value: object, memo: dict[Any, Any], depth: int) -> Any:
@@ -150,9 +109,9 @@ def _copied(value: Any, memo: dict[Any, Any], depth: int) -> Any:
         generator.set_state(value.get_state())
         return generator
     if isinstance(value, torch.Tensor | np.ndarray):
-        return _copied_array(value, memo, depth)
+        return memo["arrays"].copy(value, lambda item: _copy(item, memo, depth + 1))
     if kind.__module__ == "PIL.Image" or hasattr(kind, "iloc"):  # of pandas
-        return _copied_table(value, memo)
+        return memo["arrays"].copy_table(value)
     if isinstance(value, GENERATOR_TYPES) or (isinstance(value, _FILES_IN_MEMORY) and not value.closed):
         return copy.deepcopy(value)
     if (held := _held(value)) is not None:
@@ -195,81 +154,8 @@ def _is_copied_long(value: Any, memo: dict[Any, Any]) -> bool:
         count = kind.__len__(value) * (1 + len(first))
     else:
         count = kind.__len__(value) if isinstance(first, torch.Tensor | np.ndarray) else sys.maxsize
-    return _takes(count, "items", memo)
-
-
-def _takes(amount: int, kind: str, memo: dict[Any, Any]) -> bool:
-    """Whether there is room for a copy of so many bytes or items, which are counted."""
-    if amount > memo[kind]:
-        return False
-    memo[kind] -= amount
-    memo["arrays"].copied = True
-    return True
-
-
-def _copied_array(value: Any, memo: dict[Any, Any], depth: int) -> Any:
-    """Return a copy of a tensor or array; itself if it is shared. Copies of views of one memory are views of one."""
-    if type(value) is torch.Tensor:
-        plain = (
-            value.layout == torch.strided and value.is_cpu and not (value.is_conj() or value.is_neg() or value.requires_grad)
-        )
-        storage = value.untyped_storage() if plain else None
-        memory = None if storage is None or storage.is_shared() else _copied_memory(storage, not storage.resizable(), memo)
-        if memory is None:
-            return value
-        flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        return torch.empty(0, dtype=value.dtype, device="cpu").set_(flat, value.storage_offset(), value.shape, value.stride())
-    if type(value) is not np.ndarray or not value.flags.writeable:
-        return value
-    if value.dtype == object and value.size <= _MOST_ITEMS:
-        copied = np.empty(value.size, object)
-        for number, item in enumerate(value.reshape(-1).tolist()):
-            copied[number] = _copy(item, memo, depth + 1)
-        return copied.reshape(value.shape)
-    owner = value
-    while type(owner.base) is np.ndarray:
-        owner = owner.base
-    memory = None if value.dtype.hasobject else _copied_memory(owner, owner.base is not None, memo)
-    at = _place_of(value)[0] - _place_of(owner)[0]
-    return value if memory is None else np.ndarray(value.shape, value.dtype, memory, at, value.strides)
-
-
-def _copied_table(value: Any, memo: dict[Any, Any]) -> Any:
-    """Return a copy of an image in memory, a table frame or a series; itself if it is too large."""
-    try:
-        is_table = hasattr(value, "iloc")
-        nbytes = np.sum(value.memory_usage(index=False)) if is_table else value.width * value.height * len(value.getbands())
-    except (AttributeError, TypeError):  # of another class
-        return value
-    return value.copy() if _takes(nbytes, "bytes", memo) else value
-
-
-def _copied_memory(owner: Any, is_borrowed: bool, memo: dict[Any, Any]) -> Any:
-    """Return a copy of the memory of an array or storage, as bytes; None if it is shared.
-
-    ``is_borrowed``: whether it may belong to another object, and be shared between processes.
-    """
-    place = address, nbytes = _place_of(owner)
-    if place not in memo:
-        memo[place] = None
-        if not nbytes or (is_borrowed and _is_mapped_shared(address)):
-            pass
-        elif _takes(nbytes, "bytes", memo):
-            memo[place] = bytearray(ctypes.string_at(address, nbytes))
-        else:
-            memo["arrays"].add(owner)
-    return memo[place]
-
-
-def _is_mapped_shared(address: int) -> bool:
-    """Whether an address is in memory that processes share; True if that is unknown."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for line in maps:
-            span, flags, *_ = line.split(maxsplit=2)
-            first, end = (int(number, 16) for number in span.split("-"))
-            if first <= address < end:
-                return "s" in flags
-    return True
+    takes: bool = memo["arrays"].takes_items(count)
+    return takes
 
 
 def _held(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
