@@ -197,22 +197,20 @@ class Audit:
             self._next, self._seen, self._doubted = sys.maxsize, version, False
             return True
         began, begins = time.monotonic(), self._plan(version, len(indices))
-        if begins or self._took_s <= self._share * (began - self._began):
-            finding = self._changed_table(load or partial(operator.getitem, self._dataset), indices)
-            if finding is not None:
-                self.change(finding)
-                return False
         at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
-        for idx in _cached_among([*indices[at:], *indices[:at]], cached, self._left):
-            self._left -= 1
-            finding = self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
-            if finding is not None:
-                self.change(finding)
-                return False
-        self._took_s += time.monotonic() - began
-        self._seen = version
+        chosen = _cached_among([*indices[at:], *indices[:at]], cached, self._left)
+        self._left, self._seen = self._left - len(chosen), version  # now: another thread may ask meanwhile
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
-        return True
+        load = load or partial(operator.getitem, self._dataset)
+        finding = None
+        if begins or self._took_s <= self._share * (began - self._began):
+            finding = self._changed_table(load, indices)
+        for idx in chosen:
+            finding = finding or self._compare(idx, cached.peek, load)
+        self._took_s += time.monotonic() - began
+        if finding is not None:
+            self.change(finding)
+        return finding is None
 
     def _plan(self, version: int, count: int) -> bool:
         """Set how many of the cached samples that are wanted now and next are compared. Return whether an epoch begins."""

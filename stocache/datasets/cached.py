@@ -225,8 +225,10 @@ class CachedDataset(DatasetProxy[_T]):
         return sample if self.after_cache is None else self.after_cache(sample)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate as the dataset does, without the cache if it has an ``__iter__`` of its own; a stream is read by number."""
-        own = static_attribute(type(self.dataset), "__iter__") is not None and not isinstance(self.dataset, IterableDataset)
+        """Iterate as the dataset does: without the cache if its class, as none of Python and no stream, has an ``__iter__``."""
+        kind = type(self.dataset)
+        by_number = kind.__module__ == "builtins" or isinstance(self.dataset, IterableDataset)
+        own = not by_number and static_attribute(kind, "__iter__") is not None
         if own and self.after_cache is None:
             return iter(self.dataset)
         return map(self.__getitem__, range(len(self)))

@@ -11,15 +11,13 @@ NOTE [ Values that ranks compare ]
     the number of its rank, too many values) is different in each process.
 """
 
-import contextlib
 import io
-import marshal
 import os
 import pickle
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import PurePath
@@ -31,21 +29,20 @@ import torch
 
 from stocache.cache.allocate import NOT_COMPARABLE, Proof
 from stocache.datasets.probing import Probe
+from stocache.datasets.tables import digest, table_text
 from stocache.datasets.transforms.splitting import Split
 from stocache.samples.indices import spread
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATOR_TYPES, inner_parts, is_of_library, parts_of
-from stocache.system.hashing import checksum, code_text
+from stocache.system.hashing import code_text
 from stocache.system.limits import MIB
 from stocache.system.loading.copies import is_environment
-from stocache.system.objects import attribute_of, attributes_of_class, base_of, slots_of, vars_of
+from stocache.system.objects import attributes_of_class, base_of, slots_of, vars_of
 
 _MOST = 20_000  # values that are compared
 _MOST_ITEMS = 1000  # of a list of objects
-_WHOLE = 16 * MIB  # of a list or array
-_BLOCK = 1024  # entries of an array
-_ROWS = 1 << 16  # of a table frame
 _NAMED = 64  # entries of a dict that are compared one by one, so that the one that differs has a name
+_WHOLE = 16 * MIB  # of a list or array
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, torch.dtype)
 _PARTS = (list, tuple, deque, dict, type, SimpleNamespace, MethodType, BuiltinMethodType, partial, type(lru_cache(len)))
@@ -65,7 +62,7 @@ def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None
         "dataset": describe(type(dataset))[1],
         "steps before the cache": "" if split is None else split.before_text(),
     }
-    digests = {idx: _digest(describe(sample, strides=False)) for idx, sample in samples.items()}
+    digests = {idx: digest(describe(sample, strides=False)) for idx, sample in samples.items()}
     return Proof(facts, digests, _values(dataset))
 
 
@@ -99,31 +96,26 @@ def _text(value: Any) -> str:
     if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
         return ascii(value.name) if not value.closed and value.readable() else "left out"  # type: ignore[attr-defined]
     if isinstance(value, np.memmap):
-        return _digest((str(value.filename), value.offset, value.dtype, value.shape))
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return _array_text(value)
-    if cls in (list, tuple) or (issubclass(cls, dict) and len(dict.items(value)) > _NAMED):
-        with contextlib.suppress(ValueError):  # other than plain values
-            return _list_text(list(dict.items(value)) if issubclass(cls, dict) else value)
-    if issubclass(cls, set | frozenset):
-        return _list_text(sorted(marshal.dumps(item, 2) for item in value))
-    if hasattr(cls, "iloc"):
-        return _frame_text(value)
+        return digest((str(value.filename), value.offset, value.dtype, value.shape))
+    named = issubclass(cls, dict) and len(dict.items(value)) <= _NAMED
+    table = None if named else table_text(value, _WHOLE)
+    if table is not None:
+        return table
     if is_environment(value):
         return ascii(value.path())
     if module in _TEXTS:
-        return _digest(_TEXTS[module](value))
+        return digest(_TEXTS[module](value))
     if isinstance(value, FunctionType):
         if not _ASKS_FOR_RANK.isdisjoint(_names_in(value)):
             raise ValueError("its result may depend on the rank")
-        return f"{name} {value.__qualname__} {_digest(code_text(value.__code__))}"
+        return f"{name} {value.__qualname__} {digest(code_text(value.__code__))}"
     is_python = base_of(cls) is object and (cls.__dictoffset__ or any(True for _ in slots_of(value)))
     if is_python or cls is object or issubclass(cls, (*_PARTS, ModuleType)):
         return f"{name} {getattr(value, '__qualname__', '')}" if isinstance(value, type) else name
     try:
-        return _digest(pickle.dumps(value, 4))
+        return digest(pickle.dumps(value, 4))
     except (TypeError, ValueError):  # memory of ctypes
-        return _digest(memoryview(value).tobytes()[:_WHOLE])
+        return digest(memoryview(value).tobytes()[:_WHOLE])
 
 
 def _arrow_text(value: Any) -> str:
@@ -196,55 +188,3 @@ def _read_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
         own = vars_of(value)
         inner = [(f"{name}.{key}", own[key]) for key in function.__code__.co_names if key in own]
         yield from ((key, item) for key, item in [(name, value), *inner] if type(item) in _PLAIN)
-
-
-def _list_text(value: Sequence[Any]) -> str:
-    """Return a text for a list of plain values, lists and dicts of these, and arrays. Raises ValueError for other values."""
-
-    def data(rows: Sequence[int]) -> bytes:
-        return marshal.dumps([value[row] for row in rows], 2)  # of this version, it does not depend on identities
-
-    few = spread(len(value), 100)
-    most = _WHOLE // (len(data(few)) // max(1, len(few)) + 1)
-    rows = range(len(value)) if len(value) <= most else spread(len(value), most)
-    parts = [checksum(data(rows[at : at + 10_000])) for at in range(0, len(rows), 10_000)]
-    return _digest((len(value), parts))
-
-
-def _array_text(array: Any) -> str:
-    """Return a text for an array or tensor; of a large one, for blocks of it."""
-    if isinstance(array, torch.Tensor) and array.layout != torch.strided:
-        if array.numel() > _WHOLE:
-            raise ValueError("too large")
-        array = array.to_dense()
-    kind, nbytes = (str(array.dtype), tuple(array.shape)), array.nbytes
-    if isinstance(array, torch.Tensor):
-        array = array.detach().as_subclass(torch.Tensor)
-        is_contiguous = array.is_contiguous()
-    elif array.dtype.hasobject:
-        return f"{_list_text(array.reshape(-1).tolist())} {kind}"
-    else:
-        array = array if array.flags.c_contiguous else array.T
-        is_contiguous = array.flags.c_contiguous
-    if nbytes > _WHOLE:
-        if is_contiguous:
-            flat = array.reshape(-1)
-            array = flat[: len(flat) // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
-        array = array[spread(len(array), len(array) * _WHOLE // nbytes)]
-    if isinstance(array, torch.Tensor):
-        array = array.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return _digest((kind, checksum(array.tobytes())))
-
-
-def _frame_text(frame: Any) -> str:
-    """Return a text for a table frame or a series."""
-    rows = frame.iloc[spread(len(frame), _ROWS)]
-    try:
-        values = sys.modules["pandas"].util.hash_pandas_object(rows).values.tolist()
-    except (KeyError, TypeError):  # of another library; or cells that are lists
-        values = rows.values.tolist()
-    return _digest((len(frame), [*attribute_of(frame, "columns", ())], values))
-
-
-def _digest(value: object) -> str:
-    return f"#{checksum(value if isinstance(value, bytes) else repr(value).encode(errors='replace'))}"

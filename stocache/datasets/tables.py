@@ -2,32 +2,61 @@
 
 import contextlib
 import marshal
-from collections.abc import Callable, Iterable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from stocache.samples.indices import spread
 from stocache.system.generators import parts_of
 from stocache.system.hashing import checksum
-from stocache.system.objects import recorded_reads
+from stocache.system.objects import attribute_of, recorded_reads
 
-_WHOLE = 1 << 20  # bytes of an array that are compared as a whole
-_ENTRIES = 1 << 17  # of a list
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by bytes
+_WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
+_BLOCK = 1024  # entries of an array
+_ITEM = re.compile(r"\[([4-9]|\d\d+)\]")  # in the name of an item of a list after the first four: one sample's, not a table
+_ROWS = 1 << 16  # of a frame
 
 
 def table_digests(dataset: object) -> dict[str, str]:
     """Return a digest of each array, tensor, list, dict and frame of plain values in a dataset, by its name.
 
-    Of a table above 1 MiB or 131,072 entries, only every k-th entry is read.
+    Of a table above 256 KiB, only entries evenly spread are read.
     """
     found = {}
     for name, part in parts_of(dataset):
+        if _ITEM.search(name) or (isinstance(part, torch.Tensor) and part.device.type != "cpu"):
+            continue
         with contextlib.suppress(Exception):  # another thread changes it now, or its class has a fault
-            if content := _content(part):
-                found[name] = checksum(content)
+            if (text := table_text(part, _WHOLE)) is not None:
+                found[name] = text
     return found
+
+
+def table_text(value: Any, whole: int) -> str | None:
+    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for another value.
+
+    Args:
+        whole: bytes of a table that are read; of a larger one, entries evenly spread.
+
+    Raises:
+        Exception: whatever the class of the value raises.
+    """
+    if isinstance(value, np.memmap):
+        return digest((str(value.filename), value.offset, value.dtype, value.shape))
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return _array_text(value, whole)
+    if hasattr(type(value), "iloc"):
+        return _frame_text(value)
+    if isinstance(value, set | frozenset):
+        return _list_text(sorted(marshal.dumps(item, 2) for item in value), whole)
+    if type(value) in (list, tuple) or isinstance(value, dict):
+        with contextlib.suppress(ValueError):  # other than plain values
+            return _list_text(list(dict.items(value)) if isinstance(value, dict) else value, whole)
+    return None
 
 
 def used_by_loads(
@@ -42,19 +71,51 @@ def used_by_loads(
     yield {name for name, digest in table_digests(dataset).items() if before.get(name) != digest}, reads
 
 
-def _content(part: Any) -> bytes:
-    """Return the bytes of a table, or of some blocks of it; b"" if it is not a table."""
-    if type(part) in (torch.Tensor, torch.nn.Parameter) and part.device.type == "cpu":
-        part = part.detach().view(_INTEGERS[part.itemsize]).numpy()
-    if type(part) is np.ndarray and part.dtype.hasobject:
-        part = part.ravel().tolist()
-    elif type(part) is np.ndarray:
-        rows = part.reshape(-1) if part.flags.c_contiguous else part
-        some = rows[:: 1 + rows.nbytes // _WHOLE]
-        return some.tobytes() if some.nbytes < 2 * _WHOLE else b""
-    if hasattr(type(part), "iloc") and hasattr(part, "items"):  # a frame of pandas
-        return b"".join(_content(column.to_numpy()) for _, column in part.items())
-    if type(part) is dict:
-        part = list(part.items())
-    # marshal raises ValueError for other than plain values; what it writes in version 2 does not depend on references
-    return marshal.dumps(part[:: 1 + len(part) // _ENTRIES], 2) if type(part) is list and part else b""
+def _list_text(value: Sequence[Any], whole: int) -> str:
+    """Return a text for a list of plain values, lists and dicts of these, and arrays. Raises ValueError for other values."""
+    few = len(value) // 100 + 1
+    most = whole // (len(marshal.dumps(value[::few], 2)) // max(1, len(value[::few])) + 1)
+    rows = value[:: max(1, -(-len(value) // max(1, most)))]
+    # In version 2, what marshal writes does not depend on identities
+    parts = [checksum(marshal.dumps(rows[at : at + 10_000], 2)) for at in range(0, len(rows), 10_000)]
+    return digest((len(value), parts))
+
+
+def _array_text(array: Any, whole: int) -> str:
+    """Return a text for an array or tensor; of a large one, for blocks of it."""
+    if isinstance(array, torch.Tensor) and array.layout != torch.strided:
+        if array.numel() > whole:
+            raise ValueError("too large")
+        array = array.to_dense()
+    kind, nbytes = (str(array.dtype), tuple(array.shape)), array.nbytes
+    if isinstance(array, torch.Tensor):
+        array = array.detach().as_subclass(torch.Tensor)
+        is_contiguous = array.is_contiguous()
+    elif array.dtype.hasobject:
+        return f"{_list_text(array.reshape(-1).tolist(), whole)} {kind}"
+    else:
+        array = array if array.flags.c_contiguous else array.T
+        is_contiguous = array.flags.c_contiguous
+    if nbytes > whole:
+        if is_contiguous:
+            flat = array.reshape(-1)
+            array = flat[: len(flat) // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
+        array = array[spread(len(array), len(array) * whole // nbytes)]
+    if isinstance(array, torch.Tensor):
+        array = array.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return digest((kind, checksum(array.tobytes())))
+
+
+def _frame_text(frame: Any) -> str:
+    """Return a text for a table frame or a series."""
+    rows = frame.iloc[spread(len(frame), _ROWS)]
+    try:
+        values = sys.modules["pandas"].util.hash_pandas_object(rows).values.tolist()
+    except (KeyError, TypeError):  # of another library; or cells that are lists
+        values = rows.values.tolist()
+    return digest((len(frame), [*attribute_of(frame, "columns", ())], values))
+
+
+def digest(value: object) -> str:
+    """Return a short text that is equal if the bytes of two values, or their reprs, are."""
+    return f"#{checksum(value if isinstance(value, bytes) else repr(value).encode(errors='replace'))}"
