@@ -16,7 +16,6 @@ NOTE [ The audit ]
     sample differs, no process serves cached samples of this dataset any more: the dataset makes them itself.
 """
 
-import functools
 import logging
 import operator
 import sys
@@ -39,7 +38,7 @@ from stocache.datasets.probing import AGAIN, load_again, log_draws_without_effec
 from stocache.errors import DatasetError
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, in_worker_thread, is_of_library, own_generators, parts_of
+from stocache.system.generators import Kept, in_worker_thread, is_own, own_generators, parts_of
 from stocache.system.objects import vars_of
 from stocache.system.platform import here
 
@@ -140,11 +139,15 @@ class Audit:
             return
         if self.on_change == "raise":
             raise DatasetError(f"{finding}. {_REMEDY}")
-        self._shared.words[_CHANGED] = 1
-        self._shared.words[_VERSION] += 1
+        self.leave()
         logger.warning(
             "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
         )
+
+    def leave(self) -> None:
+        """Serve no cached samples from now on, in any process."""
+        self._shared.words[_CHANGED] = 1
+        self._shared.words[_VERSION] += 1
 
     def meet_workers(self, started: bool) -> None:
         """Note that a loop with persistent workers begins. Warn where an attribute was set since they ``started``."""
@@ -355,10 +358,10 @@ class _KeptState:
     def __init__(self, dataset: Any) -> None:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []
-        for _, part in parts_of(dataset, follow=_is_own):
+        for _, part in parts_of(dataset, follow=is_own):
             if isinstance(part, list | deque) and len(part) <= _SHORT:
                 self._lists.append((part, list(part)))
-            attributes = part if type(part) is dict else vars_of(part) if _is_own(part) else None
+            attributes = part if type(part) is dict else vars_of(part) if is_own(part) else None
             if isinstance(attributes, dict) and len(attributes) <= _SHORT:
                 plain = {key: value for key, value in attributes.items() if isinstance(value, _PLAIN)}
                 self._dicts.append((attributes, plain))
@@ -379,19 +382,6 @@ class _KeptState:
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
-
-
-@functools.cache
-def _is_of_library(module: str) -> bool:
-    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
-
-
-def _is_own(value: object) -> bool:
-    """Return whether a value is a plain container, a function, or an object of the user's that threads do not share."""
-    kind = type(value)
-    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
-        return False
-    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_of_library(kind.__module__)
 
 
 _PATIENCE_S = 60.0
