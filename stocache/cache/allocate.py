@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 
-import torch
+import numpy as np
 
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement, residency
@@ -162,10 +162,10 @@ class CacheLayout:
             return
         chosen = residency(self.placement, self.dataset_len, capacity)
         if capacity < self.dataset_len:
-            states = torch.frombuffer(control, dtype=torch.uint8, count=self.dataset_len)
-            for start in range(0, self.dataset_len, _CHUNK):
-                indices = torch.arange(start, min(start + _CHUNK, self.dataset_len), dtype=torch.int64, device="cpu")
-                states[start : start + _CHUNK].masked_fill_(~chosen.resident(indices), OOB)
+            states = np.frombuffer(control, np.uint8, self.dataset_len)
+            for start in range(0, self.dataset_len, _CHUNK):  # by numpy: torch's threads take 20 times as long for so few
+                indices = np.arange(start, min(start + _CHUNK, self.dataset_len))
+                states[start : start + _CHUNK][~np.asarray(chosen.resident(indices))] = OOB
 
 
 def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:

@@ -243,10 +243,9 @@ class Residency:
         block, offset = self._positions(indices)
         return block * self._unit + offset
 
-    def resident(self, indices: Tensor) -> Tensor:
-        """Return which samples of an int64 tensor are resident, as a bool tensor."""
-        inside: Tensor = self._positions(indices)[0] < self._resident
-        return inside
+    def resident(self, indices: Any) -> Any:
+        """Return which samples of an int64 tensor or array are resident, as bools."""
+        return self._positions(indices)[0] < self._resident
 
     def _positions(self, indices: Any) -> tuple[Any, Any]:
         block, offset = self._ordering.places(indices // self._unit), indices % self._unit
@@ -279,9 +278,9 @@ class BlockResidency:
         gaps = self._base[self._block_of(np.asarray(indices))]
         return indices + (torch.from_numpy(gaps) if isinstance(indices, Tensor) else gaps)
 
-    def resident(self, indices: Tensor) -> Tensor:
-        """Return which samples of an int64 tensor are resident, as a bool tensor."""
-        return torch.from_numpy(self._resident[self._block_of(indices.numpy())])
+    def resident(self, indices: Any) -> Any:
+        """Return which samples of an int64 tensor or array are resident, as a bool tensor."""
+        return torch.from_numpy(self._resident[self._block_of(np.asarray(indices))])
 
 
 def _spread(n: int) -> int:

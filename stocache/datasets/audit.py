@@ -148,11 +148,15 @@ class Audit:
             return
         if self.on_change == "raise":
             raise DatasetError(f"{finding}. {_REMEDY}")
-        self._shared.words[_CHANGED] = 1
-        self._shared.words[_VERSION] += 1
+        self.leave()
         logger.warning(
             "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
         )
+
+    def leave(self) -> None:
+        """Serve no cached samples from now on, in any process."""
+        self._shared.words[_CHANGED] = 1
+        self._shared.words[_VERSION] += 1
 
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""

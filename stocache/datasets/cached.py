@@ -31,7 +31,7 @@ from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
-from stocache.system.objects import get_many_of, static_attribute, takes_epoch
+from stocache.system.objects import get_many_of, newer_of, static_attribute, takes_epoch
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -151,6 +151,8 @@ class CachedDataset(DatasetProxy[_T]):
         self._epochs = EpochCounter(self.cache.counts())
         if wrapped.probe.finding is not None:
             self._audit.change(wrapped.probe.finding)
+        if self.cache.dataset_len < self._len:  # it has no table of so many
+            self._audit.leave()
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
@@ -241,7 +243,7 @@ class CachedDataset(DatasetProxy[_T]):
         Raises:
             SampleIndexError: an index is outside the dataset, or the dataset does not take it.
         """
-        if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
+        if newer_of(self) is None:  # a subclass has a __getitem__ of its own
             return list(map(self.__getitem__, _calling(before_each, indices)))
         return self._read(indices, before_each) if self._batch_spec is None else self._gather(indices, self._batch_spec)
 
@@ -262,8 +264,12 @@ class CachedDataset(DatasetProxy[_T]):
             samples = self._read_cached(numbers, before_each)
         else:
             keys = list(indices) if numbers is None else check_indices(numbers, self._len, "dataset").tolist()
-            loader = SampleLoader(self.dataset)
-            samples = loader.load_many(keys) if before_each is None else map(loader.load, _calling(before_each, keys))
+            together = get_many_of(self.dataset)
+            if together is not None and before_each is None and self.after_cache is None:
+                return together(keys)  # type: ignore[no-any-return]
+            load_many = SampleLoader(self.dataset).load_many
+            singly = chain.from_iterable(load_many([key]) for key in _calling(before_each, keys))
+            samples = load_many(keys) if before_each is None else singly
         return list(samples if self.after_cache is None else map(self.after_cache, samples))
 
     def _read_cached(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> Iterable[Any]:
@@ -326,6 +332,8 @@ class CachedDataset(DatasetProxy[_T]):
         """
         if not isinstance(num_workers, int) or num_workers < 0:
             raise LimitError(f"num_workers={num_workers!r} is not a number of processes. Use 0 or more.")
+        if self.is_left:
+            return self.stats()
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
             for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
                 indices = self._tiers.unfilled(np.arange(self._len))

@@ -41,7 +41,6 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
@@ -55,7 +54,7 @@ from stocache.errors import StorageError
 from stocache.samples.column_encoder import Tree, tree_of
 from stocache.storage.dataset import StorageDataset
 from stocache.system.background import start_daemon
-from stocache.system.objects import attribute_of, get_many_of, static_attribute
+from stocache.system.objects import attribute_of, get_many_of, newer_of, static_attribute
 
 logger = logging.getLogger("stocache")
 
@@ -335,16 +334,14 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
     each, once = overhead
     bounds = np.append(0, np.cumsum(np.ceil(value_bytes + each * np.diff(block_bounds)).astype(np.int64)))
     room = max(0, cache.stats().capacity_bytes - once)
-    chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room).resident(
-        torch.from_numpy(bounds[:-1])
-    )
-    return chosen.numpy()
+    chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room)
+    return np.asarray(chosen.resident(bounds[:-1]), bool)
 
 
 def admission_unit(dataset: object) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
     own = static_attribute(type(dataset), "block_bounds") is not None  # not one of another, which __getattr__ passes on
-    bounds = attribute_of(dataset, "block_bounds") if own and get_many_of(dataset) is not None else None
+    bounds = attribute_of(dataset, "block_bounds") if own and newer_of(dataset) is not None else None
     if bounds is None:
         return None
     sizes = np.diff(bounds)

@@ -1,17 +1,24 @@
 """Load a few samples in a child process, to find their structure and the attributes that they are made with.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded twice, and so is each for which random numbers were drawn; one that is quick to load several
-    times, because two random flips may be equal by chance. If one differs, something random runs before the cache: see
-    NOTE [ The audit ]. While the first sample is loaded again, all attributes of the dataset that are read are recorded. Cached
+    The first sample is loaded twice. While it is loaded again, all attributes of the dataset that are read are recorded. Cached
     samples are made with these, so they must not be changed afterwards. Attributes that loading itself sets (a file that is
-    opened when it is first needed) are left out.
+    opened when it is first needed) are left out. A load that draws random numbers is not cached: see NOTE [ The audit ].
+
+    Four more things make a sample depend on more than its index:
+    - the dataset reads a pipe, a socket or an iterator, see NOTE [ Streams ];
+    - a load takes a seed from the system (`LineOfSeed`), even if the loads here are equal;
+    - a list or dict of the dataset grows when a sample is loaded again, by more than numbers and texts: the program may read
+      it. If it grows only with the first load of a sample, or by numbers and texts, the program loads the probed samples anew;
+    - ``__getitems__``, which torch's loader asks for a batch, returns other samples than ``__getitem__``: it is asked for
+      one, two and three of them, in other orders, with equal random numbers.
 """
 
 import contextlib
 import logging
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +28,7 @@ from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.describe import describe, difference
+from stocache.system.generators import Kept, is_own, own_generators, parts_of
 from stocache.system.loading.children import (
     ChildError,
     PackedError,
@@ -31,15 +39,14 @@ from stocache.system.loading.children import (
     with_prefix,
 )
 from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
+from stocache.system.loading.streams import find_iterator, is_of_closed_stream
 from stocache.system.objects import get_many_of, recorded_reads, vars_of
-from stocache.system.rng import LineOfDraw, RngMonitor
+from stocache.system.rng import LineOfDraw, LineOfSeed
 
 logger = logging.getLogger("stocache")
 
 _BUDGET_S = 20.0  # after which no further sample is begun, once there are two
-_SHORT_S = 1.0  # for samples after the first for which random numbers were drawn
-_QUICK_S = 0.05  # for a sample that may be loaded more than twice
-AGAIN = 8  # times, for a sample for which random numbers were drawn
+_QUICK_S = 0.05  # for a sample that may be loaded with a look at each call
 _PATIENCE_S = 120.0  # for one sample; then the probe ends without it
 
 _ADVICE = (
@@ -60,6 +67,7 @@ class Probe:
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
         unfit: the error of the first sample that cannot be kept, where none can; else None.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
+        keeps: whether the dataset keeps something of each sample that it loads.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
@@ -68,6 +76,7 @@ class Probe:
     loaded_here: bool | None = None
     unfit: Exception | None = None
     finding: str | None = None
+    keeps: bool = False
 
     @property
     def named(self) -> dict[str, Any]:
@@ -95,12 +104,17 @@ class _Loaded(NamedTuple):
 
 
 class _LoadedAgain(NamedTuple):
-    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``drawn``: the line that drew numbers."""
+    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``reads``: attributes that it has read."""
 
     idx: int
     place: str | None
-    drawn: str | None
-    reads: frozenset[str] = frozenset()
+    reads: frozenset[str]
+
+
+class _Found(NamedTuple):
+    """Sent by the child. ``text``: see `Probe.finding`; None if the dataset keeps something of each sample."""
+
+    text: str | None
 
 
 def probe_samples(dataset: object, length: int, count: int, load: Callable[[int], object] | None = None) -> Probe:
@@ -116,9 +130,7 @@ def probe_samples(dataset: object, length: int, count: int, load: Callable[[int]
     indices = spread(length, count)
     if not indices:
         return Probe()
-    load_many = get_many_of(dataset) if load is None else None
-    load = partial(operator.getitem, dataset) if load is None else load
-    job = partial(_load_all, dataset, load, load_many, indices)
+    job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices)
     found = _ProbeResults(dataset)
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
@@ -131,7 +143,11 @@ def probe_samples(dataset: object, length: int, count: int, load: Callable[[int]
         if not found.probe.samples:
             raise WorkerError(f"probing sample {found.started}: {error} {_ADVICE}.") from None
         logger.warning("probing sample %s: %s", found.started, str(error))
-    if found.failure is not None and loads_only_here(partial(load, found.failure[0]), found.failure[1]):
+    if any(is_of_closed_stream(error) for _, error, _ in found.errors):
+        name = type(dataset).__name__
+        found.probe.finding = f"{name} reads a pipe or socket that is open in this process, which a child process cannot"
+        return found.probe
+    if found.failure is not None and loads_only_here(partial(operator.getitem, dataset, found.failure[0]), found.failure[1]):
         return _probe_here(dataset, job, found.failure[1])
     return found.result(here=False)
 
@@ -165,7 +181,11 @@ class _ProbeResults:
                 self.started = item.idx
             elif isinstance(item, _LoadedAgain):
                 probe.reads = probe.reads or item.reads
-                probe.finding = probe.finding or _finding(self._dataset, item)
+                if item.place is not None:
+                    name = type(self._dataset).__name__
+                    probe.finding = f"sample {item.idx} of {name} was different when it was loaded again ({item.place:.300})"
+            elif isinstance(item, _Found):
+                probe.finding, probe.keeps = probe.finding or item.text, probe.keeps or item.text is None
             elif item.record is not None:
                 probe.samples[item.idx] = unpack_sample(item.record)
             else:
@@ -183,90 +203,108 @@ class _ProbeResults:
             idx, problem = self.failure
             raise with_prefix(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
         probe = self.probe
+        iterator = find_iterator(self._dataset, probe.reads)
+        if iterator is not None and probe.finding is None:
+            probe.finding = f"samples of {type(self._dataset).__name__} are made with {iterator}"
         probe.loaded_here = here if here or probe.samples or self.errors else None
         if not probe.samples:
             probe.unfit = next((problem for _, problem, raised in self.errors if not raised), None)
         return probe
 
 
-def _finding(dataset: object, again: _LoadedAgain) -> str | None:
-    """Return the dependence of a sample on more than its index, as a sentence; None if there is no other."""
-    drawn = "" if again.drawn is None else f"; random numbers were drawn in {again.drawn}"
-    if again.place is not None:
-        name = type(dataset).__name__
-        return f"sample {again.idx} of {name} was different when it was loaded again{drawn} ({again.place:.300})"
-    if drawn:
-        log_draws_without_effect(dataset, again.idx, drawn)
-    return None
-
-
-def log_draws_without_effect(dataset: object, idx: int, drawn: str = "") -> None:
-    """Log that a sample does not depend on the numbers drawn for it, and the consequence. ``drawn``: where, as a clause."""
-    logger.info(
-        "sample %d of %s does not depend on random numbers%s. Cached samples draw none, so the random numbers that follow "
-        "differ from those without the cache.", idx, type(dataset).__name__, drawn,
-    )  # fmt: skip
-
-
 def _load_all(
-    dataset: object,
-    load: Callable[[int], object],
-    load_many: Callable[[list[int]], Iterable[object]] | None,
-    indices: list[int],
-) -> Iterator[_Started | _Loaded | _LoadedAgain]:
-    began, count = time.monotonic(), 0
-    drawn: list[tuple[int, Any, int]] = []  # samples for which random numbers were drawn, and how often to load each once more
+    dataset: object, load: Callable[[int], object], indices: list[int]
+) -> Iterator[_Started | _Loaded | _LoadedAgain | _Found]:
+    began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
+    done: list[int] = []  # samples that can be kept
+    drawn: list[int] = []  # samples for which random numbers were drawn
     new: set[str] = set()  # attributes that were set by the first load
+    keeps, quick = False, False
     for idx in indices:
-        if count > 1 and time.monotonic() - began > _BUDGET_S:
+        if len(done) > 1 and time.monotonic() - began > _BUDGET_S:
             break
         yield _Started(idx)
-        before, monitor, loading = dict(vars_of(dataset)), RngMonitor(), time.monotonic()
+        before, sizes, kept, loading = dict(vars_of(dataset)), _sizes(dataset), Kept(own_generators(dataset)), time.monotonic()
         try:
-            sample = load(idx)
+            with line if quick else contextlib.nullcontext():
+                sample = load(idx)
         except Exception as error:
             yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
-        draws, quick = monitor.changed(), time.monotonic() - loading < _QUICK_S
+        draws, quick = kept.drawn(), time.monotonic() - loading < _QUICK_S
+        keeps = keeps or bool(_grown(dataset, sizes))
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
             yield _Loaded(idx, error=pack_error(error))
             continue
         yield _Loaded(idx, record)
-        count += 1
+        done.append(idx)
         first = describe(sample, strides=False)
         del sample
-        if count == 1:
+        if len(done) == 1:
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
-            if not draws:
-                with recorded_reads(dataset) as reads:
-                    place = load_again(load, idx, first)
-                if place is None and load_many is not None:
-                    place = load_again(lambda idx: next(iter(load_many([idx]))), idx, first)
-                    place = place and f"by __getitems__: {place}"
-                yield _LoadedAgain(idx, place, None, frozenset(reads - new))
+            with recorded_reads(dataset) as reads, line:
+                place = None if draws else _load_again(load, idx, first)
+            yield _LoadedAgain(idx, place, frozenset(reads - new))
         if draws:
-            drawn.append((idx, first, AGAIN if quick else 0))
-    if drawn:  # now, when others have been loaded, too: some mix a sample with recent ones
-        idx, first, times = drawn[0]
-        with recorded_reads(dataset) as reads, LineOfDraw() as line:
-            place = load_again(load, idx, first)
-        place = place or load_again(load, idx, first, times)
-        yield _LoadedAgain(idx, place, line.text, frozenset(reads - new))
-        began = time.monotonic()
-        for idx, first, times in drawn[1:]:
-            if time.monotonic() - began < _SHORT_S and (place := load_again(load, idx, first, times or 1)) is not None:
-                yield _LoadedAgain(idx, place, line.text)
+            drawn.append(idx)
+    if drawn:
+        with LineOfDraw() as line_of_draw, contextlib.suppress(Exception):
+            load(drawn[0])
+        where = "" if line_of_draw.text is None else f" in {line_of_draw.text}"
+        yield _Found(f"random numbers are drawn{where} to load sample {drawn[0]} of {name}")
+    if done and keeps:
+        yield _Found(None)
+        sizes = _sizes(dataset)
+        with contextlib.suppress(Exception):
+            load(done[0])
+        for grown in [each for each, container in _grown(dataset, sizes).items() if not _is_log(container)][:1]:
+            yield _Found(f"{name} keeps what it loads: {grown} grows each time that a sample is loaded")
+    if line.text is not None:
+        yield _Found(f"samples of {name} are made with a seed or bytes that the system draws in {line.text}")
+    yield from map(_Found, _differences_of_batches(dataset, done))
+
+
+def _sizes(dataset: object) -> dict[str, int]:
+    """Return the lengths of the containers without a limit in a dataset and in the user's objects in it, by their names."""
+    return {name: len(part) for name, part in parts_of(dataset, follow=is_own) if _may_grow(part)}
+
+
+def _may_grow(part: Any) -> bool:
+    return isinstance(part, list | dict | set | deque) and getattr(part, "maxlen", None) is None
+
+
+def _grown(dataset: object, before: dict[str, int]) -> dict[str, Any]:
+    """Return the containers that are longer than before, by their names."""
+    parts = parts_of(dataset, follow=is_own)
+    return {name: part for name, part in parts if _may_grow(part) and len(part) > before.get(name, len(part))}
+
+
+def _is_log(container: Any) -> bool:
+    """Whether what a container has got last is a number, a text or a tuple of these."""
+    last = [*(container.values() if isinstance(container, dict) else container)][-1]
+    return all(isinstance(item, int | float | str) for item in (last if type(last) is tuple else (last,)))
+
+
+def _differences_of_batches(dataset: Any, indices: list[int]) -> Iterator[str]:
+    """Yield where the ``__getitems__`` of a dataset first returns other samples than its ``__getitem__``."""
+    load_many, kept = get_many_of(dataset), Kept(own_generators(dataset))
+    for order in ([0], [1, 0], [2, 0, 1]) if load_many is not None else ():
+        wanted = [indices[at] for at in order if at < len(indices)]
+        with contextlib.suppress(Exception):  # then there is nothing to compare
+            kept.restore()
+            singly = [describe(dataset[idx], strides=False) for idx in wanted]
+            kept.restore()
+            together = [describe(sample, strides=False) for sample in load_many(wanted)]
+            if (place := difference(tuple(singly), tuple(together))) is not None:
+                yield f"samples {wanted} of {type(dataset).__name__} are different by __getitems__ ({place:.300})"
                 return
 
 
-def load_again(load: Callable[[int], object], idx: int, first: object, times: int = 1) -> str | None:
-    """Load a sample again, some times; return where it differs from its first description. None if it never does."""
-    for _ in range(times):
-        with contextlib.suppress(Exception):  # then there is nothing to compare
-            place = difference(first, describe(load(idx), strides=False))
-            if place is not None:
-                return place
+def _load_again(load: Callable[[int], object], idx: int, first: object) -> str | None:
+    """Load a sample again; return where it differs from its first description. None if it does not."""
+    with contextlib.suppress(Exception):  # then there is nothing to compare
+        return difference(first, describe(load(idx), strides=False))
     return None

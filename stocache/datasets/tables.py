@@ -4,7 +4,7 @@ import contextlib
 import marshal
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ def used_by_loads(
     yield {name for name, digest in table_digests(dataset).items() if before.get(name) != digest}, reads
 
 
-def _list_text(value: Sequence[Any], whole: int) -> str:
+def _list_text(value: Any, whole: int) -> str:
     """Return a text for a list of plain values, lists and dicts of these, and arrays. Raises ValueError for other values."""
     few = len(value) // 100 + 1
     most = whole // (len(marshal.dumps(value[::few], 2)) // max(1, len(value[::few])) + 1)

@@ -32,7 +32,8 @@ from stocache.samples.record_encoder import RecordEncoder
 from stocache.samples.spec import Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
-from stocache.system.limits import parse_size, recommended_limit
+from stocache.system.limits import format_size, parse_size, recommended_limit
+from stocache.system.loading.streams import find_stream
 
 logger = logging.getLogger("stocache")
 
@@ -63,7 +64,21 @@ def wrap(dataset: object, length: int, options: CacheOptions, samples: SampleOpt
     Raises:
         DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches.
     """
+    if length > _MANY:
+        size, name = options.size_limit_gib, type(dataset).__name__
+        limit = recommended_limit(options.name is not None) if size == "auto" else parse_size(size)
+        if length > min(limit // _TABLE_SHARE, _MOST):
+            logger.warning(
+                "%s has %d samples. A cache of %s has no room for a table of so many, so %s makes each sample itself.",
+                name, length, format_size(limit), name,
+            )  # fmt: skip
+            options, samples, length = CacheOptions(0), SampleOptions(copy=samples.copy), 0
     return _Wrapper(dataset, length, options, samples).wrap()
+
+
+_MANY = 1 << 26  # samples; a table of fewer takes little memory and time
+_MOST = 1 << 28  # samples in the table of a cache
+_TABLE_SHARE = 64  # a table of many samples takes at most one part in so many of the cache
 
 
 class _Wrapper:
@@ -80,7 +95,8 @@ class _Wrapper:
         by_block = self._caches and options.admission == "all" and self._placement.unit == 1
         self._unit = admission_unit(dataset) if by_block else None
         self._probes = bool(samples.probe) and samples.example is None
-        self._splits = samples.split and self._unit is None and self._caches and length > 0
+        self._stream = find_stream(dataset) if self._probes and self._caches else None
+        self._splits = samples.split and self._unit is None and self._caches and length > 0 and self._stream is None
         encoded = samples.store == "encoded"
         if encoded and not (samples.split and self._probes and self._unit is None):
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
@@ -116,14 +132,15 @@ class _Wrapper:
             probe, cache = self._make_cache(split)
         if self._splits and probe.loaded_here and split is None:
             warn_of_random_steps(self._dataset, "no child process can load its samples")
+        known = {} if probe.keeps else probe.samples
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
-            cache.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
+            cache.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
         memory = cache if isinstance(cache, SharedCache) else None
         disk = DiskCache.from_options(self._options_for(split), self._length, memory)
         if disk is not None and self._options.fingerprint is None:
             _warn_of_other_samples(disk, probe.samples)
         if disk is not None and self._unit is None:
-            disk.get_or_load_many(list(probe.samples), lambda indices: [probe.samples[idx] for idx in indices], strict=False)
+            disk.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
         if split is not None:
             split.bind()
         return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
@@ -145,7 +162,7 @@ class _Wrapper:
     def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
         probe = self._look(split) if self._caches else Probe()
         options = self._options_for(split)
-        if probe.finding is not None:  # samples are random, and so others in each rank
+        if probe.finding is not None or probe.keeps:  # samples are random, or each rank wants to load them
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
         if options.narrow == "auto":
@@ -161,7 +178,7 @@ class _Wrapper:
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
             return probe, SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
-        if self._placement == Placement("scattered"):
+        if self._placement == Placement("scattered") or probe.finding is not None:
             expected = _expected_bytes(probe, self._length, options, bool(options.narrow))
             if options.narrow and expected and (wide := _expected_bytes(probe, self._length, options, False)):
                 logger.info(
@@ -175,9 +192,7 @@ class _Wrapper:
 
     def _look(self, split: Split | None) -> Probe:
         """Return the probed samples, or the example."""
-        count, example, visit = self._samples.probe, self._samples.example, None
-        if split is not None:
-            visit, split.visit = split.visit, None
+        count, example = self._samples.probe, self._samples.example
         if not isinstance(count, int) or count < 0:
             raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
@@ -187,8 +202,12 @@ class _Wrapper:
             known = known_example(disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
-        if visit is not None:
-            return Probe(visit.samples, reads=visit.reads, loaded_here=visit.here)
+        if self._stream is not None:
+            name = type(self._dataset).__name__
+            return Probe(
+                finding=f"{name} holds {self._stream}, which returns each item once, so no sample is loaded before your loop. "
+                f"If samples depend on their index alone, pass probe=0"
+            )
         if count:
             return probe_samples(self._dataset, self._length, count, None if split is None else split.load)
         if self._samples.variable is False:

@@ -28,7 +28,7 @@ from stocache.loader.torch_iterators import DatasetKind
 from stocache.loader.workers.requests import EpochIndices, count_samples, set_epoch
 from stocache.loader.workers.states import StateBatch, StatefulCollate, StatefulMap
 from stocache.observe.recording.record import TimingRow, record_here, row_here
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, get_many_of
 from stocache.system.spans import COLLATE, span
 from stocache.system.walking import through_subsets, walk
 
@@ -395,8 +395,10 @@ def _way_of(dataset: Any) -> Any:
     `LazyBatch`: it returns one; `CachedDataset`: by the ``__getitems__`` of one; `list`: one by one.
     """
     dataset, _ = through_subsets(dataset.dataset if type(dataset) is ThreadSeededDataset else dataset)
+    if is_cache(dataset) and (dataset.transforms_batches or (dataset.is_left and get_many_of(dataset.dataset))):
+        return None
     if isinstance(dataset, LazyConcat) or (is_cache(dataset) and dataset.is_lazy):
         return LazyBatch
     if is_cache(dataset):
-        return None if dataset.transforms_batches else CachedDataset
+        return CachedDataset
     return None if attribute_of(dataset, "__getitems__") else list

@@ -13,7 +13,7 @@ from stocache.errors import DamagedError, DatasetError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
-from stocache.system.objects import get_many_of, has_methods, newer_of
+from stocache.system.objects import has_methods, newer_of
 
 TSample = TypeVar("TSample", covariant=True)
 
@@ -70,7 +70,7 @@ class StorageDataset(Dataset[TSample]):
 
         Small samples that follow each other are read together. Else the disk is asked for all of them before the first is read.
         """
-        if get_many_of(self) is None:  # a subclass has a __getitem__ of its own
+        if newer_of(self) is None:  # a subclass has a __getitem__ of its own
             return [self[idx] for idx in indices]
         wanted = [int(self.indices[idx]) for idx in indices]  # global indices
         first, size = wanted[0] if wanted else 0, getattr(self.storage, "block_size", None) or 0

@@ -14,6 +14,7 @@ NOTE [ Reading generators ]
 
 import contextlib
 import ctypes
+import functools
 import os
 import pickle
 import random
@@ -203,7 +204,7 @@ _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.
 
 def is_of_library(path: str) -> bool:
     """Whether a file of code belongs to a library, to Python or to this package, not to the user."""
-    return path.startswith(_LIBRARIES) or "site-packages" in path
+    return path.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in path
 
 
 def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -218,6 +219,24 @@ def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
     else:
         yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file of code belongs to Python or to this package."""
+    return path.startswith(_LIBRARIES) and "site-packages" not in path
+
+
+@functools.cache
+def _is_module_of_library(module: str) -> bool:
+    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
+
+
+def is_own(value: object) -> bool:
+    """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
+    kind = type(value)
+    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
+        return False
+    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_module_of_library(kind.__module__)
 
 
 def parts_of(

@@ -74,13 +74,16 @@ def slots_of(value: object) -> Iterator[tuple[Any, Any]]:
 
 
 def get_many_of(dataset: Any) -> Any:
-    """Return the ``__getitems__`` of a dataset; None where it has none, or a subclass has its own ``__getitem__``."""
+    """Return the ``__getitems__`` that torch's loader asks for a batch; None where it asks for one sample at a time.
+
+    It is asked also where a subclass has a ``__getitem__`` of its own. That of a Subset asks the dataset in it.
+    """
     if type(dataset) is Subset and "__getitems__" not in vars_of(dataset) and get_many_of(dataset.dataset) is None:
         return None
-    return newer_of(dataset, "__getitems__", "__getitem__")
+    return attribute_of(dataset, "__getitems__") or None
 
 
-def newer_of(value: Any, name: str, other: str) -> Any:
+def newer_of(value: Any, name: str = "__getitems__", other: str = "__getitem__") -> Any:
     """Return the method ``name`` of an object; None where it has none, or a subclass has its own ``other``."""
     for names in (vars_of(value), *map(vars, type(value).__mro__)):
         if name in names:

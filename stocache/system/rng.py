@@ -6,13 +6,14 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from stocache.errors import StateError
-from stocache.system.generators import PYTHON, is_of_library, memory_of_numpy, read_generator
+from stocache.system.generators import PYTHON, is_of_library, is_of_python, memory_of_numpy, read_generator
 
 States: TypeAlias = dict[str, Any]
 """Holds only strings, numbers, lists and dicts, so that JSON can save it."""
@@ -145,6 +146,53 @@ class LineOfDraw:
     def _look(self) -> None:
         if self.text is None and self._line is not None and fingerprint() != self._before:
             self.text = "{}:{}".format(*self._line)
+
+
+class LineOfSeed:
+    """A ``with`` block that finds the line of code that first takes a seed, or random bytes, from the system. It is slow.
+
+    Python's library does so for names of files and the like. So do libraries that ask the system directly. These do not count,
+    nor does code that runs while a module is imported.
+
+    Attributes:
+        text: the file and the number of the line; None if there is no such line.
+    """
+
+    text: str | None = None
+    _left = 1_000_000  # calls to look at, which takes about a second
+
+    def __enter__(self) -> "LineOfSeed":
+        self._outer, self._here = sys.getprofile(), sys._getframe(1)
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(self._outer)
+
+    def _look(self, frame: Any, event: str, function: Any) -> None:
+        if event == "call":
+            seeds = frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a", 0) is None
+        else:
+            seeds = event == "c_call" and function.__name__ in _SEEDING and type(function.__self__) in _SYSTEM
+        self._left -= 1
+        if self._left <= 0:
+            sys.setprofile(self._outer)
+        if not seeds or self.text is not None:
+            return
+        direct, callers = frame, []
+        while frame is not None and frame is not self._here:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OF_GENERATORS:
+                callers.append(frame)
+            frame = frame.f_back
+        path = callers[0].f_code.co_filename if callers else ""
+        of_library = is_of_python(path) or (is_of_library(path) and callers[0] is direct)
+        if callers and not of_library and not any("importlib" in caller.f_code.co_filename for caller in callers):
+            self.text = f"{path}:{callers[0].f_lineno}"
+
+
+_SEEDING = {"urandom", "getrandom", "seed"}
+_SYSTEM = ModuleType, torch.Generator  # os, and a generator that seeds itself
+_OF_GENERATORS = {"random", "secrets", "numpy", "torch"}
 
 
 def fingerprint() -> tuple[Any, ...]:

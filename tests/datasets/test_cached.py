@@ -82,7 +82,7 @@ def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
         for sample in (first[1], first[3]):
             sample[0].zero_()
         assert same(cached.__getitems__(range(N)), [*map(source.sample, range(N))])
-        assert source.reads.tolist() == [ONCE[0] + 1, *ONCE[1:]]  # the first is compared with that of __getitems__
+        assert sorted(source.reads.tolist())[-4:] == [1, 3, 5, 8]  # three are also asked of __getitems__, in batches of 1 to 3
         twice = cached.__getitems__([*range(N), 0])
         twice[0][0].zero_()
         assert same(twice[1:], [*map(source.sample, [*range(1, N), 0])])

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, Subset
 
 import stocache
 from stocache import CachedDataset, DatasetError, StorageDataset
+from tests.support.equality import same
 from tests.support.loading import THREADS
 
 N = 24
@@ -103,9 +104,6 @@ class Memory:
 
 
 OVERRIDDEN = {
-    "dataset": lambda: CachedDataset(Overridden(), "1MB"),
-    "subset of it": lambda: CachedDataset(Subset(Overridden(), range(N)), "1MB"),
-    "forwards": lambda: CachedDataset(Forwards(Together()), "1MB"),
     "cached": lambda: Shifted(Together(), "1MB"),
     "subset of cached": lambda: Subset(Shifted(Together(), "1MB"), range(N)),
     "storage": lambda: ShiftedStorage(Memory()),
@@ -114,10 +112,46 @@ OVERRIDDEN = {
 
 
 @pytest.mark.parametrize(("name", "loader"), [*zip(OVERRIDDEN, itertools.cycle(LOADERS), strict=False)])
-def test_a_getitem_above_an_inherited_getitems_is_asked(name, loader):
+def test_a_getitem_above_a_getitems_of_ours_is_asked(name, loader):
     batches = stocache.DataLoader(OVERRIDDEN[name](), 4, **LOADERS[loader])
     for _ in range(2):
         assert torch.cat(list(batches))[:, 0].tolist() == list(range(100, 100 + N))
+
+
+class Negatives(Numbers):
+    """Makes more of a batch than its samples."""
+
+    def __getitem__(self, idx):
+        return self.__getitems__([idx])[0]
+
+    def __getitems__(self, indices):
+        return [torch.tensor([idx, indices[at - 1]]) for at, idx in enumerate(indices)]
+
+
+class Joined(Together):
+    """Returns a batch, not a list of samples."""
+
+    def __getitems__(self, indices):
+        return {"numbers": torch.tensor(indices)}
+
+
+BATCHED = {
+    "overridden": Overridden, "subset": lambda: Subset(Overridden(), range(N)), "forwards": lambda: Forwards(Together()),
+    "negatives": Negatives, "joined": Joined,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "loader"), [
+    (name, loader) for name, loader in itertools.product(BATCHED, LOADERS)
+    if loader != "seeded" or name not in ("negatives", "joined")  # then samples are made one at a time
+])  # fmt: skip
+def test_batches_are_torchs_where_getitems_returns_other_samples_than_getitem(name, loader, caplog):
+    collate_fn = {"collate_fn": dict} if name == "joined" else {}
+    wanted = [batch for _ in range(2) for batch in torch.utils.data.DataLoader(BATCHED[name](), 4, **collate_fn)]
+    with CachedDataset(BATCHED[name](), "1MB") as cached:
+        loader = stocache.DataLoader(cached, 4, **LOADERS[loader], **collate_fn)
+        assert same([batch for _ in range(2) for batch in loader], wanted)
+    assert "by __getitems__" in caplog.text
 
 
 class Rows(Numbers):

@@ -165,7 +165,7 @@ def _resident(options: DiskOptions, memory_slots: int, slots: int) -> "NDArray[n
     indices = torch.arange(count, dtype=torch.int64, device="cpu")
 
     def first(number: int) -> Tensor:
-        return residency(options.placement, count, min(count, number)).resident(indices)
+        return residency(options.placement, count, min(count, number)).resident(indices)  # type: ignore[no-any-return]
 
     chosen = first(memory_slots + slots) & ~first(memory_slots)
     if memory_slots + slots > count:

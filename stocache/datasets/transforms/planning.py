@@ -8,7 +8,6 @@ NOTE [ Where to cut ]
 """
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -33,7 +32,7 @@ from stocache.datasets.transforms.known import is_deterministic, is_known
 from stocache.datasets.transforms.patching import Site, find_sites
 from stocache.datasets.transforms.pipelines import Pipeline, same_step, step_name
 from stocache.datasets.transforms.recording import Program, Rest
-from stocache.datasets.transforms.splitting import ALL_BEFORE, CutPlan, Split, Visit, open_pipelines, steps_text
+from stocache.datasets.transforms.splitting import ALL_BEFORE, CutPlan, Split, open_pipelines, steps_text
 from stocache.datasets.transforms.trials import (
     CannotSplit,
     Example,
@@ -46,7 +45,6 @@ from stocache.datasets.transforms.trials import (
 )
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
-from stocache.samples.record_decoder import unpack_sample
 from stocache.system.describe import difference
 from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size
@@ -103,7 +101,7 @@ def plan_split(
 ) -> Split | None:
     """Return how to split the transforms of a dataset; None where they cannot be split, or there can be no transforms.
 
-    Its samples are loaded at most twice each; see NOTE [ Two loads ] in trials.py. `Split.visit` has them.
+    Each sample that is tried is loaded twice; see NOTE [ Two loads ] in trials.py.
 
     Args:
         length: samples of the dataset.
@@ -325,7 +323,7 @@ class _Planner:
         if not self._first:
             return Split(self._dataset, plans, self._tree)
         tried = {number: plan for number, plan in plans.items() if self._kinds[number].pipelines}
-        jobs: list[Any] = [partial(record_examples, self._dataset, self._tree, [*self._first], tried, self._allow_pickle)]
+        jobs: list[Any] = [partial(record_examples, self._tree, [*self._first], tried, self._allow_pickle)]
         if self._old is not None:
             jobs.append(partial(load_with_old_split, self._old, [*self._first]))
         items = [item for item in in_children_or_here(self._dataset, jobs, patience_s=_PATIENCE_S) if item is not None]
@@ -343,11 +341,7 @@ class _Planner:
         for example, problem in problems.items():
             if self._old is not None or tried[self._kind_of(example)].program.steps:
                 raise CannotSplit(problem)
-        split = Split(self._dataset, plans | tried, self._tree)
-        if len(tried) == len(plans) and len(sound) == len(self._first) and not problems and self._old is None:
-            samples = {example.idx: unpack_sample(second.parts[example][0]) for example in sorted(sound)}
-            split.visit = Visit(samples, second.reads, second.pid == os.getpid())
-        return split
+        return Split(self._dataset, plans | tried, self._tree)
 
     def _with_program(self, number: int, plan: CutPlan, program: Program) -> CutPlan:
         """Return a plan with the program that runs after the cache. A transform of another's output has no steps before it."""

@@ -51,20 +51,6 @@ class CutPlan(NamedTuple):
         return bool(self.program.steps) or self.reads
 
 
-class Visit(NamedTuple):
-    """The samples that were loaded to plan a split.
-
-    Attributes:
-        samples: the parts to cache, by index.
-        reads: attributes of the dataset that samples are made with.
-        here: whether this process loaded them, because a child could not.
-    """
-
-    samples: dict[int, Any]
-    reads: frozenset[str]
-    here: bool
-
-
 class UnplannedSample:
     """Takes the place of a sample that is not made as planned, and cannot be cached: the dataset makes it in `finish`."""
 
@@ -229,19 +215,17 @@ class Split:
 
     Attributes:
         has_rest: whether transforms run after the cache.
-        visit: the samples that were loaded to plan it, until they are cached; None where they have to be loaded again.
 
     It pickles as the dataset and the plans. It has slots to hide its attributes from libraries that walk through the attributes
     of a dataset and seed the objects that they find (MONAI).
     """
 
-    __slots__ = ("_bound", "_dataset", "_plans", "_tree", "has_rest", "visit")
+    __slots__ = ("_bound", "_dataset", "_plans", "_tree", "has_rest")
     _holds_dataset = True
 
     def __init__(self, dataset: Any, plans: Mapping[int, CutPlan], tree: DatasetTree | None = None) -> None:
         self._dataset, self._plans, self._tree = dataset, dict(plans), tree
         self._bound: list[BoundPlan | ReadTransform] = []  # one for each leaf
-        self.visit: Visit | None = None
         self.has_rest = any(plan.has_rest for plan in self._plans.values())
 
     def __reduce__(self) -> Any:

@@ -1,7 +1,7 @@
 """Load a few samples of a dataset in child processes, to measure its transforms and to try out where to cut them.
 
 NOTE [ Two loads ]
-    A sample that is probed is loaded twice, in two processes that load the samples in opposite orders. The first load runs
+    A sample that is tried is loaded twice, in two processes that load the samples in opposite orders. The first load runs
     the transforms, half of the time step by step, to measure them. The second one records how the sample is made, for the cut
     that was chosen, and keeps the part to cache. A third process, which has loaded nothing, finishes the parts, each from the
     random numbers of its first load. All samples must come out equal: then what is before the cut is not random, and does not
@@ -9,7 +9,6 @@ NOTE [ Two loads ]
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
-from stocache.system.objects import recorded_reads, vars_of
 from stocache.system.rng import RngMonitor
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
@@ -124,15 +122,11 @@ class SecondLoads(NamedTuple):
         programs: how samples are made after the cache, by the kind of their leaf.
         parts: the parts to cache, and their descriptions; see `describe`.
         problems: why a sample has no such part.
-        reads: attributes of the dataset that samples are made with.
-        pid: the process that loaded them.
     """
 
     programs: dict[int, Program]
     parts: dict[Example, tuple[bytes, Any]]
     problems: dict[Example, str]
-    reads: frozenset[str]
-    pid: int
 
 
 def load_examples(
@@ -160,7 +154,7 @@ def load_examples(
 
 
 def record_examples(
-    dataset: object, tree: DatasetTree, examples: Sequence[Example], plans: Mapping[int, CutPlan], allow_pickle: bool
+    tree: DatasetTree, examples: Sequence[Example], plans: Mapping[int, CutPlan], allow_pickle: bool
 ) -> Iterator[SecondLoads | None]:
     """Load samples for the second time. Yield None after each load, and at the end the results.
 
@@ -169,27 +163,22 @@ def record_examples(
     """
     bounds: dict[int, BoundPlan] = {}
     made: list[tuple[Example, int, Recorder, Any]] = []
-    loads = SecondLoads({}, {}, {}, frozenset(), os.getpid())
-    before = dict(vars_of(dataset))
-    with recorded_reads(dataset) as reads:
-        for count, example in enumerate(reversed(examples)):
-            if count == 1:  # what only the first load reads, to open files, does not count
-                reads.clear()
-            bound, kind, leaf_idx = _bound(bounds, tree, example, plans)
-            with example.seeded(bound.dataset, bound.plan.encoded):
-                kept = Kept(own_generators(bound.dataset))
-                try:
-                    made.append((example, kind, *bound.record(leaf_idx)))
-                except NeedsValue as error:
-                    raise CannotSplit(str(error)) from None
-                except Exception:
-                    if example.turn % 2 == 0:
-                        raise
-                    continue  # where a random step must not always happen
-                if kept.drawn():
-                    loads.problems[example] = "it draws or seeds random numbers outside of its transforms"
-            yield None
-    set_by_loads = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
+    loads = SecondLoads({}, {}, {})
+    for example in reversed(examples):
+        bound, kind, leaf_idx = _bound(bounds, tree, example, plans)
+        with example.seeded(bound.dataset, bound.plan.encoded):
+            kept = Kept(own_generators(bound.dataset))
+            try:
+                made.append((example, kind, *bound.record(leaf_idx)))
+            except NeedsValue as error:
+                raise CannotSplit(str(error)) from None
+            except Exception:
+                if example.turn % 2 == 0:
+                    raise
+                continue  # where a random step must not always happen
+            if kept.drawn():
+                loads.problems[example] = "it draws or seeds random numbers outside of its transforms"
+        yield None
     try:
         for _, kind, recorder, sample in reversed(made):
             program = recorder.plan(sample)
@@ -205,7 +194,7 @@ def record_examples(
         raise CannotSplit(DIFFERENT_CALLS) from None
     except NeedsValue as error:
         raise CannotSplit(str(error)) from None
-    yield loads._replace(reads=frozenset(reads - set_by_loads))
+    yield loads
 
 
 def load_with_old_split(old: Split, examples: Sequence[Example]) -> Iterator[tuple[Example, Any]]:

@@ -22,7 +22,7 @@ from stocache.system import rng
 from stocache.system.hashing import BytesLike
 from stocache.system.loading.children import pack_error
 from stocache.system.loading.fallback import in_children_or_here
-from stocache.system.objects import attribute_of, get_many_of
+from stocache.system.objects import attribute_of, newer_of
 
 _LONGEST_REASON = 500  # characters
 
@@ -101,7 +101,7 @@ class DatasetBlocks:
     def _load(self, number: int) -> tuple[list[Any], list[SkippedSample]]:
         """Return the samples of a block, and those that cannot be loaded."""
         indices = self._indices(number).tolist()
-        together = get_many_of(self.dataset)
+        together = newer_of(self.dataset)
         if together is not None:
             try:
                 with _seeded(number):

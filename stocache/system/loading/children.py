@@ -12,6 +12,9 @@ NOTE [ A child loads ]
 
     A file that was open before the fork has one position for parent and child. So the child first opens all files that it may
     read again, under the same descriptors. After that it cannot move a position of the parent's.
+
+    What a process reads from a pipe or a socket is lost for all others. So the child closes those of its parent; see
+    NOTE [ Streams ].
 """
 
 import contextlib
@@ -30,7 +33,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn, TypeAlias
 
@@ -40,6 +43,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
 from stocache.errors import DatasetError, WorkerError
+from stocache.system.loading.streams import close_streams
 from stocache.system.platform import here
 from stocache.system.waiting import StallWatch, process_tree
 
@@ -259,7 +263,7 @@ def _run(
 ) -> NoReturn:
     code = 1
     try:
-        _become_worker(parent, dataset, number, count)
+        _become_worker(parent, dataset, number, count, pipe.fileno())
         try:
             for item in job():
                 pipe.send_bytes(pickle.dumps(("item", item), 5))
@@ -279,7 +283,7 @@ def _run(
         os._exit(code)
 
 
-def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
+def _become_worker(parent: int, dataset: Any, number: int, count: int, pipe: int) -> None:
     """Do what torch's DataLoader does in a worker before it loads; see NOTE [ A child loads ]."""
     with contextlib.suppress(Exception):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -292,6 +296,8 @@ def _become_worker(parent: int, dataset: Any, number: int, count: int) -> None:
     _leave_fork_server()
     gc.freeze()  # a collection would write to, and so copy, the memory of all objects of the parent
     _reopen_files()
+    close_streams(pipe)
+    util._run_after_forkers()  # type: ignore[attr-defined]  # of objects of multiprocessing: a proxy connects to its manager anew
     torch.set_num_threads(1)
     seed = (torch.initial_seed() + number) % 2**63
     torch.manual_seed(seed)

@@ -86,6 +86,11 @@ def unlock_file(fd: int) -> None:
             pass
 
 
+def open_mode(fd: int) -> int:
+    """Return the flags with which a file may have been opened: they are not known."""
+    return os.O_RDWR
+
+
 def reserve(fd: int, at: int, nbytes: int) -> None:
     """Give a part of a file its memory: the system does so when it is written."""
 

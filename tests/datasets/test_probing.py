@@ -1,0 +1,201 @@
+"""The probe takes nothing from the program, and finds what else than the index samples depend on."""
+
+import contextlib
+import os
+import queue
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from multiprocessing import Manager
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from stocache import CachedDataset
+
+N = 40
+RECORDS = b"".join(b"%d\n" % number for number in range(3 * N))
+MODULE = {}
+
+
+class Streamed(Dataset):
+    """Returns the next record, whatever the index. ``stack`` closes what it opens."""
+
+    def __init__(self, open_stream, stack):
+        self.next = open_stream(self, stack)
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        return torch.tensor(int(self.next()))
+
+
+def line(read):
+    record = b""
+    while not record.endswith(b"\n"):
+        record += read(1) or b"!"  # which is no number
+    return record
+
+
+def pipe(stack):
+    descriptor, writer = os.pipe()
+    os.write(writer, RECORDS)
+    os.close(writer)
+    return stack.enter_context(os.fdopen(descriptor, "rb", 0))
+
+
+def process(its, stack):
+    program = f"import sys; sys.stdout.write({RECORDS.decode()!r})"
+    its.process = stack.enter_context(subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, bufsize=0))
+    return lambda: line(its.process.stdout.read)
+
+
+def file(its, stack):
+    its.files = [pipe(stack)]
+    return lambda: line(its.files[0].read)
+
+
+def descriptor(its, stack):
+    its.fd = pipe(stack).fileno()
+    return lambda: line(lambda count: os.read(its.fd, count))
+
+
+def connected(its, stack):
+    its.sockets = [stack.enter_context(each) for each in socket.socketpair()]
+    its.sockets[1].sendall(RECORDS)
+    return lambda: line(its.sockets[0].recv)
+
+
+def items(its, stack):
+    its.queue = queue.Queue()
+    for number in range(3 * N):
+        its.queue.put(number)
+    return its.queue.get_nowait
+
+
+def iterator(its, stack):
+    its.numbers = iter([0] * 30 + [*range(3 * N)])  # so that the probe sees no difference
+    return lambda: next(its.numbers)
+
+
+def in_module(its, stack):
+    MODULE["files"] = files = {**MODULE.get("files", {}), id(its): pipe(stack)}
+    return lambda: line(files[id(its)].read)
+
+
+def named_pipe(its, stack):
+    path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "pipe")
+    os.mkfifo(path)
+    stack.enter_context(os.fdopen(os.open(path, os.O_RDWR), "rb+", 0)).write(RECORDS)
+    its.reader = None
+
+    def read():
+        its.reader = its.reader or stack.enter_context(open(path, "rb", 0))  # noqa: SIM115
+        return line(its.reader.read)
+
+    return read
+
+
+STREAMS = process, file, descriptor, connected, items, iterator, in_module, named_pipe
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: stream.__name__)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_stream_gives_all_records_in_order(stream, wrapped, caplog):
+    with contextlib.ExitStack() as stack:
+        plain, dataset = Streamed(stream, stack), Streamed(stream, stack)
+        wanted = [torch.cat(list(DataLoader(plain, 8))).tolist() for _ in range(2)]
+        cached = stack.enter_context(CachedDataset(Subset(dataset, range(N)) if wrapped else dataset, 0.01))
+        assert [torch.cat(list(DataLoader(cached, 8))).tolist() for _ in range(2)] == wanted
+        assert len(caplog.records) == 1
+
+
+def test_a_connection_that_a_child_makes_anew_is_no_reason_not_to_cache():
+    with Manager() as manager:
+        numbers = manager.list(range(N))
+        with CachedDataset(Sampled(lambda its, idx: torch.tensor(numbers[idx])), 0.01) as cached:
+            assert (cached.is_left, cached.stats().total.filled) == (False, 8)
+
+
+def test_a_dataset_with_a_stream_is_cached_if_no_sample_is_probed():
+    with contextlib.ExitStack() as stack:
+        dataset = Sampled(lambda its, idx: torch.tensor(idx))
+        dataset.file = pipe(stack)
+        cached = stack.enter_context(CachedDataset(dataset, 0.01, probe=0))
+        assert [cached[idx].item() for _ in range(2) for idx in range(N)] == [*range(N)] * 2
+        assert cached.stats().total.hits >= N - 1
+
+
+class Sampled(Dataset):
+    def __init__(self, load):
+        self.load, self.kept = load, {}
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        return self.load(self, idx)
+
+
+def remember(its, idx):
+    if idx not in its.kept:
+        its.kept[idx] = torch.tensor(idx)
+    return its.kept[idx]
+
+
+def append(its, idx):
+    its.kept.setdefault("all", []).append(torch.tensor(idx))
+    return torch.tensor(idx)
+
+
+@pytest.mark.parametrize("load", [remember, append])
+def test_a_dataset_that_keeps_what_it_loads_has_all_of_it(load):
+    plain, dataset = Sampled(load), Sampled(load)
+    with CachedDataset(dataset, 0.01) as cached:
+        for _ in range(2):
+            assert list(DataLoader(cached, 8))[-1].tolist() == list(DataLoader(plain, 8))[-1].tolist()
+            assert repr(dataset.kept) == repr(plain.kept)
+        assert cached.is_left == (load is append)
+
+
+SEEDS = {
+    "numpy": lambda: np.random.default_rng().random(), "a state of numpy": lambda: np.random.RandomState().rand(),
+    "random": lambda: random.Random().random(), "the system": lambda: random.SystemRandom().random(),
+    "secrets": lambda: secrets.randbelow(9), "bytes": lambda: os.urandom(2)[0],
+    "torch": lambda: torch.Generator().seed(),
+}  # fmt: skip
+OTHERS = {
+    "seeded": lambda: (np.random.default_rng(3), random.Random(3), torch.Generator().manual_seed(3)),
+    "names": lambda: (uuid.uuid4(), os.rmdir(tempfile.mkdtemp())),
+}
+
+
+@pytest.mark.parametrize("source", [*SEEDS, *OTHERS])
+def test_a_seed_of_the_system_is_noticed_without_an_effect(source, caplog):
+    def load(its, idx):
+        (SEEDS | OTHERS)[source]()
+        return torch.tensor(idx)
+
+    with CachedDataset(Sampled(load), 0.01) as cached:
+        assert cached.is_left == (source in SEEDS)
+    assert not cached.is_left or f"that the system draws in {__file__}:" in caplog.text
+
+
+@pytest.mark.parametrize("length", [10**9, 10**12, sys.maxsize])
+def test_a_length_without_end_takes_no_memory(length, caplog):
+    class Endless(Sampled):
+        def __len__(self):
+            return length
+
+    with CachedDataset(Endless(lambda its, idx: torch.tensor(idx % 7)), 1) as cached:
+        assert cached[length - 1].item() == (length - 1) % 7
+        assert [each.item() for each in cached.__getitems__([3, length - 2])] == [3, (length - 2) % 7]
+        assert (cached.is_left, cached.warm(progress=False).total.filled) == (True, 0)
+    assert "has no room for a table of so many" in caplog.text
