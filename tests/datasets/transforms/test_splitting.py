@@ -294,7 +294,7 @@ def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, c
         assert issubclass(kind_of_cached(cached), kind)
         check(cached, ImageFolder(folder, Compose(FIXED)))
         assert (cached.stats().total.filled == N) == (cut != "latest")
-    (line,) = [record.message for record in caplog.records if "before the cache" in record.message]
+    (line,) = [record.message for record in caplog.records if "before the cache: " in record.message]
     if kind is Image.Image:
         assert "before the cache: decode, Resize, CenterCrop; after it: ToTensor, Normalize" in line
         assert "the latest cut caches 4.7 KiB a sample" in line
