@@ -215,8 +215,7 @@ class CachedDataset(DatasetProxy[_T]):
                     sample = self.dataset[asked]
                     return sample if self.after_cache is None else self.after_cache(sample)
         if not self._serves((idx,)):
-            load = SampleLoader(self.dataset).load
-            sample = load(idx) if self.after_cache is None else undrawn(load)(idx)
+            sample = self.dataset[idx]
         else:
             copy = self._copies or self.is_transformed
             sample = self.cache.hit(idx, copy)
@@ -268,8 +267,7 @@ class CachedDataset(DatasetProxy[_T]):
             together = get_many_of(self.dataset)
             if together is not None and before_each is None and self.after_cache is None:
                 return together(keys)  # type: ignore[no-any-return]
-            loader = SampleLoader(self.dataset)
-            load_many = loader.load_many if self.after_cache is None else undrawn_many(loader.load_many, loader.load)
+            load_many = SampleLoader(self.dataset).load_many
             singly = chain.from_iterable(load_many([key]) for key in _calling(before_each, keys))
             samples = load_many(keys) if before_each is None else singly
         return list(samples if self.after_cache is None else map(self.after_cache, samples))

@@ -74,7 +74,7 @@ mosaic = lambda idx: torch.stack([shaken(each % N) for each in (idx, idx + 5, id
 
 
 def loaded(idx):
-    """Draws while it loads, but gives the same each time."""
+    """Draws while it loads, so it is not cached, but returns the same each time."""
     random.random(), np.random.random_sample(), torch.rand(())
     return plain(idx)
 
@@ -123,9 +123,9 @@ def cached(request):
 before_cache = lambda limit: lambda cached: cached(limit, Made(plain, shake))
 
 
-def after_cache(limit, make=shake):
-    """A dataset whose transform comes after the cache, and whose loads draw, too."""
-    return lambda cached: cached(limit, Made(loaded), transform={0: make})
+def after_cache(limit, make=shake, load=plain):
+    """A dataset whose transform comes after the cache."""
+    return lambda cached: cached(limit, Made(load), transform={0: make})
 
 
 TWO = {"num_workers": 2}
@@ -152,6 +152,7 @@ HOOK, FORK_HOOK = SampleSeed(17, hooks=(set_own,)), SampleSeed(2, hooks=(torch.m
     (lambda cached: Together(rare, n=150), rare, 8, 1, {}), (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
     (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
     (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
+    (after_cache(2000, load=loaded), lambda idx: shake(loaded(idx)), 4, 1, {}),
     (lambda cached: Made(forked), forked, 4, 1, {"seed": FORK_HOOK}),
 ])  # fmt: skip
 def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size, ranks, options, cached):
