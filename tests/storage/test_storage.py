@@ -20,7 +20,6 @@ from benchmark import damage
 from stocache import InMemoryDataStorage, OnDiskBlockDataStorage, StorageDataset
 from stocache.errors import DamagedError, LimitError, SampleError, SampleIndexError, StorageError
 from stocache.storage import local
-from stocache.storage.block import encode
 from stocache.storage.copying import RowGroup
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
@@ -428,11 +427,3 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert read(save(OURS[make_one](tmp_path / "data")))
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-@pytest.mark.parametrize("samples", [[], [{"x": torch.arange(3)}], [{":info": 1, "x": 2}]])
-def test_a_block_without_an_info_is_not_taken_for_a_storage_in_memory(tmp_path, samples):
-    (tmp_path / "block").write_bytes(b"".join(encode(samples)[0]))  # as an earlier version wrote its samples
-    for ask in (len, InMemoryDataStorage.load_dataset_info, lambda storage: storage.load_sample(0)):
-        with pytest.raises(StorageError, match=r"block does not end with an info: .* Prepare it again\."):
-            ask(InMemoryDataStorage(tmp_path / "block"))
