@@ -6,6 +6,7 @@ to if it was made for the same data. One for other data is replaced if no proces
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import json
@@ -35,6 +36,8 @@ NewSegment: TypeAlias = tuple[Layout, Callable[[memoryview], None]]
 
 FINGERPRINT_STEPS_SEPARATOR = " | before the cache: "
 """Stands in a fingerprint between the user's own and a description of the steps before the cache."""
+
+_AT_EMPTY_PATH = 0x1000  # flag of linkat: link the descriptor itself
 
 _LONGEST = 400  # characters of a value of an identity; longer values are truncated and compared by their hash
 
@@ -326,10 +329,20 @@ def _draft(at: int, path: str, layout: Layout, initialise: Callable[[memoryview]
             memoryview(memory)[layout.control_at :] as control,
         ):
             initialise(control)
-        # With a directory's descriptor, Python calls linkat, which follows this link to the file
-        os.link(f"/proc/self/fd/{draft}", os.path.basename(path), dst_dir_fd=at)
+        _link(at, draft, os.path.basename(path))
     finally:
         os.close(draft)
+
+
+def _link(at: int, draft: int, name: str) -> None:
+    """Give a name to a file without one, in a directory where the name is free."""
+    try:
+        # With a directory's descriptor, Python calls linkat, which follows this link to the file
+        os.link(f"/proc/self/fd/{draft}", name, dst_dir_fd=at)
+    except FileNotFoundError:  # /proc is hidden; then only root can do it
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.linkat(draft, b"", at, name.encode(), _AT_EMPTY_PATH):
+            raise OSError(ctypes.get_errno(), "a new file cannot be given a name without /proc") from None
 
 
 def _warn_of_deleted(at: int, path: str) -> None:
