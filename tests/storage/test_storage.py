@@ -427,3 +427,15 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
     monkeypatch.undo()
     assert read(save(OURS[make_one](tmp_path / "data")))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_storage_in_memory_is_one_block_that_is_read_once(tmp_path):
+    save(InMemoryDataStorage(tmp_path / "data"), info=INFO)
+    assert [path.name for path in (tmp_path / "data" / "blocks").iterdir()] == ["000000.safetensors"]
+    storage = InMemoryDataStorage(tmp_path / "data")
+    assert read(storage, [3])
+    (tmp_path / "data" / "blocks" / "000000.safetensors").unlink()
+    assert read(storage)
+    dataset = StorageDataset(storage)
+    assert dataset.block_bounds is None  # samplers and caches take the samples one by one, as of any storage
+    assert all(same(found, sample(idx)) for found, idx in zip(dataset.__getitems__([4, 5, 6]), (4, 5, 6), strict=True))
