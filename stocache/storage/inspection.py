@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from stocache.errors import DamagedError
@@ -20,11 +20,12 @@ def find_damage(storage: OnDiskBlockDataStorage[Any, Any], num_workers: int) -> 
     Raises:
         StorageError: the index cannot be read.
     """
-    blocks = _BlockChecks(storage)
-    loader = TorchLoader(blocks, batch_size=None, num_workers=min(num_workers, len(blocks)))
+    blocks = range(len(storage.index.blocks))  # a dataset, so that the workers of a DataLoader check them in parallel
+    check = partial(_check_block, storage)
+    loader: Any = TorchLoader(blocks, None, collate_fn=check, num_workers=min(num_workers, len(blocks)))  # type: ignore[arg-type]
     checks = tqdm(loader, desc=f"checking {storage.base_folder}", unit="block")
     problems = [problem for problem in (*checks, storage.check_info(), _check_skipped(storage)) if problem]
-    known = {os.path.basename(block_name(number)) for number in range(len(blocks))}
+    known = {os.path.basename(block_name(number)) for number in blocks}
     folder = os.path.join(storage.base_folder, os.path.dirname(block_name(0)))
     unknown = sorted(set(os.listdir(folder)) - known) if os.path.isdir(folder) else []
     return problems + [f"{folder}/{name} is not in the index: nothing reads it. Remove it." for name in unknown]
@@ -38,20 +39,12 @@ def _check_skipped(storage: OnDiskBlockDataStorage[Any, Any]) -> str | None:
     return None
 
 
-class _BlockChecks(Dataset[str]):
-    """The damage of each block, "" for an intact one. It is a dataset so that the workers of a DataLoader check in parallel."""
-
-    def __init__(self, storage: OnDiskBlockDataStorage[Any, Any]) -> None:
-        self._storage = storage
-
-    def __len__(self) -> int:
-        return len(self._storage.index.blocks)
-
-    def __getitem__(self, number: int) -> str:
-        try:
-            return (self._storage.check(number) or "").removesuffix(f" {LIST_DAMAGE}")
-        except OSError as error:  # the disk fails
-            return f"{self._storage.base_folder}/{block_name(number)} cannot be read: {error}."
+def _check_block(storage: OnDiskBlockDataStorage[Any, Any], number: int) -> str:
+    """Return the damage of a block; "" if it is intact."""
+    try:
+        return (storage.check(number) or "").removesuffix(f" {LIST_DAMAGE}")
+    except OSError as error:  # the disk fails
+        return f"{storage.base_folder}/{block_name(number)} cannot be read: {error}."
 
 
 def describe_structure(node: object, name: str = "structure", depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -13,8 +13,8 @@ from stocache.errors import DamagedError, SampleIndexError, StorageError
 from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
 from stocache.storage.block import Block
-from stocache.storage.files import HEAD_BYTES, File
-from stocache.storage.local import folder_at
+from stocache.storage.files import HEAD_BYTES, ByteSource, File
+from stocache.storage.local import folder_at, open_file
 from stocache.storage.manifest import INDEX, INFO, Entry, Index, block_name, open_block, parse_index
 from stocache.storage.remote import Mirror, RemoteStore
 from stocache.storage.skipped import SkippedSample, damaged, read_skipped
@@ -245,7 +245,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
             first, last = -1, -1
         if not 0 <= first <= last <= len(self):
             raise SampleIndexError(f"load_range({begin!r:.50}, {end!r:.50}): not within the {len(self)} samples.")
-        size, samples = self.block_size, list[TSample]()
+        size, samples = self.index.block_size, list[TSample]()
         for number in range(first // size, -(-last // size)):
             rows = range(max(0, first - number * size), min(size, last - number * size))
             samples += self._open(number).some(rows)
@@ -376,19 +376,26 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
                     if self._mirror is None:  # else the file may be gone when it is read again
                         closed.close()
                         self._closed_blocks[first] = closed
-                while len(self._closed_blocks) * self.block_size > _CLOSED_SAMPLES:
+                while len(self._closed_blocks) * self.index.block_size > _CLOSED_SAMPLES:
                     self._closed_blocks.popitem(last=False)
         return block
 
     def _open_file(self, name: str, entry: Entry, decode: bool = True) -> Block:
-        path = os.path.join(self.base_folder, name)
-        if self._mirror is None:
-            return open_block(path, path, entry, self.allow_pickle, decode=decode)
+        path, mirror = os.path.join(self.base_folder, name), self._mirror
+
+        def open_at(local: str) -> Block:
+            return open_block(local, path, entry, self.allow_pickle, decode=decode, open_source=self._open_source)
+
+        if mirror is None:
+            return open_at(path)
         try:
-            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
+            return open_at(mirror.fetch(name))
         except DamagedError:  # another process made room before it was opened; or the copy is older than the data at the URL
-            self._mirror.forget(name)
-            return open_block(self._mirror.fetch(name), path, entry, self.allow_pickle, decode=decode)
+            mirror.forget(name)
+            return open_at(mirror.fetch(name))
+
+    def _open_source(self, path: str) -> ByteSource:
+        return open_file(path)
 
 
 def _most_open() -> int:

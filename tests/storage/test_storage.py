@@ -20,7 +20,6 @@ from benchmark import damage
 from stocache import InMemoryDataStorage, OnDiskBlockDataStorage, StorageDataset
 from stocache.errors import DamagedError, LimitError, SampleError, SampleIndexError, StorageError
 from stocache.storage import local
-from stocache.storage.block import encode
 from stocache.storage.copying import RowGroup
 from stocache.storage.manifest import block_name
 from stocache.system.hashing import embed_checksum
@@ -430,9 +429,13 @@ def test_a_full_disk_is_an_error_at_any_byte(make_one, tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("samples", [[], [{"x": torch.arange(3)}], [{":info": 1, "x": 2}]])
-def test_a_block_without_an_info_is_not_taken_for_a_storage_in_memory(tmp_path, samples):
-    (tmp_path / "block").write_bytes(b"".join(encode(samples)[0]))  # as an earlier version wrote its samples
-    for ask in (len, InMemoryDataStorage.load_dataset_info, lambda storage: storage.load_sample(0)):
-        with pytest.raises(StorageError, match=r"block does not end with an info: .* Prepare it again\."):
-            ask(InMemoryDataStorage(tmp_path / "block"))
+def test_a_storage_in_memory_is_one_block_that_is_read_once(tmp_path):
+    save(InMemoryDataStorage(tmp_path / "data"), info=INFO)
+    assert [path.name for path in (tmp_path / "data" / "blocks").iterdir()] == ["000000.safetensors"]
+    storage = InMemoryDataStorage(tmp_path / "data")
+    assert read(storage, [3])
+    (tmp_path / "data" / "blocks" / "000000.safetensors").unlink()
+    assert read(storage)
+    dataset = StorageDataset(storage)
+    assert dataset.block_bounds is None  # samplers and caches take the samples one by one, as of any storage
+    assert all(same(found, sample(idx)) for found, idx in zip(dataset.__getitems__([4, 5, 6]), (4, 5, 6), strict=True))

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -189,19 +190,12 @@ class CsvFile(Source):
         self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
         self._begins = array("q")
         with reading(path, "a table"), open(path, "rb") as file, _long_cells():
-            end = 0
-
-            def lines() -> Iterator[str]:
-                nonlocal end
-                for line in file:
-                    encoding = "utf-8" if end else "utf-8-sig"
-                    end += len(line)
-                    yield line.decode(encoding)
-
-            rows = csv.reader(lines(), **self._format)  # it asks only for the lines of the current row
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                file.seek(0)
+            rows = csv.reader((line.decode() for line in file), **self._format)  # it reads only the lines of the current row
             columns = next(rows, [])
             check_columns(columns)
-            kinds, blanks, begin = [0] * len(columns), [0] * len(columns), end
+            kinds, blanks, begin = [0] * len(columns), [0] * len(columns), file.tell()
             try:
                 for row in rows:
                     if row:  # not a blank line
@@ -210,18 +204,17 @@ class CsvFile(Source):
                             blanks[number] += not cell
                             while cell and not _KINDS[kinds[number]][1].match(cell):
                                 kinds[number] += 1
-                    begin = end
+                    begin = file.tell()
             except (csv.Error, ValueError) as error:
                 raise ValueError(f"line {rows.line_num}: {error}") from error
-            self._begins.append(end)
-        self._columns = {
-            name: _KINDS[kind][0] if not blank else self._kind_with_blanks(name, kind, blank)
-            for name, kind, blank in zip(columns, kinds, blanks, strict=True)
-        }
+            self._begins.append(begin)
+        self._columns = dict(zip(columns, map(self._kind, columns, kinds, blanks), strict=True))
         self.info = {"columns": columns}
 
-    def _kind_with_blanks(self, name: str, kind: int, blanks: int) -> Any:
-        """Return how the cells of a column are read of which some are blank."""
+    def _kind(self, name: str, kind: int, blanks: int) -> Any:
+        """Return how the cells of a column are read."""
+        if not blanks:
+            return _KINDS[kind][0]
         if _KINDS[kind][0] is str or blanks == len(self):
             return str
         if self._nan:
@@ -338,16 +331,14 @@ class ParquetFiles(Source):
         """Return many samples; reads each row group once."""
         wanted = check_indices(indices, len(self), "__getitems__")
         groups = np.searchsorted(self._ends, wanted, side="right")
-        samples: list[Any] = [None] * len(wanted)
+        samples: dict[int, Any] = {}
         for group in np.unique(groups).tolist():
-            positions = np.flatnonzero(groups == group)
-            table = self._table(group)
+            table, positions = self._table(group), np.flatnonzero(groups == group)
             rows = wanted[positions] - (self._ends[group] - table.num_rows)
             in_order = (np.diff(rows) == 1).all()
             table = table.slice(rows[0], len(rows)) if in_order else table.take(rows)  # take is four times as slow
-            for position, sample in zip(positions.tolist(), table.to_pylist(), strict=True):
-                samples[position] = sample
-        return samples
+            samples.update(zip(positions.tolist(), table.to_pylist(), strict=True))
+        return [samples[position] for position in range(len(wanted))]
 
     def _table(self, group: int) -> Any:
         if self._opened is None or self._opened[0] != group:
