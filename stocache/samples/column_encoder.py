@@ -31,7 +31,8 @@ NOTE [ Columns ]
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,10 +41,11 @@ from torch import Tensor
 
 from stocache.samples.containers import describe, keys_to_json, take_apart
 from stocache.samples.leaves.kind import Encoded, Kind
-from stocache.samples.leaves.kinds import encode_pickle, kind_in, kind_of
+from stocache.samples.leaves.kinds import BULK_ENCODERS, ENCODERS, encode_pickle, kind_in, kind_of
 from stocache.samples.leaves.layout import BARE_NODES
+from stocache.samples.leaves.plain_kinds import NUMBERS
 from stocache.samples.leaves.type_lookup import Unfit, import_class
-from stocache.samples.pytree import OBJECTS, Container, sample_error
+from stocache.samples.pytree import DEEP, OBJECTS, Container, sample_error
 
 Tree: TypeAlias = dict[str, Any] | None
 _Key: TypeAlias = tuple[Any, ...]
@@ -94,6 +96,9 @@ class Columns:
 
     def _take(self, values: Sequence[object], path: str, depth: int, whole: frozenset[type] = frozenset()) -> Tree:
         """Add the values of one node, and return its tree; pickle those of the types ``whole``."""
+        alike = None if whole else _leaves_of_one_kind(values) or _sequences_of_one_kind(values, depth)
+        if alike is not None:
+            return self._take_kind(*alike, path, depth)
         rows: dict[_Key, list[int]] = defaultdict(list)
         parts = []
         row = 0
@@ -230,6 +235,58 @@ def tree_of(sample: object) -> Tree:
     """
     tree: Tree = json.loads(json.dumps(Columns([sample]).tree))
     return tree
+
+
+def bytes_of_rows(tree: Tree, columns: Mapping[str, memoryview], count: int) -> list[Iterator[memoryview]] | None:
+    """Return the bytes that a walk meets in each of ``count`` rows: iterators for each leaf and each shape that varies.
+
+    None where rows meet different leaves: the tree has a union or a list of varying length.
+
+    Args:
+        columns: the bytes of the columns.
+    """
+    if tree is None or tree["kind"] in ("union", "list", "tuple"):
+        return None
+    if tree["kind"] == "in":
+        children = [bytes_of_rows(child, columns, count) for child in tree["children"]]
+        return None if None in children else [rows for child in children for rows in child or ()]
+    data = columns[tree["column"]]
+    if "shape" in tree:
+        return [_cut(data, len(data) // count, count)]
+    size, offsets = kind_in(tree).itemsize, np.frombuffer(columns[tree["offsets"]], np.int64)
+    shapes = columns[tree["shapes"]] if "shapes" in tree else np.diff(offsets).view(np.uint8).data
+    values = (data[begin:end] for begin, end in pairwise((offsets * size).tolist()))
+    return [_cut(shapes, 8 * tree["dims"], count), values]
+
+
+def _cut(data: memoryview, nbytes: int, count: int) -> Iterator[memoryview]:
+    return (data[row * nbytes : (row + 1) * nbytes] for row in range(count))
+
+
+def _leaves_of_one_kind(values: Sequence[object]) -> tuple[_Key, list[Any]] | None:
+    """Return the key of leaves of one type, and their own parts; None for other values. One by one takes longer."""
+    types = set(map(type, values))
+    if len(types) != 1:
+        return None
+    cls = types.pop()
+    if cls in BULK_ENCODERS and (leaves := BULK_ENCODERS[cls](values)) is not None:
+        return leaves
+    encode = ENCODERS.get(cls)
+    if encode is None:
+        return None
+    try:
+        kinds, _, *parts = zip(*map(encode, values), strict=True)
+    except Unfit:  # one by one, the error names the value
+        return None
+    return (kinds[0], list(zip(*parts, strict=True))) if kinds.count(kinds[0]) == len(kinds) else None
+
+
+def _sequences_of_one_kind(values: Sequence[Any], depth: int) -> tuple[_Key, list[Any]] | None:
+    """Return the key of lists or tuples that do not begin with a number, and their own parts; None for other values."""
+    cls = type(values[0]) if len(values) and depth < DEEP else None
+    if cls not in (list, tuple) or not all(type(value) is cls and value and type(value[0]) not in NUMBERS for value in values):
+        return None
+    return (cls.__name__,), list(values)
 
 
 def _apart(encoded: Encoded) -> tuple[_Key, Any]:

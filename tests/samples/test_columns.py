@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stocache import DamagedError, StorageError
+from stocache.samples.leaves.kinds import BULK_ENCODERS, ENCODERS
 from stocache.storage.block import encode
 from stocache.system.hashing import checksum
 from tests.support.samples import Extra, Kind, Slotted, boxes, made, picture, takes_little_memory, tensordict
@@ -207,3 +208,14 @@ def test_what_is_shared_does_not_multiply():
     for item in range(62):  # offsets that go back
         data[begin + 8 * item : begin + 8 * item + 8] = (0 if item % 2 == 0 else 61 * 5000).to_bytes(8, "little")
     refused(sealed(*apart(bytes(data))))
+
+
+@pytest.mark.parametrize("values", [["", "é\ud800x", "a\0b"], [0, -(2**63), 2**63 - 1], [1, 2**63], [-(2**70)]], ids=repr)
+def test_values_that_are_encoded_at_once_are_encoded_as_each_is(values):
+    each = [ENCODERS[type(value)](value) for value in values]
+    at_once = BULK_ENCODERS[type(values[0])](values)
+    if {kind for kind, *_ in each} == {at_once and at_once[0]}:
+        assert at_once[1] == [(data, shape) for _, _, data, shape in each]
+    else:
+        assert at_once is None
+        assert any(kind == ("long",) for kind, *_ in each)

@@ -16,7 +16,7 @@ NOTE [ Kinds of leaves ]
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -163,6 +163,27 @@ KINDS: dict[str, type[Any]] = {kind.name: kind for kind in _ALL if kind is not T
 
 ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _ALL for cls in kind.types}
 """The functions that encode leaves, by exact type; `encode_other` takes those of other types."""
+
+
+_Leaves: TypeAlias = tuple[Description, list[tuple[bytes, tuple[int, ...]]]]
+
+
+def _encode_texts(values: Sequence[str]) -> _Leaves:
+    data = [value.encode("utf-8", "surrogatepass") for value in values]
+    return ("str",), [(each, (len(each),)) for each in data]
+
+
+def _encode_integers(values: Sequence[int]) -> _Leaves | None:
+    try:
+        words = np.array(values, np.int64)
+    except OverflowError:
+        return None
+    return ("number", "int"), [(each, ()) for each in words.view("V8").tolist()]
+
+
+BULK_ENCODERS: dict[type, Callable[[Any], _Leaves | None]] = {str: _encode_texts, int: _encode_integers}
+"""Functions that encode many leaves of one type at once, as `ENCODERS` do: they return the key of their kind, and their bytes
+and shapes; None where they cannot."""
 
 
 def encoder_of(value: Any) -> Callable[[Any], Encoded] | None:
