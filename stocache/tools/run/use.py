@@ -60,17 +60,3 @@ class Use:
         self.report: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""
-
-
-_current: Use | None = None
-
-
-def current() -> Use | None:
-    """Return the present use; None without one."""
-    return _current
-
-
-def set_current(use: Use | None) -> None:
-    """Begin a use, or end the present one with None."""
-    global _current
-    _current = use
