@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from stocache.system.figures import plural
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, count_option, echo, fail, flag, print_rows, terminal_width, text_option
+from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, text_option
 
 _AllowPickle = Annotated[
     bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
@@ -105,7 +105,7 @@ def bench(
 
         fail(f"{source}: a sample cannot be loaded or cached: {describe_error(error)}", 2)
     rows = experiment.summarize(epochs)
-    typer.echo(experiment.format_table(rows, terminal_width()))
+    console().print(experiment.table(rows))
     echo(
         "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
         "with fewer than --repeats 9 it varies too much to be of use."

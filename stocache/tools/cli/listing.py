@@ -98,9 +98,23 @@ class NamedCache:
         return age_of(self.created) if self.created else ""
 
     @property
+    def users(self) -> list[str]:
+        """The processes that use the cache, in words."""
+        return describe_users(self.holders, self.alive)
+
+    @property
     def hit_percent(self) -> str:
         """The hit rate, as "97.1%"; "-" before the first get."""
         return f"{self.stats.hit_rate:.1%}" if self.stats and self.stats.hits + self.stats.misses else "-"
+
+    def describe_counts(self) -> dict[str, str]:
+        """Return the counts of the cache in words, by name; none if they are not known."""
+        stats = self.stats
+        return {} if stats is None else {
+            "hits": f"{stats.hits}, rate {self.hit_percent}",
+            "misses": str(stats.misses),
+            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes, as JSON can hold them."""
@@ -303,6 +317,12 @@ def _words(fd: int, layout: Layout, samples: int) -> bytes:
     if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
         raise SegmentError("is damaged: its control is too small.")
     return words
+
+
+def describe_users(holders: list[Holder], alive: bool) -> list[str]:
+    """Return the processes that use a cache, in words."""
+    unknown = "a process of another container" if alive else "nobody that is visible from here"
+    return [f"{holder.pid} {holder.command}" for holder in holders] or [unknown]
 
 
 def find_holders(pids: list[int]) -> list[Holder]:

@@ -6,14 +6,16 @@ In a pipe or a file, lines are not broken.
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from stocache.cache.stats import CacheStats
 from stocache.system.platform import here
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CORES = min(4, here.usable_cpus())
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
@@ -52,26 +54,21 @@ def terminal_width(err: bool = False) -> int | None:
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
-def print_described(rows: dict[str, str], heading: str, values: Sequence[str]) -> None:
-    """Print names and values in two columns, and then values of one heading below each other."""
-    print_rows([*rows.items(), *zip([heading, *[""] * len(values)], values, strict=False)])
+def console() -> "Console":
+    """Return the console for tables, as wide as the terminal; in a file or a pipe, 240 columns wide."""
+    from rich.console import Console  # here: most commands do without
 
-
-def describe_counts(stats: CacheStats, hit_percent: str) -> dict[str, str]:
-    """Return the counts of a cache, by name."""
-    return {
-        "hits": f"{stats.hits}, rate {hit_percent}",
-        "misses": str(stats.misses),
-        "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
-    }
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
+    """Print names and values in two columns. A value may have several lines."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        echo(value, f"{name:<{width}}  ", " " * (width + 2))
+        for number, line in enumerate(value.split("\n")):
+            echo(line, f"{'' if number else name:<{width}}  ", " " * (width + 2))
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
