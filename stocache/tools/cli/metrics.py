@@ -148,36 +148,39 @@ class _Table:
             family.add_metric(labels, *(value if each.family is _HISTOGRAM else (value,)))
 
 
-def _metrics(caches: Sequence[NamedCache] = (), loaders: Sequence[NamedLoader] = ()) -> Iterator[Metric]:
+def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> Iterator[Metric]:
     """Yield all metrics, with the values of these caches and loaders."""
     of_cache = _Table("stocache_cache", _OF_CACHE, CACHE_LABELS)
     of_loader = _Table("stocache_loader", _OF_LOADER, LOADER_LABELS)
     of_worker = _Table("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"))
-    names, paths = _Names(), dict[str, str]()  # the label of each cache, by its path
+    seen, paths = Counter[tuple[str, str]](), dict[str, str]()  # the label of each cache, by its path
+
+    def unique(file: NamedFile) -> str:
+        """Return the name of a file; of the second one of its kind with this name, another one: series must differ."""
+        seen[file.kind, file.name] += 1
+        number = seen[file.kind, file.name]
+        return file.name if number == 1 else f"{file.name} ({number})"
+
     for cache in caches:
         if not cache.problem:
-            paths[cache.path] = label = names.unique(cache.name, cache.kind)
+            paths[cache.path] = label = unique(cache)
             of_cache.add([label, cache.kind], cache)
     for loader in loaders:
         if not loader.problem:
             assert loader.counted is not None
             cache_label = paths.get(f"{os.path.dirname(loader.path)}/{loader.cache}", loader.cache)
-            labels = [cache_label, names.unique(loader.name, "loader"), str(loader.rank), str(loader.pid)]
+            labels = [cache_label, unique(loader), str(loader.rank), str(loader.pid)]
             of_loader.add(labels, loader)
-            workers = loader.counted.workers
-            for worker in range(workers):
-                rows = Counted(loader.counted.rows[[1 + worker, 1 + workers + worker]])
-                of_worker.add([*labels, str(worker)], rows)
+            for worker in range(workers := loader.counted.workers):
+                of_worker.add([*labels, str(worker)], Counted(loader.counted.rows[[1 + worker, 1 + workers + worker]]))
     yield from (*of_cache.families, *of_loader.families, *of_worker.families)
 
-    files: list[NamedFile] = [*(cache for cache in caches if cache.problem), *(loader for loader in loaders if loader.problem)]
+    files = [file for file in (*caches, *loaders) if file.problem]
     unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
-    described = InfoMetricFamily(
-        "stocache_unreadable_file", f"Why a file cannot be read; of the first {_MOST_PROBLEMS}.", labels=("file",)
-    )
+    why = f"Why a file cannot be read; of the first {_MOST_PROBLEMS}."
+    described = InfoMetricFamily("stocache_unreadable_file", why, labels=("file",))
     for file in files[:_MOST_PROBLEMS]:
-        about = {"problem": file.problem.removeprefix(f"{file.path} ")}
-        described.add_metric([file.path], about)
+        described.add_metric([file.path], {"problem": file.problem.removeprefix(f"{file.path} ")})
     yield from (unreadable, described)
 
 
@@ -187,35 +190,14 @@ class Collector:
     Files are not trusted. One that cannot be read is counted in ``stocache_unreadable_files``, and left out elsewhere.
     """
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield all metrics, without values."""
-        yield from _metrics()
-
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with the values of now."""
         yield from _metrics(listing.find(), listing.find_loaders())
 
 
-class _Names:
-    """Gives the second file of a name another label: series must differ."""
-
-    def __init__(self) -> None:
-        self._taken: set[tuple[str, str]] = set()
-        self._numbers: Counter[tuple[str, str]] = Counter()
-
-    def unique(self, name: str, kind: str) -> str:
-        """Return the name, or "name (2)" if a file of the same kind has it."""
-        label = name
-        while (label, kind) in self._taken:
-            self._numbers[name, kind] += 1
-            label = f"{name} ({self._numbers[name, kind] + 1})"
-        self._taken.add((label, kind))
-        return label
-
-
 def registry_of() -> CollectorRegistry:
     """Return a registry that has the metrics of stocache only."""
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)
     registry.register(Collector())
     return registry
 
