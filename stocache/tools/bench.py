@@ -87,11 +87,8 @@ def photo_like(seed: int, size: int) -> Any:
 def drop_pages(paths: Iterable[Path]) -> None:
     """Drop files from the page cache, so that reading them reads the disk."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            here.drop_pages(fd)
-        finally:
-            os.close(fd)
+        with path.open("rb") as file:
+            here.drop_pages(file.fileno())
 
 
 class PartlyCached(Dataset[Any]):

@@ -70,6 +70,5 @@ def seed() -> None:
     import numpy as np
     import torch
 
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    for begin in (random.seed, np.random.seed, torch.manual_seed):
+        begin(0)
