@@ -163,7 +163,8 @@ def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> It
     yield from _families("stocache_loader", _OF_LOADER, LOADER_LABELS, of_loaders)
     yield from _families("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"), of_workers)
 
-    files: list[Any] = [file for file in (*caches, *loaders) if file.problem]
+    everything: list[Any] = [*caches, *loaders]
+    files = [file for file in everything if file.problem]
     unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
     why = f"Why a file cannot be read; of the first {_MOST_PROBLEMS}."
     described = InfoMetricFamily("stocache_unreadable_file", why, labels=("file",))

@@ -40,9 +40,8 @@ def echo(text: str, first: str = "", rest: str = "", *, err: bool = False) -> No
     """Print a text after ``first``. A terminal gets it broken between words, with ``rest`` before the second line and later."""
     width = terminal_width(err)
     if width is not None and text:
-        lines = textwrap.wrap(
-            text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-        )
+        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole)
         typer.echo("\n".join(lines), err=err)
     else:
         typer.echo(first + text, err=err)

@@ -352,10 +352,8 @@ def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
     for _ in range(_SAMPLERS):
         if isinstance(sampler, SequentialSampler):
             return True
-        within = [each for name in ("batch_sampler", "sampler") if (each := getattr(sampler, name, None)) is not None]
-        if not within:
-            return False
-        sampler = within[0]
+        within = (getattr(sampler, name, None) for name in ("batch_sampler", "sampler"))
+        sampler = next((each for each in within if each is not None), None)
     return False
 
 

@@ -97,7 +97,8 @@ if sys.version_info < (3, 14):
 def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     """Return the code of a script, or of the ``__main__`` in a folder or zip file, and the main module for it."""
     path = os.path.abspath(path)
-    if os.path.isdir(path) or _is_archive(path):
+    is_archive = not isinstance(pkgutil.get_importer(path), importlib.machinery.FileFinder | None)
+    if os.path.isdir(path) or is_archive:
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
             _fail(f"can't find '__main__' module in {path!r}", 1)
@@ -115,11 +116,6 @@ def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     vars(program).update(_NAMES, __file__=path, __cached__=None)
     program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     return (_compiled(source, path) if code is None else code), program
-
-
-def _is_archive(path: str) -> bool:
-    importer = pkgutil.get_importer(path)
-    return importer is not None and not isinstance(importer, importlib.machinery.FileFinder)
 
 
 def _compiled(source: bytes, path: str) -> types.CodeType:
