@@ -72,7 +72,7 @@ class Everywhere:
         """Give torch's names back. Loaders that exist stay as they are."""
         global _everywhere
         if _everywhere is self:
-            _everywhere = None
+            _everywhere = Use.current = None
             for places in _PLACES.values():
                 for place in places:
                     give_back_name(place)
@@ -85,11 +85,6 @@ class Everywhere:
 
 
 _everywhere: Everywhere | None = None
-
-
-def current() -> Use | None:
-    """Return the present use; None without one."""
-    return None if _everywhere is None else _everywhere.use
 
 
 def use_everywhere(
@@ -150,6 +145,7 @@ def use_everywhere(
             logger.warning("use_everywhere: the program runs with %s already, which stays.", _everywhere.use.options)
         return _everywhere
     _everywhere = Everywhere(options)
+    Use.current = _everywhere.use
     for name in _PLACES if stateful else ["DataLoader"]:
         if holders := _holders(name):
             logger.warning(

@@ -36,7 +36,6 @@ from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
-from stocache.tools.run.everywhere import current
 from stocache.tools.run.messages import LoaderName
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use
@@ -56,7 +55,7 @@ class ProgramLoader(DataLoader[_T]):
 
     @with_arguments_of_torch
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        used = current()
+        used = Use.current
         options = ProgramOptions() if used is None or used.without else used.options
         if options.num_workers is not None:
             _, _, *given = SIGNATURE.bind_partial(self, dataset, *args).arguments.items()
@@ -76,7 +75,7 @@ class ProgramLoader(DataLoader[_T]):
             cls.__iter__ = _timed(cls, vars(cls).get("__iter__"))  # type: ignore[method-assign]
 
     def __iter__(self) -> Any:
-        used = current()
+        used = Use.current
         if "_stocache" not in vars(self):  # a subclass has not called our constructor
             return TorchLoader.__iter__(self)
         engine = engine_of(self)
@@ -94,7 +93,7 @@ class ProgramLoader(DataLoader[_T]):
 
     def _get_iterator(self) -> Any:
         """Return an iterator of torch. A subclass may ask for it itself, and keep it."""
-        used = current()
+        used = Use.current
         if "_stocache" not in vars(self):
             return super()._get_iterator()
         engine = engine_of(self)
@@ -107,7 +106,7 @@ class ProgramLoader(DataLoader[_T]):
 
 def iterates_as_torch(loader: ProgramLoader[Any]) -> bool:
     """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
-    used = current()
+    used = Use.current
     overrides = makes_iterators(loader, ProgramLoader) or type(loader).__iter__ is not ProgramLoader.__iter__
     return overrides or (used is not None and used.without)
 
@@ -136,7 +135,7 @@ def _timed(cls: Any, iterate: Any) -> Any:
 
 def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
     """Return the iterator that a subclass of the program makes in its own way, as one that notes how long each batch took."""
-    used = current()
+    used = Use.current
     if used is None or "_stocache" not in vars(loader):  # a class of a library has made a loader without our ``__init__``
         return iterate()
     _loaders_of(used).enter(loader)
