@@ -21,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -184,7 +185,8 @@ def linearity(paths: list[Path], workers: int, repeats: int) -> None:
         before_epoch=lambda: prepare(paths),
     )
     rows = bench.summarize(epochs)
-    print(f"\n### {workers} workers\n\n{bench.format_table(rows)}\n")
+    print(f"\n### {workers} workers\n")
+    Console(width=120).print(bench.table(rows))
     print(f"Warm seconds over cached share: R² {bench.linearity(rows):.4f}.", flush=True)
     for row in rows:
         assert row.warm_reads == len(paths) - round(row.fraction * len(paths)), row

@@ -309,8 +309,8 @@ class _Parts:
 
     def _stalls(self) -> bool:
         """Whether workers were idle although the trainer waited: a few slow samples hold up batches, which come in order."""
-        load, idle = self.stats.load, self.work_s < _IDLE * self.workers * self.stats.seconds
-        return self.facts.workers > 1 and idle and load.count > 0 and load.p99_s > _SLOW * load.p50_s
+        idle = self.facts.workers > 1 and self.work_s < _IDLE * self.workers * self.stats.seconds
+        return idle and self.stats.load.p99_s > _SLOW * self.stats.load.p50_s
 
     def _each(self, count: int, noun: str, seconds: float) -> str:
         return f"{plural(count, noun)} of {format_seconds(seconds / max(1, count))} each"

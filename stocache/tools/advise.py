@@ -121,7 +121,9 @@ def advise(
         DataLoader(...dataset..., batch_size=16, shuffle=True...)
     """
     began = time.monotonic()
-    step_ms, sizes = _check_step(step_ms), _check_sizes(batch_size)
+    if not _is_number(step_ms) or step_ms < 0:
+        raise LimitError(f"step_ms={step_ms!r} must be a finite number of milliseconds, 0 or more.")
+    step_ms, sizes = float(step_ms), _check_sizes(batch_size)
     if not _is_number(time_limit_s) or time_limit_s <= 0:
         raise LimitError(f"time_limit_s={time_limit_s!r} must be a positive number of seconds.")
     check_dataset(dataset)
@@ -178,12 +180,6 @@ _BAR = "{desc}: {n:.0f} of at most {total} s |{bar}|"
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_step(step_ms: Any) -> float:
-    if not _is_number(step_ms) or step_ms < 0:
-        raise LimitError(f"step_ms={step_ms!r} must be a finite number of milliseconds, 0 or more.")
-    return float(step_ms)
 
 
 def _check_sizes(batch_size: Any) -> tuple[int, ...]:

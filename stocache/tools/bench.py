@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich import box
+from rich.table import Column, Table
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, default_collate
 from tqdm import tqdm
@@ -85,11 +87,8 @@ def photo_like(seed: int, size: int) -> Any:
 def drop_pages(paths: Iterable[Path]) -> None:
     """Drop files from the page cache, so that reading them reads the disk."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            here.drop_pages(fd)
-        finally:
-            os.close(fd)
+        with path.open("rb") as file:
+            here.drop_pages(file.fileno())
 
 
 class PartlyCached(Dataset[Any]):
@@ -262,24 +261,12 @@ _HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "
 _FORMATS = ("{:.0%}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{}", "{}", "{:.1%}", "{:+.1%}")
 
 
-def format_table(rows: Sequence[SweepRow], width: int | None = None) -> str:
-    """Return the rows as a Markdown table; as several tables, with some of the columns each, if it is wider than ``width``."""
-    lines = [[form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)] for row in rows]
-    columns = []
-    for heading, *cells in zip(_HEADINGS, *lines, strict=True):
-        longest = max(map(len, [heading, *cells]))
-        columns.append([cell.rjust(longest) for cell in (heading, "-" * (longest - 1) + ":", *cells)])
-    key, *others = columns
-    tables = [[key]]
-    for column in others:
-        if width is not None and len(tables[-1]) > 1 and len(_join([*tables[-1], column])[0]) > width:
-            tables.append([key])
-        tables[-1].append(column)
-    return "\n\n".join("\n".join(_join(table)) for table in tables)
-
-
-def _join(columns: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in zip(*columns, strict=True)]
+def table(rows: Sequence[SweepRow]) -> Table:
+    """Return the rows as a table, which is Markdown if there is room for its columns."""
+    view = Table(*(Column(heading, justify="right") for heading in _HEADINGS), box=box.MARKDOWN, pad_edge=False)
+    for row in rows:
+        view.add_row(*(form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)))
+    return view
 
 
 def write_csv(rows: Sequence[SweepRow], path: Path) -> None:

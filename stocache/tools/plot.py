@@ -90,9 +90,8 @@ def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
         times.bar(numbers, rest, bottom=waited, color=_STEP, label="the rest: training steps, start and end")
         times.legend(fontsize="small")
         for name, style in (("max_s", ":"), ("p95_s", "--"), ("p50_s", "-")):
-            middle[0].plot(
-                numbers, [1e3 * getattr(epoch.wait, name) for epoch in waits], style, color=_WAIT, marker="o", label=name[:-2]
-            )
+            waits_ms = [1e3 * getattr(epoch.wait, name) for epoch in waits]
+            middle[0].plot(numbers, waits_ms, style, color=_WAIT, marker="o", label=name[:-2])
         middle[0].set(title="wait for a batch (ms)", yscale="log")
         middle[0].legend(fontsize="small")
     else:
@@ -110,16 +109,13 @@ def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
     return figure
 
 
-def _tabulate(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> Table:
+def _tabulate(epochs: tuple[Any, ...]) -> Table:
     longest = max(epoch.seconds for epoch in epochs)
     table = Table("epoch", "time", "[red]waiting[/], the rest", "waited", "p95", "hit rate")
     for number, epoch in enumerate(epochs, 1):
-        shares = [epoch.seconds / longest, 0.0]
-        waits = ["", ""]
-        if isinstance(epoch, LoaderEpochStats):
-            shares[1] = epoch.waited_s / longest
-            waits = [f"{epoch.waited_share:.0%}", format_seconds(epoch.wait.p95_s)]
-        whole, red = (round(_BAR * share) for share in shares)
+        is_loader = isinstance(epoch, LoaderEpochStats)
+        waits = [f"{epoch.waited_share:.0%}", format_seconds(epoch.wait.p95_s)] if is_loader else ["", ""]
+        whole, red = (round(_BAR * seconds / longest) for seconds in (epoch.seconds, epoch.waited_s if is_loader else 0.0))
         rate = "" if epoch.hit_rate is None else f"{epoch.hit_rate:.1%}"
         bar = f"[red]{'█' * red}[/]{'░' * (whole - red)}"
         table.add_row(str(number), format_seconds(epoch.seconds), bar, *waits, rate)

@@ -10,6 +10,7 @@ import torch
 from stocache.tools import bench
 from stocache.tools.bench import EpochTiming, SweepRow
 from stocache.tools.cli import app
+from tests.support.terminals import shown
 
 image = pytest.importorskip("PIL.Image", reason="needs the extra bench")
 ROWS = [SweepRow(0.0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0), SweepRow(1.0, 2.2, 0.5, 4.5, 20.0, 10, 0, 1.0, 0.1)]
@@ -118,21 +119,11 @@ def test_summarize_takes_medians_and_compares_with_no_cache():
         assert bench.linearity(rows) == pytest.approx(linearity)
 
 
-def cells_of(table):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-
-
-def test_a_table_becomes_several_on_a_narrow_terminal():
-    whole = bench.format_table(ROWS)
-    assert len({len(line) for line in whole.splitlines()}) == 1
-    headings, _, _, last = cells_of(whole)
-    assert headings == ["cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "warm reads", "hit rate", "1st epoch"]
-    assert last == ["100%", "2.20", "0.50", "4", "20", "10", "0", "100.0%", "+10.0%"]
-    assert bench.format_table(ROWS, 200) == whole
-    for width in (1, 50, 80):
-        tables = bench.format_table(ROWS, width).split("\n\n")
-        assert width == 1 or max(len(line) for table in tables for line in table.splitlines()) <= width
-        parts = [cells_of(table) for table in tables]
-        assert all(part[0][0] == "cached" and len(part) == 4 for part in parts)
-        joined = [[parts[0][row][0], *(cell for part in parts for cell in part[row][1:])] for row in (0, 2, 3)]
-        assert joined == [cells_of(whole)[row] for row in (0, 2, 3)]
+def test_the_table_is_markdown_and_never_wider_than_the_terminal():
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown(bench.table(ROWS), 120) if line]
+    assert lines[0] == ["cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "warm reads", "hit rate", "1st epoch"]
+    assert all(set(cell) <= {"-"} for cell in lines[1])
+    assert lines[3] == ["100%", "2.20", "0.50", "4", "20", "10", "0", "100.0%", "+10.0%"]
+    narrow = shown(bench.table(ROWS), 80)
+    assert max(map(len, narrow)) <= 80
+    assert all(cell in " ".join(narrow) for cell in lines[3])

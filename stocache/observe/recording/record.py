@@ -15,6 +15,8 @@ NOTE [ Who writes a row ]
 """
 
 import contextlib
+import glob
+import itertools
 import logging
 import os
 import threading
@@ -50,7 +52,6 @@ _WORDS = 16
 HISTOGRAMS = ("wait", "load", "collate", "hand_over")
 TIMING_ROW_WORDS = _WORDS + len(HISTOGRAMS) * BUCKETS
 _HISTOGRAM_AT = tuple(range(_WORDS, TIMING_ROW_WORDS, BUCKETS))
-_COLLATE_AT = _HISTOGRAM_AT[COLLATE_NS]
 _MOST_WORKERS, _MOST_COUNTED = 4096, 1 << 40
 
 _PATIENCE_S = 0.1  # for a thread that writes, which may be this one: a finalizer may read
@@ -92,8 +93,7 @@ class TimingRow:
 
     @property
     def _busy_ns(self) -> int:
-        words = self._words
-        return words[LOAD_NS] + words[MAKE_NS] + words[COLLATE_NS] + words[HAND_OVER_NS]
+        return sum(self._words[word] for word in (LOAD_NS, MAKE_NS, COLLATE_NS, HAND_OVER_NS))
 
     def add(self, quantity: int, duration_ns: int) -> None:
         """Add a duration to one of the quantities that have a histogram."""
@@ -153,7 +153,7 @@ class TimingRow:
         if collating_ns < 0:
             collating_ns = 0
         words[COLLATE_NS] += collating_ns  # as `add` does: a call less for each batch
-        words[_COLLATE_AT + bucket_of(collating_ns)] += 1
+        words[_HISTOGRAM_AT[COLLATE_NS] + bucket_of(collating_ns)] += 1
         if collated_ns > self._look_again_ns:
             self._look(collated_ns)
 
@@ -166,9 +166,8 @@ class TimingRow:
 
     def add_making(self, samples: int) -> None:
         """Add the samples of a batch, or some of them, and the time that making them took."""
-        words = self._words
-        words[SAMPLES_MADE] += samples
-        words[MAKE_NS] += self._step()
+        self._words[SAMPLES_MADE] += samples
+        self._words[MAKE_NS] += self._step()
 
     def add_collating(self) -> None:
         """Add a batch, and the time that collating it took."""
@@ -305,15 +304,12 @@ class TimingRecord:
         thread = threading.get_native_id()
         with self._taking:
             candidates = (1 + worker, *range(1, 1 + 2 * self.workers))
-            number = next((each for each in candidates if not self._is_taken(each)), 1 + worker)
+            free = (each for each in candidates if not os.path.exists(f"/proc/self/task/{self._takers.get(each)}"))
+            number = next(free, 1 + worker)
             self._takers[number] = thread
         row = self.row(number)
         row.begin(worker)
         return row
-
-    def _is_taken(self, number: int) -> bool:
-        thread = self._takers.get(number)
-        return thread is not None and os.path.exists(f"/proc/self/task/{thread}")
 
     def write(self, wait_s: float = 0.0) -> None:
         """Write the durations that this process has kept; then other processes see them."""
@@ -382,13 +378,10 @@ def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
     prefix = f"{cache_name[:60]}{SUFFIX}"
     try:
         _remove_dead(prefix)
-        for number in range(_MOST_WORKERS):
-            name = f"{prefix}{os.getpid()}-{number}"
-            if not os.path.lexists(registry.path_of(name)):
-                break
+        names = (f"{prefix}{os.getpid()}-{number}" for number in itertools.count())
+        name = next(each for each in names if not os.path.lexists(registry.path_of(each)))
         identity: named.Identity = {"loader": name, "cache": cache_name, "rank": rank, "pid": os.getpid()}
-        facts = {"dataset_len": 0, "capacity": 0, "rows": rows}
-        descriptor = named.Descriptor(identity, facts).pack()
+        descriptor = named.Descriptor(identity, {"dataset_len": 0, "capacity": 0, "rows": rows}).pack()
         layout = Layout.for_sizes(rows * TIMING_ROW_WORDS * 8, 0, descriptor)
         joined = named.join(name, identity, False, lambda: (layout, lambda control: None))
     except (StocacheError, OSError) as error:
@@ -398,12 +391,9 @@ def make_named(cache_name: str, rows: int, rank: int) -> Segment | None:
 
 
 def _remove_dead(prefix: str) -> None:
-    folder = registry.directory_of()
-    with contextlib.suppress(OSError):
-        for name in os.listdir(folder):
-            if name.startswith(prefix):
-                with contextlib.suppress(StocacheError, OSError):
-                    named.remove(f"{folder}/{name}", dead=True)
+    for path in glob.glob(f"{registry.directory_of()}/{prefix}*"):
+        with contextlib.suppress(StocacheError, OSError):
+            named.remove(path, dead=True)
 
 
 def read_named(fd: int, layout: Layout) -> Counted:

@@ -10,6 +10,6 @@ def main() -> None:
 
         run.main(sys.argv[2:])
     else:
-        from stocache.tools.cli import app
+        from stocache.tools.cli.app import app
 
-        app.main()
+        app()

@@ -4,7 +4,8 @@ Each command imports what it needs: torch takes seconds to import, and info, ls,
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from typer.core import TyperCommand
 from stocache.system.figures import plural
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, count_option, echo, fail, flag, print_rows, terminal_width, text_option
+from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, text_option
 
 _AllowPickle = Annotated[
     bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
@@ -23,9 +24,7 @@ _AllowPickle = Annotated[
 _CollateFn = Annotated[
     str | None,
     text_option(
-        "FUNCTION",
-        "The collate_fn of the DataLoader, as module:function. Default: torch's, or lists if that does not fit.",
-        show_default=False,
+        "FUNCTION", "The collate_fn of the DataLoader, as module:function. Default: torch's, or lists if that does not fit."
     ),
 ]
 
@@ -42,7 +41,6 @@ def bench(
         str | None,
         typer.Argument(
             metavar="SOURCE",
-            show_default=False,
             help="Folder of JPEGs, searched recursively; or module:function, a function of yours that returns a map-style "
             "dataset. Default: generated photos.",
         ),
@@ -96,16 +94,10 @@ def bench(
         if not warm_pages:
             used["before_epoch"] = partial(experiment.drop_pages, paths)
     echo(f"{samples}, {how}; {workers} workers, batches of {batch_size}, shuffled; medians of {repeats}.")
-    try:
+    with _errors_of(source or "generated photos"):
         epochs = experiment.sweep(dataset, shares, workers=workers, batch_size=batch_size, repeats=repeats, **used)
-    except Exception as error:
-        if not by_function:
-            raise
-        from stocache.tools.cli.dataset import describe_error
-
-        fail(f"{source}: a sample cannot be loaded or cached: {describe_error(error)}", 2)
     rows = experiment.summarize(epochs)
-    typer.echo(experiment.format_table(rows, terminal_width()))
+    console().print(experiment.table(rows))
     echo(
         "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
         "with fewer than --repeats 9 it varies too much to be of use."
@@ -118,10 +110,7 @@ def bench(
 
 
 def advise(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="MODULE:FUNCTION", show_default=False, help="A function that returns a map-style dataset."),
-    ],
+    source: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="A function that returns a map-style dataset.")],
     step_ms: Annotated[float, text_option("MS", "Milliseconds of a training step, which is assumed to use no CPU time.")] = 0.0,
     batch_size: Annotated[
         list[int] | None,
@@ -136,22 +125,15 @@ def advise(
     collate_fn: _CollateFn = None,
 ) -> None:
     """Measure a dataset for a while, and recommend a limit, workers and a codec."""
-    from stocache.errors import DatasetError, LimitError
     from stocache.tools.advise import advise as measure_and_rank
-    from stocache.tools.cli.dataset import describe_error
 
     dataset, used = _load_source(source, collate_fn)
     used |= {"step_ms": step_ms, "batch_size": batch_size or 32, "time_limit_s": time_limit_s, "allow_pickle": allow_pickle}
-    try:
+    with _errors_of(source):
         advice = measure_and_rank(dataset, **used)
-    except (DatasetError, LimitError) as error:
-        fail(" ".join(str(error).split()), 2)
-    except Exception as error:
-        fail(f"{source}: a sample cannot be loaded: {describe_error(error)}", 2)
     for line in str(advice).splitlines():
-        text = line.lstrip()
-        indent = " " * (len(line) - len(text))
-        echo(text, indent, f"{indent}  ")
+        indent = " " * (len(line) - len(line.lstrip()))
+        echo(line.lstrip(), indent, f"{indent}  ")
 
 
 def _refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
@@ -162,15 +144,26 @@ def _refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
             fail(f"--{name.replace('_', '-')} is for {reason}.", 2)
 
 
-def _load_source(source: str, collate_fn: str | None) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset of ``module:function``, and the options of its loader."""
-    from stocache.errors import DatasetError
-    from stocache.tools.cli.dataset import load_dataset, load_function
+@contextmanager
+def _errors_of(source: str) -> Iterator[None]:
+    """End the command with one line for an error of a dataset."""
+    from stocache.errors import DatasetError, LimitError
+    from stocache.tools.cli.dataset import describe_error
 
     try:
+        yield
+    except (DatasetError, LimitError) as error:
+        fail(" ".join(str(error).split()), 2)
+    except Exception as error:
+        fail(f"{source}: a sample cannot be loaded or cached: {describe_error(error)}", 2)
+
+
+def _load_source(source: str, collate_fn: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of ``module:function``, and the options of its loader."""
+    from stocache.tools.cli.dataset import load_dataset, load_function
+
+    with _errors_of(source):
         return load_dataset(source), {} if collate_fn is None else {"collate_fn": load_function(collate_fn)}
-    except DatasetError as error:
-        fail(str(error), 2)
 
 
 def _result_paths(out: Path) -> tuple[Path, Path]:
@@ -237,7 +230,7 @@ def info(as_json: Json = False) -> None:
         rows = {
             limits.SHM_DIR: f"{size['shm_free']} free of {size['shm_total']}",
             "memfd": "allowed, not bounded by /dev/shm" if facts["memfd"] else "forbidden",
-            "huge pages": _describe_huge_pages(str(facts["memfd_huge_policy"])),
+            "huge pages": f"{facts['memfd_huge_policy']}; 'stocache doctor' says what that means",
         }
     rows |= {
         "memory": f"{size['memory_available']} available of {size['memory_total']}",
@@ -253,20 +246,10 @@ def info(as_json: Json = False) -> None:
     print_rows(rows.items())
 
 
-def _describe_huge_pages(policy: str) -> str:
-    from stocache.system import limits
-
-    if policy not in ("never", "deny"):
-        return f"yes ({policy})"
-    return f"no ({policy}): each process pays 2 MiB of page tables per GiB cached. As root: echo advise > {limits.SHMEM_HUGE}"
-
-
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(
-            metavar="CODE", show_default=False, help="As a warning or an error says it: W12, LimitError. Or a message."
-        ),
+        typer.Argument(metavar="CODE", help="As a warning or an error says it: W12, LimitError. Or a message."),
     ] = None,
 ) -> None:
     """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
@@ -344,8 +327,3 @@ def _about(
     ] = False,
 ) -> None:
     """Cache any PyTorch dataset in shared memory, one copy per machine."""
-
-
-def main() -> None:
-    """Run the command line."""
-    app()

@@ -3,12 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import Json, describe_counts, echo, errors_in_one_line, fail, flag, print_described, text_option
+from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, print_rows, text_option
 
 
 def ls(as_json: Json = False) -> None:
@@ -24,7 +24,8 @@ def ls(as_json: Json = False) -> None:
     elif caches:
         from stocache.tools.cli import top
 
-        top.print_table(caches)
+        view = console()
+        view.print(top.table(caches, view.width))
     else:
         typer.echo("no named caches")
 
@@ -41,20 +42,23 @@ def stat(
         from stocache.tools.cli import disk
 
         with errors_in_one_line():
-            if as_json:
-                typer.echo(json.dumps(disk.as_dict(name), indent=2))
-            else:
-                disk.show(name)
-        return
+            facts, rows = disk.describe(name)
+    else:
+        facts, rows = _describe(name)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        print_rows(rows.items())
+
+
+def _describe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return everything about a named cache, as JSON can hold it, and in words."""
     from stocache.system.limits import format_size
     from stocache.tools.cli import listing
 
     cache = next((cache for cache in listing.find() if cache.name == name), None)
     if cache is None:
         fail(f"there is no cache {name!r}. 'stocache ls' lists all caches.{_folder_hint(name)}")
-    if as_json:
-        typer.echo(json.dumps(cache.as_dict(), indent=2))
-        return
     rows = {"name": cache.name, "file": cache.path, "state": cache.problem or cache.state}
     if cache.stats:
         stats = cache.stats
@@ -66,8 +70,8 @@ def stat(
             "memory": f"{format_size(cache.memory_bytes)} reserved, at most {format_size(cache.max_memory_bytes)}: up to "
             f"{format_size(stats.capacity_bytes)} of samples, the rest for states and counters",
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
-        } | describe_counts(stats, cache.hit_percent)
-    print_described(rows, "held by", [f"{holder.pid} {holder.command}" for holder in cache.holders])
+        } | cache.describe_counts()
+    return cache.as_dict(), rows | {"held by": "\n".join(cache.users)}
 
 
 def rm(
@@ -85,7 +89,6 @@ def rm(
 
     With --force, processes that use one keep it, but no other can join.
     """
-    from stocache.errors import StocacheError
     from stocache.shm import named, registry
     from stocache.system import limits
     from stocache.system.waiting import printable
@@ -102,12 +105,8 @@ def rm(
         of_loaders = f" and {plural(len(loaders), 'dead loader')}" if loaders else ""
         echo(f"{plural(len(caches), 'dead cache')}{of_loaders}, {limits.format_size(size)}")
     else:
-        paths = []
-        for name in names or ():
-            try:
-                paths.append(name if name in folders else registry.path_of(name))
-            except StocacheError as error:
-                fail(str(error))
+        with errors_in_one_line():
+            paths = [name if name in folders else registry.path_of(name) for name in names or ()]
     failed = False
     for path in paths:
         try:

@@ -50,19 +50,16 @@ def load_dataset(where: str) -> Any:
         raise DatasetError(f"{where} raised {describe_error(error)}") from error
     if isinstance(dataset, CachedDataset):
         raise DatasetError(f"{where} returned a CachedDataset. Return the dataset in it: this command caches it itself.")
-    if isinstance(dataset, str | bytes):
-        raise DatasetError(f"{where} returned {_describe(dataset)}. Return a map-style dataset, with __len__ and __getitem__.")
     try:
+        if isinstance(dataset, str | bytes):
+            raise DatasetError("it is text")
         length = check_dataset(dataset)
     except DatasetError as error:
-        problem = str(error).partition(". ")[0]
-        raise DatasetError(
-            f"{where} returned {_describe(dataset)}: {problem}. Return a map-style dataset, with __len__ and __getitem__."
-        ) from error
+        returned = f"{where} returned {_describe(dataset)}: {str(error).partition('. ')[0]}"
+        raise DatasetError(f"{returned}. Return a map-style dataset, with __len__ and __getitem__.") from error
     except Exception as error:
-        raise DatasetError(
-            f"{where} returned {type(dataset).__name__}, whose __len__ raised {describe_error(error)}"
-        ) from error
+        kind = type(dataset).__name__
+        raise DatasetError(f"{where} returned {kind}, whose __len__ raised {describe_error(error)}") from error
     if length == 0:
         raise DatasetError(f"{where} returned {type(dataset).__name__} of length 0. There is nothing to measure.")
     return dataset

@@ -8,18 +8,27 @@ from typing import Any
 import typer
 
 from stocache.cache.disk import inspection
-from stocache.cache.disk.inspection import DiskFolder
 from stocache.system.limits import format_size
 from stocache.system.waiting import printable
 from stocache.tools.cli import listing
-from stocache.tools.cli.listing import NamedCache
-from stocache.tools.cli.output import describe_counts, echo, print_described
+from stocache.tools.cli.output import echo
 
 
-def show(path: str) -> None:
-    """Print everything about the folder of a disk cache. Raises DiskError."""
+def describe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return everything about the folder of a disk cache, as JSON can hold it, and in words. Raises DiskError."""
     folder = inspection.describe(path)
-    live, holders = _use(folder)
+    name = f"disk.{folder.key}"
+    live = next((cache for cache in listing.find() if os.path.basename(cache.path) == name and cache.alive), None)
+    holders = [] if live is None else live.holders
+    holders = [*holders, *listing.find_holders(sorted({*folder.pids} - {holder.pid for holder in holders}))]
+    facts = dataclasses.asdict(folder)
+    del facts["pids"]
+    facts |= {
+        "in_use": bool(live or holders),
+        "holders": [dataclasses.asdict(holder) for holder in holders],
+        "limit_bytes": live and live.limit_bytes,
+        "stats": live and live.stats and dataclasses.asdict(live.stats),
+    }
     limit = "" if live is None or live.limit_bytes is None else f", limit {format_size(live.limit_bytes)}"
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.created))
     rows = {
@@ -33,35 +42,8 @@ def show(path: str) -> None:
         "disk": f"{format_size(folder.free_bytes)} free, {folder.file_system or 'unknown file system'}",
     }
     if live is not None and live.stats is not None:
-        rows |= describe_counts(live.stats, live.hit_percent) | {"damaged": f"{live.stats.damaged} found by reading"}
-    users = [f"{holder.pid} {holder.command}" for holder in holders]
-    if not users:
-        users = ["a process of another container" if live is not None else "nobody that is visible from here"]
-    print_described(rows, "in use by", users)
-
-
-def as_dict(path: str) -> dict[str, Any]:
-    """Return everything about the folder of a disk cache, as JSON can hold it. Raises DiskError."""
-    folder = inspection.describe(path)
-    live, holders = _use(folder)
-    facts = dataclasses.asdict(folder)
-    del facts["pids"]
-    return facts | {
-        "in_use": bool(live or holders),
-        "holders": [dataclasses.asdict(holder) for holder in holders],
-        "limit_bytes": live and live.limit_bytes,
-        "stats": live and live.stats and dataclasses.asdict(live.stats),
-    }
-
-
-def _use(folder: DiskFolder) -> tuple[NamedCache | None, list[listing.Holder]]:
-    """Return the shared memory of a folder that is in use, and the processes that use it."""
-    name = f"disk.{folder.key}"
-    caches = (cache for cache in listing.find() if os.path.basename(cache.path) == name and cache.alive)
-    live = next(caches, None)
-    holders = [] if live is None else live.holders
-    others = sorted({*folder.pids} - {holder.pid for holder in holders})
-    return live, [*holders, *listing.find_holders(others)]
+        rows |= live.describe_counts() | {"damaged": f"{live.stats.damaged} found by reading"}
+    return facts, rows | {"in use by": "\n".join(listing.describe_users(holders, live is not None))}
 
 
 def check(path: str, workers: int) -> None:

@@ -139,13 +139,8 @@ def inspect(folder: _Prepared, as_json: Json = False) -> None:
         except StorageError as error:  # it is pickled, or needs classes that are missing
             shown = f"not shown: {error}"
     if as_json:
-        amounts = {
-            "samples": index.samples,
-            "blocks": len(index.blocks),
-            "block_size": index.block_size,
-            "bytes": index.nbytes,
-            "skipped": index.skipped,
-        }
+        amounts = {name: getattr(index, name) for name in ("samples", "block_size", "skipped")}
+        amounts |= {"blocks": len(index.blocks), "bytes": index.nbytes}
         facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
         typer.echo(json.dumps(amounts | facts, indent=2))
         return

@@ -23,7 +23,7 @@ from stocache.errors import SegmentError, StocacheError
 from stocache.shm import named, registry
 from stocache.shm.layout import COUNTERS_AT, EXTENTS_AT, Layout, persists, read_chunks, sum_rows
 from stocache.shm.named import Descriptor
-from stocache.system.limits import MIB, format_size, parse_size
+from stocache.system.limits import parse_size
 from stocache.system.platform import here
 from stocache.system.waiting import FileKey, identify, printable
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
     from stocache.observe.recording.record import Counted
 
 _LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
-_MOST_BYTES = 256 * MIB  # of the records of one user that are read at a time; a loader with 32 workers has 1.1 MiB
 _MOST_CHARACTERS = 400  # of the name of a cache in the record of a loader
 
 
@@ -98,9 +97,23 @@ class NamedCache:
         return age_of(self.created) if self.created else ""
 
     @property
+    def users(self) -> list[str]:
+        """The processes that use the cache, in words."""
+        return describe_users(self.holders, self.alive)
+
+    @property
     def hit_percent(self) -> str:
         """The hit rate, as "97.1%"; "-" before the first get."""
         return f"{self.stats.hit_rate:.1%}" if self.stats and self.stats.hits + self.stats.misses else "-"
+
+    def describe_counts(self) -> dict[str, str]:
+        """Return the counts of the cache in words, by name; none if they are not known."""
+        stats = self.stats
+        return {} if stats is None else {
+            "hits": f"{stats.hits}, rate {self.hit_percent}",
+            "misses": str(stats.misses),
+            "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
+        }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes, as JSON can hold them."""
@@ -162,16 +175,8 @@ def find_loaders(count: bool = True) -> list[NamedLoader]:
 
     ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
     """
-    found = []
-    left = _MOST_BYTES
-    for loader in (file for file in _find(None) if isinstance(file, NamedLoader)):
-        left -= loader.memory_bytes
-        if count and left < 0 and not loader.problem:
-            loader = replace(loader, problem=f"is not read: the records of this user exceed {format_size(_MOST_BYTES)}.")
-        counted = _count(loader) if count else loader
-        if counted is not None:
-            found.append(counted)
-    return found
+    loaders = [file for file in _find(None) if isinstance(file, NamedLoader)]
+    return [counted for loader in loaders if (counted := _count(loader))] if count else loaders
 
 
 _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
@@ -303,6 +308,12 @@ def _words(fd: int, layout: Layout, samples: int) -> bytes:
     if len(words) < arena.WORDS_BYTES or arena.control_bytes(samples) > layout.control_bytes:
         raise SegmentError("is damaged: its control is too small.")
     return words
+
+
+def describe_users(holders: list[Holder], alive: bool) -> list[str]:
+    """Return the processes that use a cache, in words."""
+    unknown = "a process of another container" if alive else "nobody that is visible from here"
+    return [f"{holder.pid} {holder.command}" for holder in holders] or [unknown]
 
 
 def find_holders(pids: list[int]) -> list[Holder]:

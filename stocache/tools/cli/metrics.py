@@ -6,7 +6,7 @@ Nothing is kept between two scrapes: each reads shared memory. It needs promethe
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -15,20 +15,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 
+from stocache.observe.recording import record
 from stocache.observe.recording.histogram import BOUNDS_S, PER_DOUBLING
-from stocache.observe.recording.record import (
-    COLLATE_NS,
-    CPU_NS,
-    HAND_OVER_NS,
-    HELD,
-    LOAD_NS,
-    LOOKS,
-    MAKE_NS,
-    QUEUED_NS,
-    SAMPLES_MADE,
-    WAIT_NS,
-    Counted,
-)
+from stocache.observe.recording.record import Counted
 from stocache.tools.cli import listing
 from stocache.tools.cli.listing import NamedCache, NamedFile, NamedLoader
 
@@ -109,75 +98,78 @@ _OF_LOADER = (
     _Metric(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
         attrgetter("created")),
     _Metric(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", attrgetter("counted.batches")),
-    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(SAMPLES_MADE)),
+    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(record.SAMPLES_MADE)),
     _Metric(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
-        _seconds(MAKE_NS)),
-    _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(CPU_NS)),
-    _Metric(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.", _seconds(QUEUED_NS)),
-    _Metric(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(LOOKS)),
-    _Metric(_COUNTER, "gil_held", "How often another thread held it.", _sum(HELD)),
-    _Metric(_HISTOGRAM, "wait_seconds", "How long the loop waited for each batch.", _histogram(WAIT_NS)),
-    _Metric(_HISTOGRAM, "load_seconds", "How long each sample took that was not in memory.", _histogram(LOAD_NS)),
+        _seconds(record.MAKE_NS)),
+    _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(record.CPU_NS)),
+    _Metric(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
+        _seconds(record.QUEUED_NS)),
+    _Metric(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(record.LOOKS)),
+    _Metric(_COUNTER, "gil_held", "How often another thread held it.", _sum(record.HELD)),
+    _Metric(_HISTOGRAM, "wait_seconds", "How long the loop waited for each batch.", _histogram(record.WAIT_NS)),
+    _Metric(_HISTOGRAM, "load_seconds", "How long each sample took that was not in memory.", _histogram(record.LOAD_NS)),
     _Metric(_HISTOGRAM, "collate_seconds", "How long it took to put each batch together, without loading.",
-        _histogram(COLLATE_NS)),
+        _histogram(record.COLLATE_NS)),
     _Metric(_HISTOGRAM, "hand_over_seconds", "How long it took to bring each batch from a worker process to the loop.",
-        _histogram(HAND_OVER_NS)),
+        _histogram(record.HAND_OVER_NS)),
 )  # fmt: skip
-_OF_WORKER = (  # of its rows
+_OF_WORKER = (  # a loader with the rows of one worker
     _Metric(_COUNTER, "worker_wait_seconds", "Time in which the loop waited for batches of this worker.",
-        lambda rows: rows.sum(WAIT_NS) / 1e9),
+        _seconds(record.WAIT_NS)),
     _Metric(_COUNTER, "worker_batches", "Batches of this worker that the loop has received.",
-        lambda rows: int(rows.counts(WAIT_NS).sum())),
+        lambda loader: int(loader.counted.counts(record.WAIT_NS).sum())),
 )  # fmt: skip
 
 
-class _Table:
-    """The families of some metrics, with one value for each object that was added."""
-
-    def __init__(self, prefix: str, metrics: Sequence[_Metric], labels: Sequence[str]) -> None:
-        self._metrics, self.families = metrics, list[Any]()
-        for each in metrics:
-            unit = each.name.rpartition("_")[2]
-            options = {"labels": labels, "unit": unit if unit in ("bytes", "seconds") else ""}
-            self.families.append(each.family(f"{prefix}_{each.name}", each.text, **options))  # type: ignore[arg-type]
-
-    def add(self, labels: Sequence[str], of: Any) -> None:
-        """Add the values of an object."""
-        for each, family in zip(self._metrics, self.families, strict=True):
+def _families(
+    prefix: str, metrics: Sequence[_Metric], labels: Sequence[str], rows: Sequence[tuple[list[str], Any]]
+) -> Iterator[Metric]:
+    """Yield some metrics, with one value for each row: its labels, and the object of which it is."""
+    for each in metrics:
+        unit = each.name.rpartition("_")[2]
+        options = {"labels": labels, "unit": unit if unit in ("bytes", "seconds") else ""}
+        family: Any = each.family(f"{prefix}_{each.name}", each.text, **options)  # type: ignore[arg-type]
+        for values, of in rows:
             value = each.value(of)
-            family.add_metric(labels, *(value if each.family is _HISTOGRAM else (value,)))
+            family.add_metric(values, *(value if each.family is _HISTOGRAM else (value,)))
+        yield family
 
 
-def _metrics(caches: Sequence[NamedCache] = (), loaders: Sequence[NamedLoader] = ()) -> Iterator[Metric]:
+def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> Iterator[Metric]:
     """Yield all metrics, with the values of these caches and loaders."""
-    of_cache = _Table("stocache_cache", _OF_CACHE, CACHE_LABELS)
-    of_loader = _Table("stocache_loader", _OF_LOADER, LOADER_LABELS)
-    of_worker = _Table("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"))
-    names, paths = _Names(), dict[str, str]()  # the label of each cache, by its path
+    of_caches, of_loaders, of_workers = (list[tuple[list[str], Any]]() for _ in range(3))
+    seen, paths = Counter[tuple[str, str]](), dict[str, str]()  # the label of each cache, by its path
+
+    def unique(file: NamedFile) -> str:
+        """Return the name of a file; of the second one of its kind with this name, another one: series must differ."""
+        seen[file.kind, file.name] += 1
+        number = seen[file.kind, file.name]
+        return file.name if number == 1 else f"{file.name} ({number})"
+
     for cache in caches:
         if not cache.problem:
-            paths[cache.path] = label = names.unique(cache.name, cache.kind)
-            of_cache.add([label, cache.kind], cache)
+            paths[cache.path] = label = unique(cache)
+            of_caches.append(([label, cache.kind], cache))
     for loader in loaders:
         if not loader.problem:
             assert loader.counted is not None
             cache_label = paths.get(f"{os.path.dirname(loader.path)}/{loader.cache}", loader.cache)
-            labels = [cache_label, names.unique(loader.name, "loader"), str(loader.rank), str(loader.pid)]
-            of_loader.add(labels, loader)
-            workers = loader.counted.workers
-            for worker in range(workers):
+            labels = [cache_label, unique(loader), str(loader.rank), str(loader.pid)]
+            of_loaders.append((labels, loader))
+            for worker in range(workers := loader.counted.workers):
                 rows = Counted(loader.counted.rows[[1 + worker, 1 + workers + worker]])
-                of_worker.add([*labels, str(worker)], rows)
-    yield from (*of_cache.families, *of_loader.families, *of_worker.families)
+                of_workers.append(([*labels, str(worker)], replace(loader, counted=rows)))
+    yield from _families("stocache_cache", _OF_CACHE, CACHE_LABELS, of_caches)
+    yield from _families("stocache_loader", _OF_LOADER, LOADER_LABELS, of_loaders)
+    yield from _families("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"), of_workers)
 
-    files: list[NamedFile] = [*(cache for cache in caches if cache.problem), *(loader for loader in loaders if loader.problem)]
+    everything: list[Any] = [*caches, *loaders]
+    files = [file for file in everything if file.problem]
     unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
-    described = InfoMetricFamily(
-        "stocache_unreadable_file", f"Why a file cannot be read; of the first {_MOST_PROBLEMS}.", labels=("file",)
-    )
+    why = f"Why a file cannot be read; of the first {_MOST_PROBLEMS}."
+    described = InfoMetricFamily("stocache_unreadable_file", why, labels=("file",))
     for file in files[:_MOST_PROBLEMS]:
-        about = {"problem": file.problem.removeprefix(f"{file.path} ")}
-        described.add_metric([file.path], about)
+        described.add_metric([file.path], {"problem": file.problem.removeprefix(f"{file.path} ")})
     yield from (unreadable, described)
 
 
@@ -187,35 +179,14 @@ class Collector:
     Files are not trusted. One that cannot be read is counted in ``stocache_unreadable_files``, and left out elsewhere.
     """
 
-    def describe(self) -> Iterator[Metric]:
-        """Yield all metrics, without values."""
-        yield from _metrics()
-
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with the values of now."""
         yield from _metrics(listing.find(), listing.find_loaders())
 
 
-class _Names:
-    """Gives the second file of a name another label: series must differ."""
-
-    def __init__(self) -> None:
-        self._taken: set[tuple[str, str]] = set()
-        self._numbers: Counter[tuple[str, str]] = Counter()
-
-    def unique(self, name: str, kind: str) -> str:
-        """Return the name, or "name (2)" if a file of the same kind has it."""
-        label = name
-        while (label, kind) in self._taken:
-            self._numbers[name, kind] += 1
-            label = f"{name} ({self._numbers[name, kind] + 1})"
-        self._taken.add((label, kind))
-        return label
-
-
 def registry_of() -> CollectorRegistry:
     """Return a registry that has the metrics of stocache only."""
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)
     registry.register(Collector())
     return registry
 

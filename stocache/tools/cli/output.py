@@ -6,14 +6,16 @@ In a pipe or a file, lines are not broken.
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from stocache.cache.stats import CacheStats
 from stocache.system.platform import here
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CORES = min(4, here.usable_cpus())
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")]
@@ -38,9 +40,8 @@ def echo(text: str, first: str = "", rest: str = "", *, err: bool = False) -> No
     """Print a text after ``first``. A terminal gets it broken between words, with ``rest`` before the second line and later."""
     width = terminal_width(err)
     if width is not None and text:
-        lines = textwrap.wrap(
-            text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-        )
+        whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, **whole)
         typer.echo("\n".join(lines), err=err)
     else:
         typer.echo(first + text, err=err)
@@ -52,26 +53,21 @@ def terminal_width(err: bool = False) -> int | None:
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
-def print_described(rows: dict[str, str], heading: str, values: Sequence[str]) -> None:
-    """Print names and values in two columns, and then values of one heading below each other."""
-    print_rows([*rows.items(), *zip([heading, *[""] * len(values)], values, strict=False)])
+def console() -> "Console":
+    """Return the console for tables, as wide as the terminal; in a file or a pipe, 240 columns wide."""
+    from rich.console import Console  # here: most commands do without
 
-
-def describe_counts(stats: CacheStats, hit_percent: str) -> dict[str, str]:
-    """Return the counts of a cache, by name."""
-    return {
-        "hits": f"{stats.hits}, rate {hit_percent}",
-        "misses": str(stats.misses),
-        "fills": f"{stats.fills}, late {stats.races}, refused {stats.refused}, rejected {stats.rejected}",
-    }
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
+    """Print names and values in two columns. A value may have several lines."""
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        echo(value, f"{name:<{width}}  ", " " * (width + 2))
+        for number, line in enumerate(value.split("\n")):
+            echo(line, f"{'' if number else name:<{width}}  ", " " * (width + 2))
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

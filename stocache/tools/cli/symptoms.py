@@ -62,7 +62,8 @@ def near(code: str) -> list[str]:
     named = {f"{each.code}: {each.title}": each for each in symptoms()}
     words = set(re.findall(r"\w{3,}", code.lower()))
     alike = difflib.get_close_matches(code.lower(), [each.code.lower() for each in named.values()], 3, 0.5)
-    by_word = [
-        name for name, each in named.items() if words and words <= set(re.findall(r"\w+", f"{name} {each.text}".lower()))
-    ]
-    return [name for name, each in named.items() if each.code.lower() in alike or name in by_word][:5] or [*named]
+    found = [
+        name for name, each in named.items()
+        if each.code.lower() in alike or (words and words <= {*re.findall(r"\w+", f"{name} {each.text}".lower())})
+    ]  # fmt: skip
+    return found[:5] or [*named]

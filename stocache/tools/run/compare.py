@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from stocache.tools.run.everywhere import Everywhere
@@ -19,15 +20,14 @@ def compare(steps: int, arguments: list[str]) -> int:
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         for mode in ("without", "with"):
-            path = os.path.join(folder, mode)
+            path = Path(folder, mode)
             environment = os.environ | {CHECK: f"{mode}:{steps}:{path}", "PYTHONHASHSEED": "0"}
             command = [sys.executable, "-m", "stocache", "run", *arguments]
             status = subprocess.run(command, env=environment, check=False).returncode
-            if not os.path.exists(path):
+            if not path.exists():
                 say(f"stocache: the run {mode} stocache made no batches (exit status {status}).")
                 return status or 1
-            with open(path) as file:
-                runs.append(file.read().splitlines())
+            runs.append(path.read_text().splitlines())
     theirs, ours = runs
     if theirs == ours:
         say(f"stocache: {len(ours)} batches are equal bit for bit, with torch's loader and with stocache's.")
@@ -50,14 +50,11 @@ def record(everywhere: Everywhere, given: str) -> None:
 
         from stocache.system.describe import describe
 
-        if not left[0]:
-            sys.exit()
         for batch in batches:
             if os.getpid() == pid:
+                digest = zlib.crc32(repr(describe(batch, strides=False)).encode(errors="replace"))
                 with open(path, "a") as file:
-                    file.write(
-                        f"loader {number} {zlib.crc32(repr(describe(batch, strides=False)).encode(errors='replace')):08x}\n"
-                    )
+                    file.write(f"loader {number} {digest:08x}\n")
                 left[0] -= 1
             yield batch
             if left[0] <= 0:
@@ -73,6 +70,5 @@ def seed() -> None:
     import numpy as np
     import torch
 
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    for begin in (random.seed, np.random.seed, torch.manual_seed):
+        begin(0)

@@ -12,18 +12,16 @@ NOTE [ In place of torch's loader ]
     class of its modules), it gets the property when the program looks for any other module.
 """
 
-import contextlib
-import gc
 import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
-from stocache.tools.run.use import ProgramOptions, Use, set_current
+from stocache.tools.run.use import ProgramOptions, Use
 
 if TYPE_CHECKING:
     from stocache.tools.run.report import LoaderLines
@@ -60,12 +58,11 @@ class Everywhere:
 
     def why_nothing(self) -> str:
         """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""
-        home = sys.modules.get("torch.utils.data.dataloader")
-        if home is None or self.lines():
+        if "torch.utils.data.dataloader" not in sys.modules or self.lines():
             return ""
         if self.use.loaders is not None:
             return "stocache: the main process made loaders, and iterated over none of them."
-        own = sorted(_holders(vars(home)["DataLoader"], "torch"))
+        own = _holders("DataLoader")
         if not self.use.options.stateful and "torchdata.stateful_dataloader" in sys.modules:
             own.append("torchdata (--stateful stands in for its loader)")
         where = f" of stocache's; those of torch are in {_listed(own)}" if own else ""
@@ -75,10 +72,10 @@ class Everywhere:
         """Give torch's names back. Loaders that exist stay as they are."""
         global _everywhere
         if _everywhere is self:
-            _everywhere = None
-            set_current(None)
-            for place in [place for places in _PLACES.values() for place in places]:
-                give_back_name(place)
+            _everywhere = Use.current = None
+            for places in _PLACES.values():
+                for place in places:
+                    give_back_name(place)
 
     def __enter__(self) -> "Everywhere":
         return self
@@ -148,10 +145,14 @@ def use_everywhere(
             logger.warning("use_everywhere: the program runs with %s already, which stays.", _everywhere.use.options)
         return _everywhere
     _everywhere = Everywhere(options)
-    set_current(_everywhere.use)
-    for name, places in _PLACES.items() if stateful else [*_PLACES.items()][:1]:
-        _warn_of_holders(name, places)
-        for place in places:
+    Use.current = _everywhere.use
+    for name in _PLACES if stateful else ["DataLoader"]:
+        if holders := _holders(name):
+            logger.warning(
+                "use_everywhere: torch's %s stays in %s, imported before. Call use_everywhere first, or import them again.",
+                name, _listed(holders),
+            )  # fmt: skip
+        for place in _PLACES[name]:
             replace_name(place, name, partial(_program_loader, place.partition(".")[0]))
     return _everywhere
 
@@ -163,50 +164,29 @@ def _program_loader(package: str, own: Any) -> Any:
         frame = frame.f_back
     if asking == package:
         return own
-    with _uncollected():
-        from stocache.tools.run.loaders import ProgramLoader
+    from stocache.tools.run.loaders import ProgramLoader
+
     return ProgramLoader
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector: each time it takes 50 ms, after torch was imported, and finds little."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _warn_of_holders(name: str, places: tuple[str, ...]) -> None:
-    """Warn of modules that have imported torch's class by its name before."""
-    home = sys.modules.get(places[-1])
-    loader = None if home is None else vars(home).get(name)
-    holders = sorted(_holders(loader, places[0].partition(".")[0])) if loader is not None else []
-    if holders:
-        logger.warning(
-            "use_everywhere: torch's %s stays in %s, imported before. Call use_everywhere first, or import them again.",
-            name,
-            _listed(holders),
-        )  # fmt: skip
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _holders(loader: type, own: str) -> Iterator[str]:
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in (own, "stocache", "__mp_main__") and isinstance(module, types.ModuleType):
-            yield from {name for value in list(vars(module).values()) if _is_torchs(value, loader)}
+def _holders(name: str) -> list[str]:
+    """Return the modules that have imported torch's loader of this name, or have a subclass of it that is not of ours."""
+    home = sys.modules.get(_PLACES[name][-1])
+    loader, known = getattr(home, "__dict__", {}).get(name), (_PLACES[name][0].partition(".")[0], "stocache", "__mp_main__")
 
+    def is_torchs(value: Any) -> bool:
+        bases = value.__mro__ if issubclass(type(value), type) else ()
+        return loader in bases and not any(base.__module__.startswith("stocache.") for base in bases)
 
-def _is_torchs(value: Any, loader: type) -> bool:
-    """Whether a value is torch's loader, or a subclass of that which does not come from ours."""
-    bases = value.__mro__ if issubclass(type(value), type) else ()
-    return loader in bases and not any(base.__module__.startswith("stocache.") for base in bases)
+    modules = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in known}
+    return sorted(
+        name for name, module in modules.items()
+        if isinstance(module, types.ModuleType) and any(map(is_torchs, list(vars(module).values())))
+    )  # fmt: skip
 
 
 class _Replaced(types.ModuleType):

@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -21,7 +22,6 @@ from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 from stocache.cache.options import CacheOptions
 from stocache.cache.states import SlotState
 from stocache.datasets.cached import CachedDataset
-from stocache.errors import StocacheError
 from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
 from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
 from stocache.loader.epochs import EpochLog, RunningEpoch
@@ -38,7 +38,7 @@ from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
 from stocache.tools.run.messages import LoaderName
 from stocache.tools.run.report import LoaderLines
-from stocache.tools.run.use import ProgramOptions, Use, current
+from stocache.tools.run.use import ProgramOptions, Use
 
 logger = logging.getLogger("stocache")
 
@@ -55,10 +55,11 @@ class ProgramLoader(DataLoader[_T]):
 
     @with_arguments_of_torch
     def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        used = current()
+        used = Use.current
         options = ProgramOptions() if used is None or used.without else used.options
         if options.num_workers is not None:
-            args, kwargs = _with_workers(self, dataset, args, kwargs, options.num_workers)
+            _, _, *given = SIGNATURE.bind_partial(self, dataset, *args).arguments.items()
+            args, kwargs = (), {**kwargs, **dict(given), "num_workers": options.num_workers}
         if options.worker_method is not None:
             kwargs.setdefault("worker_method", options.worker_method)
         super().__init__(dataset, *args, **kwargs)
@@ -74,7 +75,7 @@ class ProgramLoader(DataLoader[_T]):
             cls.__iter__ = _timed(cls, vars(cls).get("__iter__"))  # type: ignore[method-assign]
 
     def __iter__(self) -> Any:
-        used = current()
+        used = Use.current
         if "_stocache" not in vars(self):  # a subclass has not called our constructor
             return TorchLoader.__iter__(self)
         engine = engine_of(self)
@@ -82,17 +83,17 @@ class ProgramLoader(DataLoader[_T]):
             engine.served = _loaders_of(used).served(self)
         if not iterates_as_torch(self):
             batches = engine.iterate()
-        elif not hasattr(type(self).__iter__, "times"):  # ``_get_iterator`` is overridden, or ``__iter__`` was set later
-            batches = _iterate_timed(self, partial(_iterate_as_torch, self))
-        else:
+        elif hasattr(type(self).__iter__, "times"):
             batches = _iterate_as_torch(self)
+        else:  # ``_get_iterator`` is overridden, or ``__iter__`` was set later
+            batches = _iterate_timed(self, partial(_iterate_as_torch, self))
         if used is None or used.compared is None:
             return batches
         return used.compared(_loaders_of(used).number_of(self), batches)
 
     def _get_iterator(self) -> Any:
         """Return an iterator of torch. A subclass may ask for it itself, and keep it."""
-        used = current()
+        used = Use.current
         if "_stocache" not in vars(self):
             return super()._get_iterator()
         engine = engine_of(self)
@@ -105,7 +106,7 @@ class ProgramLoader(DataLoader[_T]):
 
 def iterates_as_torch(loader: ProgramLoader[Any]) -> bool:
     """Whether a subclass of the program overrides what stocache's loader overrides of torch's."""
-    used = current()
+    used = Use.current
     overrides = makes_iterators(loader, ProgramLoader) or type(loader).__iter__ is not ProgramLoader.__iter__
     return overrides or (used is not None and used.without)
 
@@ -134,7 +135,7 @@ def _timed(cls: Any, iterate: Any) -> Any:
 
 def _iterate_timed(loader: Any, iterate: Callable[[], Any]) -> Any:
     """Return the iterator that a subclass of the program makes in its own way, as one that notes how long each batch took."""
-    used = current()
+    used = Use.current
     if used is None or "_stocache" not in vars(loader):  # a class of a library has made a loader without our ``__init__``
         return iterate()
     _loaders_of(used).enter(loader)
@@ -170,14 +171,6 @@ class _TimedIteration(Iteration):
         ended = time.perf_counter_ns()
         self._epoch.note_batch(ended, ended - began, None)
         return batch
-
-
-def _with_workers(loader: Any, dataset: Any, args: Any, kwargs: dict[str, Any], workers: str) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a loader, all by name, with another number of workers."""
-    of_torch = {name: value for name, value in kwargs.items() if name in SIGNATURE.parameters}
-    given = SIGNATURE.bind(loader, dataset, *args, **of_torch).arguments
-    given = {name: value for name, value in given.items() if name not in ("self", "dataset")}
-    return (), {**kwargs, **given, "num_workers": workers}
 
 
 @dataclass
@@ -307,8 +300,6 @@ class ProgramLoaders:
             cached = CachedDataset(loader.dataset, self._cache_options())
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
-            if not isinstance(error, StocacheError | TypeError | ValueError | OSError):
-                logger.debug("%s is not cached", known.name, exc_info=True)
             return
         known.problem = _why_no_gain(cached)
         if known.problem:
@@ -360,10 +351,8 @@ def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
     for _ in range(_SAMPLERS):
         if isinstance(sampler, SequentialSampler):
             return True
-        within = [each for name in ("batch_sampler", "sampler") if (each := getattr(sampler, name, None)) is not None]
-        if not within:
-            return False
-        sampler = within[0]
+        within = (getattr(sampler, name, None) for name in ("batch_sampler", "sampler"))
+        sampler = next((each for each in within if each is not None), None)
     return False
 
 
@@ -418,12 +407,10 @@ def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[in
 
 def _place() -> str:
     """Return the place of the program that makes a loader; that of a framework, where no file of the program calls it."""
-    frame: Any = sys._getframe(1)
-    places = []
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("stocache", "torch"):
-            places.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
+    places = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("stocache", "torch")
+    ]  # fmt: skip
     own = [place for place in places if "-packages" not in place[0] and not place[0].startswith((_STDLIB, "<"))]
     path, line = next(iter(own or places), ("", 0))
     return f"{os.path.basename(path)}:{line}" if path else ""

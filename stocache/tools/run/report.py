@@ -87,10 +87,8 @@ def _named(of: object, names: Sequence[str]) -> dict[str, Any]:
 def report_of(loaders: Sequence[LoaderLines]) -> str:
     """Return a line about all loaders, and then some about each, the one that waited longest first."""
     seconds, waited_s = (sum(getattr(each, name) for each in loaders) for name in ("seconds", "waited_s"))
-    share = waited_s / max(1e-9, seconds)
-    timed = sum(bool(each.epochs) for each in loaders)
-    over = plural(timed, "loader")
-    head = f"stocache: {format_seconds(seconds)} in loops over {over}, {share:.0%} of it waiting for data"
-    if not timed:
+    share, timed = waited_s / max(1e-9, seconds), plural(sum(bool(each.epochs) for each in loaders), "loader")
+    head = f"stocache: {format_seconds(seconds)} in loops over {timed}, {share:.0%} of it waiting for data"
+    if not any(each.epochs for each in loaders):
         head = "stocache: no loop over a loader was timed"
     return "\n\n".join([head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))])

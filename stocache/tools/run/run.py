@@ -6,11 +6,11 @@ It does without typer, and imports torch only when the program does.
 import argparse
 import atexit
 import importlib.machinery
-import importlib.util
 import io
 import json
 import os
 import pkgutil
+import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
         compare.seed()
         compare.record(everywhere, os.environ.pop(CHECK))
         given.quiet = True
-    code, program = _load_module(given) if given.module else _load_script(given.program)
+    code, program = (_load_module if given.module else _load_script)(given.program)
     sys.argv = [str(program.__file__) if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
         observe(everywhere, given, options)
@@ -97,12 +97,13 @@ if sys.version_info < (3, 14):
 def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     """Return the code of a script, or of the ``__main__`` in a folder or zip file, and the main module for it."""
     path = os.path.abspath(path)
-    if os.path.isdir(path) or _is_archive(path):
+    is_archive = not isinstance(pkgutil.get_importer(path), importlib.machinery.FileFinder | None)
+    if os.path.isdir(path) or is_archive:
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
             _fail(f"can't find '__main__' module in {path!r}", 1)
         _set_path(path)
-        return _load(spec)
+        return spec.loader.get_code("__main__"), _main_module(spec)  # type: ignore[union-attr]
     try:
         with io.open_code(path) as file:
             code = pkgutil.read_code(file)  # of a compiled file; else None
@@ -117,11 +118,6 @@ def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
     return (_compiled(source, path) if code is None else code), program
 
 
-def _is_archive(path: str) -> bool:
-    importer = pkgutil.get_importer(path)
-    return importer is not None and not isinstance(importer, importlib.machinery.FileFinder)
-
-
 def _compiled(source: bytes, path: str) -> types.CodeType:
     try:
         return compile(source, path, "exec", dont_inherit=True)
@@ -130,45 +126,25 @@ def _compiled(source: bytes, path: str) -> types.CodeType:
         sys.exit(1)
 
 
-def _load_module(given: argparse.Namespace) -> tuple[types.CodeType, types.ModuleType]:
+class _NotFound(Exception):
+    pass
+
+
+def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
     """Return the code of a module, or of the ``__main__`` of a package, and the main module for it."""
-    name = given.program
     _set_path(os.getcwd())
-    spec = _find(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        name = f"{name}.__main__"
-        spec = _find(name)
-        if spec is None:
-            package = given.program
-            _fail(f"No module named {name}; {package!r} is a package and cannot be directly executed", 1)
-    if spec is None:
-        _fail(f"No module named {name}", 1)
-    return _load(spec)
-
-
-def _find(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
-        return importlib.util.find_spec(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        _fail(f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})", 1)
+        _, spec, code = runpy._get_module_details(name, _NotFound)  # type: ignore[attr-defined]
+    except _NotFound as error:
+        _fail(str(error), 1)
+    return code, _main_module(spec)
 
 
-def _load(spec: importlib.machinery.ModuleSpec) -> tuple[types.CodeType, types.ModuleType]:
-    """Return the code that a spec finds, and the main module for it."""
-    loader: Any = spec.loader
-    code = None if loader is None else loader.get_code(spec.name)
-    if code is None:
-        _fail(f"No code object available for {spec.name}", 1)
+def _main_module(spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
     program = types.ModuleType("__main__")
-    vars(program).update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __spec__=spec,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        **_NAMES,
-    )
-    return code, program
+    facts = {"__file__": spec.origin, "__cached__": spec.cached, "__spec__": spec, "__package__": spec.parent}
+    vars(program).update(_NAMES, __loader__=spec.loader, **facts)
+    return program
 
 
 def _set_path(first: str) -> None:

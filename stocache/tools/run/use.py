@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from stocache.loader.threads import METHODS
 
@@ -49,7 +49,10 @@ class Use:
         reports_in: the number of the process that is to call it.
         process: the name of this process, if the program has started it; "" for the first one.
         rank: of this process, as of the newest iterator: at its end a program may have left its group.
+        current: the present use; None without one.
     """
+
+    current: ClassVar["Use | None"] = None
 
     def __init__(self, options: ProgramOptions) -> None:
         self.options = options
@@ -60,17 +63,3 @@ class Use:
         self.report: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""
-
-
-_current: Use | None = None
-
-
-def current() -> Use | None:
-    """Return the present use; None without one."""
-    return _current
-
-
-def set_current(use: Use | None) -> None:
-    """Begin a use, or end the present one with None."""
-    global _current
-    _current = use

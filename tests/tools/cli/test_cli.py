@@ -28,7 +28,7 @@ def test_info_shows_what_the_machine_gives(run, monkeypatch):
     assert result.exit_code == 0
     assert "10.0 GiB available of 20.0 GiB" in result.output
     assert "20.0 GiB (/sys/fs/cgroup/job)" in result.output
-    assert "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in result.output
+    assert re.search("huge pages +never; 'stocache doctor' says", result.output)
     assert re.search("memfd +forbidden", result.output)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: None)
     facts = json.loads(run("info", "--json").stdout)

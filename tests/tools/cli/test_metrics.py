@@ -1,6 +1,7 @@
 """What named caches and loaders count, as metrics: their values, how they are served, and the dashboard over them."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ import pytest
 import typer
 
 from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP
+from stocache.cache.stats import CacheStats
 from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
 from stocache.observe.recording.record import (
     COLLATE_NS,
@@ -33,6 +35,7 @@ from stocache.observe.recording.record import (
 )
 from stocache.tools import cli
 from stocache.tools.cli import listing
+from stocache.tools.cli.listing import NamedCache
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
 pytest.importorskip("prometheus_client", reason="needs the extra metrics")
@@ -172,9 +175,10 @@ def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name(run, tmp
         assert value(samples, "stocache_cache_alive", kind="disk", name=str(tmp_path / "kept")) == 1
         assert value(samples, "stocache_loader_alive", cache=str(tmp_path / "kept")) == 1
         del kept
-    names = metrics._Names()
-    assert [names.unique("c", kind) for kind in ("memory", "disk")] == ["c", "c"]
-    assert [names.unique(name, "memory") for name in ("c (3)", "c", "c")] == ["c (3)", "c (2)", "c (4)"]
+    again = dataclasses.replace(found := NamedCache("c", "/1", stats=CacheStats(*[0] * 13)), path="/2")
+    families = metrics._metrics([found, dataclasses.replace(found, folder="c"), again], [])
+    labels = [(sample.labels["name"], sample.labels["kind"]) for sample in next(families).samples]
+    assert labels == [("c", "memory"), ("c", "disk"), ("c (2)", "memory")]
 
 
 def test_hostile_files_are_reported_and_hide_no_other(clean):
@@ -217,12 +221,12 @@ def exported():
 
 def test_every_metric_is_described_exported_and_on_the_page_of_commands(exported):
     suffixes = {"gauge": [""], "counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "info": ["_info"]}
-    described = {f"{metric.name}{suffix}" for metric in metrics.Collector().describe() for suffix in suffixes[metric.type]}
+    described = {f"{metric.name}{suffix}" for metric in metrics.Collector().collect() for suffix in suffixes[metric.type]}
     assert exported.keys() == described
     rows = re.findall(r"^\| `(stocache_\w+)`", (PAGES.parent / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == len(set(rows))
     assert set(rows) == {name.removesuffix("_bucket") for name in described if not re.search(r"_seconds_(sum|count)$", name)}
-    for metric in metrics.Collector().describe():
+    for metric in metrics.Collector().collect():
         assert metric.name.endswith(f"_{metric.unit}" if metric.unit else "")
         assert bool(metric.unit) == metric.name.endswith(("_seconds", "_bytes"))
 

@@ -121,7 +121,7 @@ def test_samples_are_pickled_and_batched_as_the_loader_of_the_user_does_it(run, 
 def test_what_cannot_be_advised_is_said_in_one_line(run, monkeypatch):
     result = run("advise", "own_data:broken")
     assert (result.exit_code, result.stdout) == (2, "")
-    message = "own_data:broken: a sample cannot be loaded: ValueError: sample 7 is broken (own_data.py, line "
+    message = "own_data:broken: a sample cannot be loaded or cached: ValueError: sample 7 is broken (own_data.py, line "
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
@@ -148,7 +148,7 @@ def test_a_function_that_gives_no_dataset_is_named_in_one_line(run):
         ("own_data:leaves", "own_data:leaves raised SystemExit: usage: train.py DATA"),
         ("own_data:needs", "own_data:needs raised TypeError: needs() missing 1 required positional argument"),
         ("own_data:nothing", "own_data:nothing returned None: NoneType has no samples by number"),
-        ("own_data:a_path", "own_data:a_path returned 'photos/train' (str). Return a map-style dataset"),
+        ("own_data:a_path", "own_data:a_path returned 'photos/train' (str): it is text. Return a map-style dataset"),
         ("own_data:endless", "(Endless): Endless has no samples by number, which a cache needs. Return a map-style dataset"),
         ("own_data:bad_length", "returned BadLength, whose __len__ raised ValueError: no index file"),
         ("own_data:cached", "returned a CachedDataset. Return the dataset in it"),

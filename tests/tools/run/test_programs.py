@@ -92,7 +92,7 @@ def test_a_program_is_reported_or_the_reason_why_not(program, run):
 def test_a_process_that_trains_reports_for_itself(method, run, tmp_path):
     said = run(TRAIN + IN_PROCESS.format(method=method), "--json", "report")
     assert said.count("in loops over 1 loader") == said.count("Process-1: ") == 1
-    assert said.count("epoch 2: the trainer waited") == 1
+    assert said.count(", epoch 2: the trainer waited") == 1  # beside that of the report
     (report,) = tmp_path.glob("report.*Process-1")
     assert [epoch["batches"] for epoch in json.loads(report.read_text())[0]["epochs"]] == [2, 2]
     assert json.loads((tmp_path / "report").read_text()) == []
