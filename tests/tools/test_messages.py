@@ -61,7 +61,7 @@ def test_the_log_of_the_program_and_its_output_are_as_under_python(log, tmp_path
     if log == "closed":
         assert found.stderr == b""
         return
-    assert b"\nstocache: sample " in found.stderr
+    assert b"\nstocache: random numbers are drawn in " in found.stderr
     assert b"itself. (stocache explain W05)\n" in found.stderr
     assert not re.search(rb"[0-9a-f]{16}", found.stderr)  # digests
     quiet = run(tmp_path, program, "--cache", "1MB", "--quiet")
