@@ -206,7 +206,15 @@ class Segment:
         It uses pwrite, not the mapping: whole pages are then neither faulted in nor zeroed first, which halves the cost of
         filling (measured: 35 against 70 µs for 192 KiB); and if memory runs out after all, it is an error.
         """
-        self.write_all(offset, [buffer], nbytes)
+        if not self._fds:
+            return self._copy(offset, [buffer])
+        done = 0
+        while done < nbytes:  # Linux writes at most 2 GiB at once
+            rest = memoryview(buffer).cast("B")[done:] if done else buffer
+            written = os.pwrite(self._fds[0], rest, self._data_at + offset + done)
+            if written == 0:
+                raise SegmentError(f"{self.backing} takes no more bytes.")
+            done += written
 
     def write_rows(self, rows: Iterable[tuple[int, Any]], nbytes: int) -> None:
         """Write buffers of ``nbytes`` each to reserved data, given as pairs of an offset and a buffer; see `write`."""

@@ -10,6 +10,7 @@ NOTE [ The key travels along ]
 import copy
 import logging
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -181,7 +182,7 @@ class Maps:
 
     def __init__(self, maps: "list[Mapper[Any]]", dataset_len: int) -> None:
         self._dataset_len = dataset_len
-        self._element: list[Any] = []
+        self._element: deque[Any] = deque(maxlen=1)
         self._end: Any = self._element
         self._names = ", ".join(getattr(pipe.fn, "__name__", repr(pipe.fn)) for pipe in maps)
         for pipe in maps:
@@ -196,7 +197,7 @@ class Maps:
 
     def take(self, element: object) -> None:
         """Set the element that is mapped next."""
-        self._element[:] = [element]
+        self._element.append(element)
 
     def __getitem__(self, key: int) -> Any:
         """Return the result for the element that was set."""
