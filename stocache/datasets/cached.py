@@ -293,8 +293,12 @@ class CachedDataset(DatasetProxy[_T]):
     def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
         """Return indices that count from the start; None if they are not numbers, but pairs or names that the dataset takes."""
         try:
-            if len(indices) and (indices.min() if isinstance(indices, np.ndarray) else min(indices)) < 0:
-                return [self._check_index(idx) for idx in indices]
+            if len(indices):
+                ends = (indices.min(), indices.max()) if isinstance(indices, np.ndarray) else (min(indices), max(indices))
+                if ends[1] >= self._len:
+                    len(self)  # the dataset may have become longer
+                if ends[0] < 0:
+                    return [self._check_index(idx) for idx in indices]
         except TypeError:
             return None
         return indices

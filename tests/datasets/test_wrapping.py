@@ -220,6 +220,16 @@ def test_a_dataset_whose_length_changes_makes_its_samples_itself(length):
             cached[length]
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_sampler_of_the_dataset_itself_may_yield_indices_of_new_samples(changes):
+    numbers = list(range(10))
+    with CachedDataset(numbers, 1) as cached:
+        assert len(list(stocache.DataLoader(cached, 5, num_workers=2))) == 2
+        numbers[:] = range(int(changes), 12 + changes)  # samples that are cached differ, or do not
+        batches = stocache.DataLoader(cached, 5, sampler=torch.utils.data.SequentialSampler(numbers), num_workers=2)
+        assert torch.cat(list(batches)).tolist() == numbers
+
+
 @pytest.mark.parametrize("on_change", ["raise", "keep"])
 def test_a_dataset_whose_length_changes_is_refused_if_asked_for(on_change):
     numbers = list(range(10))
