@@ -208,7 +208,7 @@ class Audit:
         load = load or partial(operator.getitem, self._dataset)
         finding = None
         if begins or self._took_s <= self._share * (began - self._began):
-            finding = self._changed_table(load, indices)
+            finding = self._changed_table(indices)
         for idx in chosen:
             finding = finding or self._compare(idx, cached.peek, load)
         self._took_s += time.monotonic() - began
@@ -236,7 +236,7 @@ class Audit:
         worker = get_worker_info()
         return self._length if worker is None else -(-self._length // worker.num_workers)
 
-    def _changed_table(self, load: Callable[[int], object], indices: Sequence[int]) -> str | None:
+    def _changed_table(self, indices: Sequence[int]) -> str | None:
         """Return that a table which samples are made with was changed in place; None if none was."""
         now = table_digests(self._dataset)
         names = [name for name, digest in now.items() if self._tables.get(name, digest) != digest]
@@ -244,7 +244,7 @@ class Audit:
         if not names:
             return None
         wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
-        changed, reads = self._in_child(partial(used_by_loads, self._dataset, load, wanted), (set(), set()))
+        changed, reads = self._in_child(partial(used_by_loads, self._dataset, wanted), (set(), set()))
         self._set_by_loads |= changed
         names = [name for name in names if name not in changed and (not reads or _attribute_of(name) in {None, *reads})]
         self._tables = now  # others are not read by loads

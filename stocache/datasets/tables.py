@@ -4,14 +4,15 @@ import contextlib
 import marshal
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from stocache.samples.indices import spread
-from stocache.system.generators import parts_of
+from stocache.system.generators import is_own, parts_of
 from stocache.system.hashing import checksum
 from stocache.system.objects import attribute_of, recorded_reads
 
@@ -27,7 +28,8 @@ def table_digests(dataset: object) -> dict[str, str]:
     Of a table above 256 KiB, only entries evenly spread are read.
     """
     found = {}
-    for name, part in parts_of(dataset):
+    # Not of objects of libraries, such as transforms, which note in themselves what they do
+    for name, part in parts_of(dataset, follow=lambda part: isinstance(part, Dataset) or part is dataset or is_own(part)):
         if _ITEM.search(name) or (isinstance(part, torch.Tensor) and part.device.type != "cpu"):
             continue
         with contextlib.suppress(Exception):  # another thread changes it now, or its class has a fault
@@ -59,15 +61,13 @@ def table_text(value: Any, whole: int) -> str | None:
     return None
 
 
-def used_by_loads(
-    dataset: object, load: Callable[[int], object], indices: Iterable[int]
-) -> Iterator[tuple[set[str], set[str]]]:
-    """Load samples. Yield the names of the tables that loading changes, and of the attributes that it reads. For a child."""
+def used_by_loads(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[set[str], set[str]]]:
+    """Make samples. Yield the names of the tables that this changes, and of the attributes that it reads. For a child."""
     before = table_digests(dataset)
     with recorded_reads(dataset) as reads:
         for idx in indices:
             with contextlib.suppress(Exception):  # it is raised again when the sample is requested
-                load(idx)
+                dataset[idx]
     yield {name for name, digest in table_digests(dataset).items() if before.get(name) != digest}, reads
 
 

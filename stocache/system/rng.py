@@ -3,7 +3,9 @@
 import base64
 import binascii
 import contextlib
+import linecache
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -186,10 +188,14 @@ class LineOfSeed:
             frame = frame.f_back
         path = callers[0].f_code.co_filename if callers else ""
         of_library = is_of_python(path) or (is_of_library(path) and callers[0] is direct)
-        if callers and not of_library and not any("importlib" in caller.f_code.co_filename for caller in callers):
+        if not callers or of_library or any("importlib" in caller.f_code.co_filename for caller in callers):
+            return
+        # numpy asks the system for each RandomState(seed), too, before it takes the seed
+        if not _SEEDED_STATE.search(linecache.getline(path, callers[0].f_lineno)):
             self.text = f"{path}:{callers[0].f_lineno}"
 
 
+_SEEDED_STATE = re.compile(r"RandomState\(\s*(?!\s|\)|None\s*\))")
 _SEEDING = {"urandom", "getrandom", "seed"}
 _SYSTEM = ModuleType, torch.Generator  # os, and a generator that seeds itself
 _OF_GENERATORS = {"random", "secrets", "numpy", "torch"}
