@@ -27,7 +27,6 @@ NOTE [ The audit ]
 
 import logging
 import operator
-import re
 import sys
 import time
 import weakref
@@ -49,7 +48,7 @@ from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, in_worker_thread, own_generators, parts_of
+from stocache.system.generators import Kept, attribute_in, in_worker_thread, own_generators, parts_of
 from stocache.system.loading.children import in_children
 from stocache.system.platform import here
 
@@ -79,20 +78,21 @@ class Audit:
 
     __slots__ = (
         "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_left", "_length", "_looks_left",
-        "_next", "_own", "_requests", "_said_threads", "_seen",
-        "_set_by_loads", "_share", "_shared", "_tables", "_took_s", "is_paused", "loads", "on_change",
+        "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_share", "_shared", "_tables", "_took_s",
+        "is_paused", "loads", "on_change",
     )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
         self.on_change: OnChange = options.on_change
         self._assemble(dataset, length, options.audit, _SharedWords(Segment.create(_WORDS * 8, 0)))
+        self._attributes = _small_attributes(dataset) if self._share else {}
+        self._tables = table_digests(dataset) if self._share else {}
 
     def _assemble(self, dataset: object, length: int, share: float, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.loads = 0  # samples that this process has loaded to compare them
-        self._own, self._attributes = own_generators(dataset), _small_attributes(dataset) if share else {}
-        self._tables = table_digests(dataset) if share else {}
+        self._own = own_generators(dataset)
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
         self._failed = self._said_threads = False
         self._looks_left = 3  # at loads that seem to draw
@@ -113,9 +113,13 @@ class Audit:
         return self._dataset, self._length, self._share, self._shared, self.on_change, self._attributes, self._tables
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *arguments, self.on_change, attributes, tables = state
+        *arguments, self.on_change, self._attributes, self._tables = state
         self._assemble(*arguments)
-        self._attributes, self._tables = attributes, tables
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether no sample is compared."""
+        return not self._share or self.on_change == "keep"
 
     @property
     def changed(self) -> bool:
@@ -165,7 +169,7 @@ class Audit:
 
     def will_compare(self, count: int) -> bool:
         """Return whether `allows` will load samples among the next ``count``, if some of them are cached."""
-        if not self._share or self.on_change == "keep" or self.changed or not self._is_due(count):
+        if self._is_off or self.changed or not self._is_due(count):
             return False
         begins = self._begins(self._shared.words[_VERSION], count)
         return self._left > 0 or self._doubted or begins or self._may_compare_more()
@@ -197,7 +201,7 @@ class Audit:
         if self.changed:
             return False
         version = self._shared.words[_VERSION]
-        if not self._share or self.on_change == "keep":
+        if self._is_off:
             self._next, self._seen, self._doubted = sys.maxsize, version, False
             return True
         began, begins = time.monotonic(), self._plan(version, len(indices))
@@ -246,7 +250,7 @@ class Audit:
         wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
         changed, reads = self._in_child(partial(used_by_loads, self._dataset, wanted), (set(), set()))
         self._set_by_loads |= changed
-        names = [name for name in names if name not in changed and (not reads or _attribute_of(name) in {None, *reads})]
+        names = [name for name in names if name not in changed and (not reads or attribute_in(name) in {None, *reads})]
         self._tables = now  # others are not read by loads
         kind = type(self._dataset).__name__
         return f"{names[0]} of {kind} was changed in place: its samples are made with it" if names else None
@@ -309,13 +313,13 @@ class Audit:
 
     def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
-        if not self._share or self.on_change == "keep":
+        if self._is_off:
             return load
         return lambda idx: next(self._watch_each(load, [idx], map(load, [idx])))
 
     def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
-        if not self._share or self.on_change == "keep" or not self._looks_left:
+        if self._is_off or not self._looks_left:
             return loader.load_many  # type: ignore[no-any-return]
         return lambda indices: self._watch_many(loader, indices)
 
@@ -417,12 +421,6 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _holder_of(name: str) -> str:
     return name.partition("[")[0]
-
-
-def _attribute_of(name: str) -> str | None:
-    """Return the attribute of the dataset that leads to a part of it; None for an entry of a dataset that is a list."""
-    found = re.match(r"dataset\.(\w+)", name)
-    return found and found[1]
 
 
 def _enter_child() -> None:

@@ -217,7 +217,7 @@ def _load_all(
 ) -> Iterator[_Started | _Loaded | _LoadedAgain | _Found]:
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
-    drawn: list[int] = []  # samples for which random numbers were drawn
+    drawn: int | None = None  # the first sample for which random numbers were drawn
     new: set[str] = set()  # attributes that were set by the first load
     keeps, quick = False, False
     for idx in indices:
@@ -248,13 +248,13 @@ def _load_all(
             with recorded_reads(dataset) as reads, line:
                 place = None if draws else _load_again(load, idx, first)
             yield _LoadedAgain(idx, place, frozenset(reads - new))
-        if draws:
-            drawn.append(idx)
-    if drawn:
+        if draws and drawn is None:
+            drawn = idx
+    if drawn is not None:
         with LineOfDraw() as line_of_draw, contextlib.suppress(Exception):
-            load(drawn[0])
+            load(drawn)
         where = "" if line_of_draw.text is None else f" in {line_of_draw.text}"
-        yield _Found(f"random numbers are drawn{where} to load sample {drawn[0]} of {name}")
+        yield _Found(f"random numbers are drawn{where} to load sample {drawn} of {name}")
     if done and keeps:
         yield _Found(None)
         sizes = _sizes(dataset)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from stocache.samples.indices import spread
-from stocache.system.generators import is_own, parts_of
+from stocache.system.generators import is_own_or_dataset, parts_of
 from stocache.system.hashing import checksum
 from stocache.system.objects import attribute_of, recorded_reads
 
@@ -29,7 +28,7 @@ def table_digests(dataset: object) -> dict[str, str]:
     """
     found = {}
     # Not of objects of libraries, such as transforms, which note in themselves what they do
-    for name, part in parts_of(dataset, follow=lambda part: isinstance(part, Dataset) or part is dataset or is_own(part)):
+    for name, part in parts_of(dataset, follow=lambda part: part is dataset or is_own_or_dataset(part)):
         if _ITEM.search(name) or (isinstance(part, torch.Tensor) and part.device.type != "cpu"):
             continue
         with contextlib.suppress(Exception):  # another thread changes it now, or its class has a fault

@@ -18,6 +18,7 @@ import functools
 import os
 import pickle
 import random
+import re
 import struct
 import sys
 import sysconfig
@@ -32,7 +33,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from stocache.system.objects import vars_of
 
@@ -239,6 +240,11 @@ def is_own(value: object) -> bool:
     return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_module_of_library(kind.__module__)
 
 
+def is_own_or_dataset(value: object) -> bool:
+    """Whether a value is of the user, as `is_own` says, or a dataset of torch or of another library."""
+    return is_own(value) or isinstance(value, Dataset)
+
+
 def parts_of(
     value: object,
     name: str = "dataset",
@@ -264,6 +270,12 @@ def parts_of(
             seen.add(id(value))
             if follow(value):
                 waiting.extend((key, item, level + 1) for key, item in inner(name, value))
+
+
+def attribute_in(name: str) -> str | None:
+    """Return the attribute of the dataset in the name of one of its parts; None for an entry of a dataset that is a list."""
+    found = re.match(r"dataset\.(\w+)", name)
+    return found and found[1]
 
 
 def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:

@@ -351,7 +351,7 @@ def test_threads_change_their_own_arrays_in_place_as_processes_do(name):
     assert [dataset[idx] for idx in range(N)] == expected
 
 
-@pytest.mark.linux
+@pytest.mark.linux  # spawned processes share the memory of a tensor that is sent to them
 @pytest.mark.parametrize("name", ["tensors", "many dicts"])
 def test_persistent_threads_go_on_with_what_each_has_changed(name):
     found = []

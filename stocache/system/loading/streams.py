@@ -12,7 +12,6 @@ NOTE [ Streams ]
 import contextlib
 import errno
 import os
-import re
 import stat
 import sys
 from collections.abc import Collection, Iterator
@@ -20,9 +19,7 @@ from itertools import chain, count
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from torch.utils.data import Dataset
-
-from stocache.system.generators import is_of_library, is_own, parts_of
+from stocache.system.generators import attribute_in, is_of_library, is_own, is_own_or_dataset, parts_of
 from stocache.system.objects import static_attribute, vars_of
 from stocache.system.platform import here
 
@@ -34,7 +31,7 @@ def find_stream(dataset: object) -> str | None:
     """Return the name and the class of a stream that a dataset may read; None if none is found."""
     named = list(_named_globals(dataset))
     roots = [(dataset, "dataset"), *((value, name) for value, name in named if not isinstance(value, type))]
-    parts = chain.from_iterable(parts_of(*root, follow=_is_followed) for root in roots)
+    parts = chain.from_iterable(parts_of(*root, follow=is_own_or_dataset) for root in roots)
     found = next((part for part in parts if _is_stream(part[1])), None)
     found = found or next(((name, value) for value, name in named if _is_iterator(value)), None)
     return found and _text(*found)
@@ -42,16 +39,8 @@ def find_stream(dataset: object) -> str | None:
 
 def find_iterator(dataset: object, reads: Collection[str]) -> str | None:
     """Return the name and the class of an iterator in one of the attributes ``reads`` of a dataset; None without one."""
-    parts = parts_of(dataset, follow=_is_followed)
-    return next((_text(name, part) for name, part in parts if _is_iterator(part) and _attribute(name) in reads), None)
-
-
-def _attribute(name: str) -> str:
-    return re.split(r"[.\[]", f"{name}.")[1]
-
-
-def _is_followed(value: object) -> bool:
-    return is_own(value) or isinstance(value, Dataset)
+    parts = parts_of(dataset, follow=is_own_or_dataset)
+    return next((_text(name, part) for name, part in parts if _is_iterator(part) and attribute_in(name) in reads), None)
 
 
 def _text(name: str, part: object) -> str:
@@ -85,7 +74,7 @@ def _is_open_stream(value: Any) -> bool:
 
 def _named_globals(dataset: object) -> Iterator[tuple[Any, str]]:
     """Yield the global variables, with their names, that the code of a dataset and of the objects in it uses for samples."""
-    kinds = {type(part) for _, part in parts_of(dataset, follow=_is_followed) if is_own(part)}
+    kinds = {type(part) for _, part in parts_of(dataset, follow=is_own_or_dataset) if is_own(part)}
     waiting = [(static_attribute(kind, name), kind) for kind in kinds for name in _CALLED]
     seen = set[Any]()
     while waiting:
