@@ -176,7 +176,7 @@ class ThreadWorkers:
         self._has_init, self._beginning = parts[2] is not None, threading.Lock()
         self.begun = [threading.Event() for _ in range(count)]
         self._base_seed, self._shared_seed = base_seed, shared_seed
-        self.draws = self.waiting = False
+        self.draws = self.waiting = self._has_loaded = False
         self._waits = 0  # that the loop has begun
         self.progressed = threading.Condition()
         self._watches, self._warned = _WATCHED, warned
@@ -237,8 +237,9 @@ class ThreadWorkers:
             begun.wait(max(0.0, until - time.monotonic()))
 
     def check_shared(self) -> None:
-        """Warn if memory that the threads share was changed."""
-        if size := self.arrays.changed():
+        """Warn if memory that the threads share was changed since the last call."""
+        loaded, self._has_loaded = self._has_loaded, False  # samples that are gathered from a cache change nothing
+        if loaded and (size := self.arrays.changed()):
             self._warn(
                 "an array of %s, which worker threads share, was changed while they made samples. Worker processes would each "
                 "have a copy of their own. Have __getitem__ change copies, or use worker_method='multiprocessing'.", size,
@@ -294,6 +295,7 @@ class ThreadWorkers:
     def loading(self) -> Iterator[None]:
         """Load samples: one thread at a time, where the dataset demands it. Watch the global generators."""
         with self.turns:
+            self._has_loaded = True
             if not self._watches:
                 yield
                 return
