@@ -1,5 +1,6 @@
 """The audit: a cached dataset gives what the dataset would give now, whatever its samples depend on besides their index."""
 
+import itertools
 import os
 import random
 import signal
@@ -269,7 +270,7 @@ def test_digits_that_depend_on_the_number_of_threads_are_no_change(caplog):
         torch.set_num_threads(before)
 
 
-def test_how_many_samples_are_compared():
+def test_how_many_samples_are_compared(monkeypatch):
     with CachedDataset(Source(), 1, audit=1e-9) as cached:
         for epoch in range(3):
             cached.set_epoch(epoch)
@@ -279,7 +280,9 @@ def test_how_many_samples_are_compared():
         assert callable(cached.image)  # a method might have changed it
         assert cached[0] is not None
         assert cached._audit.loads == 3 + 1
-    with CachedDataset(Source(), 1, audit=1) as cached:
+    seconds = itertools.count()  # a comparison takes one, and there is time for it
+    with monkeypatch.context() as patched, CachedDataset(Source(), 1, audit=1) as cached:
+        patched.setattr("stocache.datasets.audit.time", SimpleNamespace(monotonic=lambda: next(seconds)))
         cached.warm(progress=False)
         for _ in range(10):
             list(cached)
