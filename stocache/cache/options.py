@@ -167,12 +167,12 @@ class SampleOptions:
             size.
         example: a sample as the dataset returns it, in place of the probe: for datasets that are slow, or not ready yet
             (``worker_init_fn`` makes them ready).
-        copy: False returns views of the cache if no transform runs after it: writing to one changes all later epochs. With
-            transforms after the cache, samples are copied in any case.
-        split: False leaves all transforms of the dataset before the cache. Transforms that cannot be split stay there, too.
-        cut: how many of the deterministic steps at the beginning of a transform run before the cache: "latest", all;
-            "smallest", the steps after which a sample is smallest. None takes the latest cut at which all samples fit, else the
-            smallest, but not one that saves next to nothing.
+        copy: False returns views of the cache if nothing runs after it: writing to one changes all later epochs. If something
+            does, samples are copied in any case.
+        split: True caches what the program of the dataset has made before it draws random numbers, and runs the rest each time
+            (NOTE [ Cut programs ]). "straight" does not move later statements before the cut. False cuts nothing.
+        cut: where the program is cut: "latest", as late as that allows; "smallest", where the cached part is smallest. None
+            takes the latest cut at which all samples fit, else the smallest, but not one that saves next to nothing.
         store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
 
@@ -192,7 +192,7 @@ class SampleOptions:
     probe: int = 8
     example: Any = None
     copy: bool = True
-    split: bool = True
+    split: bool | Literal["straight"] = True
     cut: Literal["latest", "smallest"] | None = None
     store: Literal["decoded", "encoded"] = "decoded"
 

@@ -103,6 +103,7 @@ class DatasetStats:
         compared: cached samples that were loaded from the dataset as well, by all processes, to compare them.
         left: whether the cache is not served any more, because samples depend on more than their index.
         ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
+        cut: which lines of the dataset's program are cached, and which run each time; empty if whole samples are cached.
     """
 
     total: CacheStats
@@ -111,6 +112,7 @@ class DatasetStats:
     compared: int = 0
     left: bool = False
     ranks: int = 1
+    cut: str = ""
 
     def flat(self, prefix: str = "cache") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.

@@ -77,9 +77,9 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_left", "_length", "_looks_left",
-        "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_share", "_shared", "_tables", "_took_s",
-        "is_paused", "loads", "on_change",
+        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_has_loaded", "_left", "_length",
+        "_looks_left", "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_share", "_shared", "_tables",
+        "_took_s", "finding", "is_paused", "loads", "on_change",
     )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
@@ -91,6 +91,7 @@ class Audit:
     def _assemble(self, dataset: object, length: int, share: float, shared: "_SharedWords") -> None:
         self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
+        self.finding: str | None = None  # what samples depend on, if this process has found it
         self.loads = 0  # samples that this process has loaded to compare them
         self._own = own_generators(dataset)
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
@@ -100,6 +101,7 @@ class Audit:
         _live.add(self)
 
     def _enter_process(self) -> None:
+        self._has_loaded = False
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of those that are wanted next
@@ -152,6 +154,7 @@ class Audit:
             return
         if self.on_change == "raise":
             raise DatasetError(f"{finding}. {_REMEDY}")
+        self.finding = finding
         self.leave()
         logger.warning(
             "%s. From now on %s makes each sample itself. %s", finding.rstrip("."), type(self._dataset).__name__, _REMEDY
@@ -261,8 +264,9 @@ class Audit:
             try:
                 self.loads += 1
                 self._shared.words[_COMPARED] += 1
-                before = _small_attributes(self._dataset)
+                before, tables = _small_attributes(self._dataset), self._tables_now()
                 fresh = load(idx)
+                self._note_tables(tables)
                 self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}
             except Exception as error:
                 if not self._failed:
@@ -324,20 +328,33 @@ class Audit:
         return lambda indices: self._watch_many(loader, indices)
 
     def _watch_many(self, loader: Any, indices: list[int]) -> Iterable[Any]:
-        before = Kept(self._own)
+        before, tables = Kept(self._own), self._tables_now()
         samples = loader.load_many(indices)
         if not isinstance(samples, list):
             return self._watch_each(loader.load, indices, iter(samples))
+        self._note_tables(tables)
         self._check_draws(before, indices, loader.load)
         return samples
 
     def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
         for idx in indices:
-            before = Kept(self._own)
+            before, tables = Kept(self._own), self._tables_now()
             for sample in samples:
+                self._note_tables(tables)
                 self._check_draws(before, [idx], load)
                 yield sample
                 break
+
+    def _tables_now(self) -> dict[str, str]:
+        """Return the digests of the tables before the first load of this process, which may change them (``options.pop()``)."""
+        return {} if self._has_loaded else table_digests(self._dataset)
+
+    def _note_tables(self, before: dict[str, str]) -> None:
+        """Note which tables that load has set."""
+        if not self._has_loaded:
+            self._has_loaded = True
+            now = table_digests(self._dataset)
+            self._set_by_loads |= {name for name, digest in before.items() if now.get(name) != digest}
 
     def _check_draws(self, before: Kept, indices: Sequence[int], load: Callable[[int], object]) -> None:
         finding = self._draws(load, indices) if self._looks_left and before.drawn() else None
@@ -392,8 +409,8 @@ class _SharedWords:
 _PATIENCE_S = 60.0  # for a sample that a child process loads
 
 _REMEDY = (
-    "Put random steps into transform=, which runs after the cache; set everything that samples depend on before CachedDataset. "
-    "on_change='keep' serves the cached samples."
+    "Load first and draw random numbers later, or in transform=, which runs after the cache; set everything that samples "
+    "depend on before CachedDataset. on_change='keep' serves the cached samples."
 )
 
 

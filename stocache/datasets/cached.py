@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from torch import Tensor
@@ -22,7 +22,7 @@ from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
-from stocache.datasets.proxy import DatasetProxy
+from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
@@ -33,6 +33,9 @@ from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import get_many_of, newer_of, static_attribute, takes_epoch
 from stocache.system.ranks import is_first_rank
+
+if TYPE_CHECKING:
+    from stocache.datasets.wrapping import Wrapped
 
 logger = logging.getLogger("stocache")
 
@@ -49,9 +52,9 @@ class CachedDataset(DatasetProxy[_T]):
         loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
 
     The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
-    dataset. The samples, their order and the random numbers are those of the dataset without a cache. Its transforms are split:
-    the deterministic beginning runs before the cache, the rest after it (NOTE [ Splitting ]). Apart from them, a sample must
-    depend on its index alone. That is checked while samples are served; see ``on_change``.
+    dataset. The samples, their order and the random numbers are those of the dataset without a cache. If the dataset draws
+    random numbers, what its program does before that is cached, and the rest runs each time (NOTE [ Cut programs ]). The cached
+    part must depend on the index alone. That is checked while samples are served; see ``on_change``.
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
@@ -80,7 +83,7 @@ class CachedDataset(DatasetProxy[_T]):
         dataset: the wrapped dataset. Its own attributes (``classes``, ``targets``) can be read and set here, too.
         cache: the `SharedCache` or `RaggedCache`. disk_cache: the `DiskCache` behind it, or None.
         after_cache: the ``transform`` argument. It may be set.
-        transform: the transform of the dataset; setting it splits it again. If the dataset has none, ``after_cache``.
+        transform: the transform of the dataset; setting it cuts the program again. If the dataset has none, ``after_cache``.
 
     Raises:
         DatasetError: the dataset is iterable, has no length, or is a mapping with other keys; ``transform`` is not callable, or
@@ -108,7 +111,6 @@ class CachedDataset(DatasetProxy[_T]):
         ([tensor([0, 1, 2, 3])], 12, 0)
     """
 
-    _hides_transforms = True  # of the wrapped dataset: they are split here
     _initialised = False
 
     @shows_options(*chain.from_iterable(ALL_OPTIONS.values()))
@@ -139,10 +141,16 @@ class CachedDataset(DatasetProxy[_T]):
         self._fingerprint = where.fingerprint
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
-        wrapped = wrap(dataset, self._len, where, samples)
-        self.cache, self.disk_cache, self._loader = wrapped.cache, wrapped.disk, wrapped.loader
+        self._wrapping, self._transforms = (where, samples), HeldTransforms(dataset)
+        self._take(wrap(dataset, self._len, where, samples))
+        self._last_stats: DatasetStats | None = None  # when it was closed
+        self._warn_of_hidden()
+        self._initialised = True
+
+    def _take(self, wrapped: "Wrapped") -> None:
+        """Serve samples from a cache that was made for this dataset."""
+        vars(self).update(cache=wrapped.cache, disk_cache=wrapped.disk, _loader=wrapped.loader, _split=wrapped.split)
         self._tiers = Tiers(self.cache, self.disk_cache)
-        self._split, self._plan = wrapped.split, wrapped.plan
         self._echoes = echoes_index(wrapped.probe.samples)
         self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and not self._has_rest:
@@ -153,9 +161,6 @@ class CachedDataset(DatasetProxy[_T]):
             self._audit.change(wrapped.probe.finding)
         if self.cache.dataset_len < self._len:  # it has no table of so many
             self._audit.leave()
-        self._last_stats: DatasetStats | None = None  # when it was closed
-        self._warn_of_hidden()
-        self._initialised = True
 
     @property
     def is_left(self) -> bool:
@@ -203,13 +208,14 @@ class CachedDataset(DatasetProxy[_T]):
             SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
             DatasetError: ``idx`` is a list, array, tensor or slice, and there is a ``transform``, which takes one sample.
         """
+        asked = idx
         if arguments or options:
             sample = self.dataset.__getitem__(idx, *arguments, **options)
             return sample if self.after_cache is None else self.after_cache(sample)
         if not (type(idx) is int and 0 <= idx < self._len):
             if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
                 return self._ask(idx)
-            asked, idx = idx, self._check_index(idx)
+            idx = self._check_index(idx)
             if self._echoes and asked == idx:
                 with contextlib.suppress(TypeError):  # the dataset takes only int
                     sample = self.dataset[asked]
@@ -223,7 +229,7 @@ class CachedDataset(DatasetProxy[_T]):
                 load = undrawn(self._audit.watched(self._loader.load))
                 sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
             if self._split is not None and self._split.has_rest:
-                sample = self._split.finish(idx, sample)
+                sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
         return sample if self.after_cache is None else self.after_cache(sample)
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,7 +311,7 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _serves(self, indices: Sequence[int]) -> bool:
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
-        if self._split is not None and self._split.has_changed(indices):
+        if self._transforms.has_changed():
             self._follow_transforms()
         return not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._loader.load)
 
@@ -376,7 +382,7 @@ class CachedDataset(DatasetProxy[_T]):
             return self._last_stats
         total, disk = self._tiers.stats()
         epochs = self._epochs.stats(self.cache.counts())
-        return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks)
+        return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks, cut_of(self))
 
     def begin_loop(self, loader: object, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""

@@ -19,7 +19,7 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +40,8 @@ from stocache.system.loading.children import (
 )
 from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
 from stocache.system.loading.streams import find_iterator, is_of_closed_stream
-from stocache.system.objects import get_many_of, recorded_reads, vars_of
-from stocache.system.rng import LineOfDraw, LineOfSeed
+from stocache.system.objects import get_many_of, recorded_names, vars_of
+from stocache.system.rng import LineOfSeed
 
 logger = logging.getLogger("stocache")
 
@@ -62,20 +62,26 @@ class Probe:
 
     Attributes:
         samples: the loaded samples, by index.
+        failed: samples that could not be loaded, or cannot be kept.
         example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
         unfit: the error of the first sample that cannot be kept, where none can; else None.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
+        draws: whether that are random numbers, so that the program may be cut.
+        survey: where it may be; see `Planner.survey`.
         keeps: whether the dataset keeps something of each sample that it loads.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
     example: Any = None
     reads: frozenset[str] = frozenset()
     loaded_here: bool | None = None
     unfit: Exception | None = None
     finding: str | None = None
+    draws: bool = False
+    survey: list[Any] = field(default_factory=list)
     keeps: bool = False
 
     @property
@@ -112,25 +118,40 @@ class _LoadedAgain(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Sent by the child. ``text``: see `Probe.finding`; None if the dataset keeps something of each sample."""
+    """Sent by the child. ``text``, ``draws``: as of `Probe`; no text if the dataset keeps something of each sample."""
 
     text: str | None
+    draws: bool = False
 
 
-def probe_samples(dataset: object, length: int, count: int, load: Callable[[int], object] | None = None) -> Probe:
+class _Surveyed(NamedTuple):
+    """Sent by the child: an item of `Probe.survey`."""
+
+    item: Any
+
+
+def probe_samples(
+    dataset: object,
+    length: int,
+    count: int,
+    load: Callable[[int], object] | None = None,
+    survey: Callable[[], Iterator[Any]] | None = None, first: Sequence[int] = (),
+) -> Probe:  # fmt: skip
     """Load ``count`` samples, evenly spread, in a child process. Samples that fail, or cannot be kept, are left out.
 
     Args:
-        load: called in place of ``dataset.__getitem__``, where cached samples are made in another way.
+        load: called in place of ``dataset.__getitem__``, where only a part of the samples is cached.
+        survey: called at the first sample that draws random numbers, which is the last one then; yields `Probe.survey`.
+        first: samples to load first, in the opposite order.
 
     Raises:
         WorkerError: the child died before it had loaded a sample.
         Exception: the dataset raises for all samples. The error of the first, with a message that names the probe.
     """
-    indices = spread(length, count)
+    indices = list(dict.fromkeys([*reversed(first), *spread(length, count)]))
     if not indices:
         return Probe()
-    job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices)
+    job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices, survey)
     found = _ProbeResults(dataset)
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
@@ -184,12 +205,16 @@ class _ProbeResults:
                 if item.place is not None:
                     name = type(self._dataset).__name__
                     probe.finding = f"sample {item.idx} of {name} was different when it was loaded again ({item.place:.300})"
+            elif isinstance(item, _Surveyed):
+                probe.survey.append(item.item)
             elif isinstance(item, _Found):
                 probe.finding, probe.keeps = probe.finding or item.text, probe.keeps or item.text is None
+                probe.draws = probe.draws or item.draws
             elif item.record is not None:
                 probe.samples[item.idx] = unpack_sample(item.record)
             else:
                 self.errors.append((item.idx, unpack_error(item.error), item.raised))
+                probe.failed.append(item.idx)
 
     @property
     def failure(self) -> tuple[int, Exception] | None:
@@ -213,13 +238,12 @@ class _ProbeResults:
 
 
 def _load_all(
-    dataset: object, load: Callable[[int], object], indices: list[int]
-) -> Iterator[_Started | _Loaded | _LoadedAgain | _Found]:
+    dataset: object, load: Callable[[int], object], indices: list[int], survey: Callable[[], Iterator[Any]] | None
+) -> Iterator[_Started | _Loaded | _LoadedAgain | _Found | _Surveyed]:
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
-    drawn: int | None = None  # the first sample for which random numbers were drawn
     new: set[str] = set()  # attributes that were set by the first load
-    keeps, quick = False, False
+    keeps, quick, drawn = False, False, False
     for idx in indices:
         if len(done) > 1 and time.monotonic() - began > _BUDGET_S:
             break
@@ -231,7 +255,16 @@ def _load_all(
         except Exception as error:
             yield _Loaded(idx, error=pack_error(error), raised=True)
             continue
-        draws, quick = kept.drawn(), time.monotonic() - loading < _QUICK_S
+        draws, quick = kept.drawn() or line.text is not None, time.monotonic() - loading < _QUICK_S
+        if draws and not drawn:
+            drawn, where = True, f"random numbers are drawn to load sample {idx} of {name}"
+            if line.text is not None:
+                where = f"samples of {name} are made with a seed or bytes that the system draws in {line.text}"
+            yield _Found(where, draws=True)
+            if survey is not None:
+                kept.restore()
+                yield from map(_Surveyed, survey())
+                return
         keeps = keeps or bool(_grown(dataset, sizes))
         try:
             record = pack_sample(sample, f"sample {idx}")
@@ -245,16 +278,11 @@ def _load_all(
         if len(done) == 1:
             # see NOTE [ What a sample is made of ]
             new = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
-            with recorded_reads(dataset) as reads, line:
+            with recorded_names(dataset) as reads, line:
                 place = None if draws else _load_again(load, idx, first)
             yield _LoadedAgain(idx, place, frozenset(reads - new))
         if draws and drawn is None:
             drawn = idx
-    if drawn is not None:
-        with LineOfDraw() as line_of_draw, contextlib.suppress(Exception):
-            load(drawn)
-        where = "" if line_of_draw.text is None else f" in {line_of_draw.text}"
-        yield _Found(f"random numbers are drawn{where} to load sample {drawn} of {name}")
     if done and keeps:
         yield _Found(None)
         sizes = _sizes(dataset)
@@ -262,8 +290,8 @@ def _load_all(
             load(done[0])
         for grown in [each for each, container in _grown(dataset, sizes).items() if not _is_log(container)][:1]:
             yield _Found(f"{name} keeps what it loads: {grown} grows each time that a sample is loaded")
-    if line.text is not None:
-        yield _Found(f"samples of {name} are made with a seed or bytes that the system draws in {line.text}")
+    if line.text is not None and not drawn:
+        yield _Found(f"samples of {name} are made with a seed or bytes that the system draws in {line.text}", draws=True)
     yield from map(_Found, _differences_of_batches(dataset, done))
 
 

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 
 from stocache.cache.allocate import NOT_COMPARABLE, Proof
+from stocache.datasets.cut.split import Split
 from stocache.datasets.probing import Probe
-from stocache.datasets.tables import digest, table_text
-from stocache.datasets.transforms.splitting import Split
+from stocache.datasets.tables import table_text
 from stocache.samples.indices import spread
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATOR_TYPES, inner_parts, is_of_library, parts_of
-from stocache.system.hashing import code_text
+from stocache.system.hashing import code_text, digest
 from stocache.system.limits import MIB
 from stocache.system.loading.copies import is_environment
 from stocache.system.objects import attributes_of_class, base_of, slots_of, vars_of

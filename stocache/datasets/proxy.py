@@ -6,28 +6,26 @@ import logging
 import operator
 from typing import Any
 
-from torch.utils.data import Dataset, MapDataPipe
+from torch.utils.data import Dataset, MapDataPipe, get_worker_info
 from typing_extensions import TypeVar
 
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit
-from stocache.datasets.loaders import SampleLoader
+from stocache.datasets.cut.tree import CONVENTIONAL
 from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, length_of
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, vars_of
 from stocache.system.ranks import is_first_rank
+from stocache.system.walking import walk
 
 logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T", default=Any)
 _Self = TypeVar("_Self", bound="DatasetProxy[Any]")
-
-_SAMPLE_ATTRIBUTES = frozenset({"transform", "transforms", "target_transform"})
-"""Attributes that samples are made with, by the conventions of torchvision and timm, whether or not the probe saw it."""
 
 _SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
 """Names of ours with the same meaning as in a dataset."""
@@ -44,7 +42,8 @@ class DatasetProxy(Dataset[_T]):
     _audit: Audit
     _epochs: EpochCounter
     _reads: Any
-    _plan: Any
+    _transforms: "HeldTransforms"
+    _wrapping: Any
     _len: int
     _initialised: bool
     after_cache: Any
@@ -103,14 +102,15 @@ class DatasetProxy(Dataset[_T]):
     def _set_in_dataset(self, name: str, value: object) -> None:
         """Set an attribute of the dataset. Where cached samples were made with another value, ``on_change`` applies."""
         before, kind = getattr(self.dataset, name), type(self.dataset).__name__
-        splits = self._split is not None and name in _SAMPLE_ATTRIBUTES
-        if not splits and name in self._reads | _SAMPLE_ATTRIBUTES and before is not value and self._holds_samples():
+        samples = self._wrapping[1]
+        follows = name in CONVENTIONAL and name in vars_of(self.dataset) and samples.split and bool(samples.probe)
+        if not follows and name in self._reads | {*CONVENTIONAL} and before is not value and self._holds_samples():
             self._audit.change(
                 f"{name} of {kind} was set: its samples are made with it, and some are cached as they were. For one part of "
                 f"the samples, give transform={{0: ...}} or {{'image': ...}}"
             )
         setattr(self.dataset, name, value)
-        if splits:
+        if follows:
             try:
                 self._follow_transforms()
             except BaseException:
@@ -123,28 +123,35 @@ class DatasetProxy(Dataset[_T]):
         return attribute_of(self.dataset, name, MISSING) is not MISSING
 
     def _follow_transforms(self) -> None:
-        """Split again when a transform of the dataset has been set or changed.
+        """Cut the program again when a transform of the dataset has been set.
+
+        If another part of the samples is cached then, a cache of this process begins anew.
 
         Raises:
-            DatasetError: cached samples were made with another beginning, and ``on_change`` is not "uncached".
+            DatasetError: the cache has a name or a disk, and ``on_change`` is "raise".
         """
-        if self._split is None or self._audit.changed or not self._split.has_changed():
+        if self._audit.changed or not self._transforms.has_changed():
             return
-        old = self._split if self._holds_samples() else None
-        try:
-            split = self._plan(self.dataset, old=old)
-            if split is None:
-                raise DatasetError(
-                    f"the transforms of {type(self.dataset).__name__} were changed, and cannot be split any more. Make a new "
-                    f"CachedDataset."
-                )
-        except DatasetError as error:
-            if self._audit.on_change != "uncached":
-                raise
-            self._audit.change(str(error))
-        else:
+        self._transforms = HeldTransforms(self.dataset)
+        kind, (where, samples) = type(self.dataset).__name__, self._wrapping
+        finding = f"a transform of {kind} was set: its samples are made with it, and some are cached as they were"
+        if get_worker_info() is not None or not (samples.split and samples.probe):
+            self._audit.change(finding)
+            return
+        from stocache.datasets.wrapping import Wrapper  # here: loaders start faster
+
+        wrapper = Wrapper(self.dataset, self._len, where, samples)
+        before = "" if self._split is None else self._split.before_text()
+        split, probe = wrapper.cut(before)
+        if before and split is not None and split.before_text() == before:
             split.bind()
-            self._split, self._loader = split, split if split.has_rest else SampleLoader(self.dataset)
+            self._split, self._loader = split, split
+        elif where.name is None and where.disk is None:
+            self._take(wrapper.make(split, probe))
+        elif self._audit.on_change != "raise":
+            self._audit.change(finding)
+        else:
+            raise DatasetError(f"{finding}. Set it before CachedDataset, or make a new one.")
 
     def _warn_of_hidden(self) -> None:
         """Warn, once for each class, of public attributes of the dataset whose names this object has for others."""
@@ -177,6 +184,42 @@ class DatasetProxy(Dataset[_T]):
     def _holds_samples(self) -> bool:
         """Return whether samples are cached, or may be at any moment, by other ranks."""
         return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
+
+
+def cut_of(cached: Any) -> str:
+    """Return which lines of the dataset's program are cached, and which run each time; empty if whole samples are cached."""
+    return "" if cached._split is None or cached.is_left else str(cached._split.text)
+
+
+def rest_of_cut(cached: Any) -> str:
+    """Return what runs each time for a cached sample, in brackets; empty if whole samples are cached."""
+    return f" ({rest})" if (rest := cut_of(cached).rpartition("run each time: ")[2]) else ""
+
+
+def finding_of(cached: Any) -> str | None:
+    """Return what samples depend on besides their index, if this process has found that; else None."""
+    finding: str | None = cached._audit.finding
+    return finding
+
+
+def peek(cached: Any, idx: int) -> Any:
+    """Return a cached sample as it is served, without counting it; `MISSING` if it is not cached."""
+    sample = cached.cache.peek(idx)
+    return sample if sample is MISSING or not cached._has_rest else cached._split.finish(idx, sample)
+
+
+class HeldTransforms:
+    """The transforms that a dataset and those within it hold now. Slots hide them, as those of an `Audit`."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, dataset: object) -> None:
+        holders = [found for found in walk(dataset) if not isinstance(found, DatasetProxy)]
+        self._held = [(each, name, vars_of(each)[name]) for each in holders for name in CONVENTIONAL if name in vars_of(each)]
+
+    def has_changed(self) -> bool:
+        """Whether one of them has been set."""
+        return any(vars_of(holder).get(name) is not value for holder, name, value in self._held)
 
 
 def _new(kind: type[_Self]) -> _Self:

@@ -12,8 +12,8 @@ import torch
 
 from stocache.samples.indices import spread
 from stocache.system.generators import is_own_or_dataset, parts_of
-from stocache.system.hashing import checksum
-from stocache.system.objects import attribute_of, recorded_reads
+from stocache.system.hashing import checksum, digest
+from stocache.system.objects import attribute_of, recorded_names
 
 _WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
 _BLOCK = 1024  # entries of an array
@@ -64,7 +64,7 @@ def table_text(value: Any, whole: int) -> str | None:
 def used_by_loads(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[set[str], set[str]]]:
     """Make samples. Yield the names of the tables that this changes, and of the attributes that it reads. For a child."""
     before = table_digests(dataset)
-    with recorded_reads(dataset) as reads:
+    with recorded_names(dataset) as reads:
         for idx in indices:
             with contextlib.suppress(Exception):  # it is raised again when the sample is requested
                 dataset[idx]
@@ -122,8 +122,3 @@ def _frame_text(frame: Any) -> str:
     except (KeyError, TypeError):  # of another library; or cells that are lists
         values = rows.values.tolist()
     return digest((len(frame), [*attribute_of(frame, "columns", ())], values))
-
-
-def digest(value: object) -> str:
-    """Return a short text that is equal if the bytes of two values, or their reprs, are."""
-    return f"#{checksum(value if isinstance(value, bytes) else repr(value).encode(errors='replace'))}"

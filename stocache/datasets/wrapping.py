@@ -1,11 +1,10 @@
-"""Prepare a dataset for caching: look at some samples, plan where its transforms are split, and make the cache."""
+"""Prepare a dataset for caching: look at some samples, plan where its program is cut, and make the cache."""
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -19,11 +18,12 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
+from stocache.datasets.cut.planning import ENCODED, Planner, holds_pipelines
+from stocache.datasets.cut.source import CannotCut
+from stocache.datasets.cut.split import Split
 from stocache.datasets.loaders import BlockLoader, SampleLoader, admission_unit, choose_blocks
 from stocache.datasets.probing import Probe, probe_samples
 from stocache.datasets.proof import proof_of
-from stocache.datasets.transforms.planning import plan_split, warn_of_random_steps
-from stocache.datasets.transforms.splitting import Split
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
@@ -44,8 +44,7 @@ class Wrapped:
 
     Attributes:
         probe: the samples that were loaded.
-        split: how samples are made in two parts, or None; see NOTE [ Splitting ].
-        plan: called with a dataset to split its transforms again; the arguments of `plan_split`.
+        split: how samples are made in two parts, or None; see NOTE [ Cut programs ].
         loader: loads the samples that the caches miss.
         disk: the cache behind the memory, or None.
     """
@@ -53,7 +52,6 @@ class Wrapped:
     cache: SharedCache | RaggedCache
     probe: Probe
     split: Split | None
-    plan: Callable[..., Split | None]
     loader: SampleLoader | BlockLoader | Split
     disk: DiskCache | None
 
@@ -73,7 +71,7 @@ def wrap(dataset: object, length: int, options: CacheOptions, samples: SampleOpt
                 name, length, format_size(limit), name,
             )  # fmt: skip
             options, samples, length = CacheOptions(0), SampleOptions(copy=samples.copy), 0
-    return _Wrapper(dataset, length, options, samples).wrap()
+    return Wrapper(dataset, length, options, samples).wrap()
 
 
 _MANY = 1 << 26  # samples; a table of fewer takes little memory and time
@@ -81,7 +79,9 @@ _MOST = 1 << 28  # samples in the table of a cache
 _TABLE_SHARE = 64  # a table of many samples takes at most one part in so many of the cache
 
 
-class _Wrapper:
+class Wrapper:
+    """Makes the parts of a `CachedDataset`; the arguments of `wrap`."""
+
     def __init__(self, dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> None:
         self._dataset, self._length, self._options, self._samples = dataset, length, options, samples
         ragged = options.admission != "all" or options.codec is not None
@@ -97,6 +97,10 @@ class _Wrapper:
         self._probes = bool(samples.probe) and samples.example is None
         self._stream = find_stream(dataset) if self._probes and self._caches else None
         self._splits = samples.split and self._unit is None and self._caches and length > 0 and self._stream is None
+        if not isinstance(samples.probe, int) or samples.probe < 0:
+            raise LimitError(f"probe={samples.probe!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
+        if samples.split not in (True, False, "straight"):
+            raise LimitError(f"split={samples.split!r} is unknown. Use True, False or 'straight'.")
         encoded = samples.store == "encoded"
         if encoded and not (samples.split and self._probes and self._unit is None):
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
@@ -105,33 +109,21 @@ class _Wrapper:
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
             limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
         self._limit = limit
-        self._plan = partial(
-            plan_split,
-            length=length,
-            limit=limit,
-            cut=samples.cut,
-            encoded=encoded,
-            allow_pickle=options.allow_pickle,
-            probe=samples.probe,
-        )
 
     def wrap(self) -> Wrapped:
-        split = None
-        if self._splits and self._probes:
-            split = self._plan(self._dataset, wanted=self._wanted())
-        elif self._splits:
-            reason = "no sample was loaded" if self._samples.example is None else "only an example is known"
-            warn_of_random_steps(self._dataset, reason)
+        """Return the cache and what belongs to it."""
+        return self.make(*self.cut())
+
+    def make(self, split: Split | None, probe: Probe) -> Wrapped:
+        """Return the cache for a split, and what belongs to it."""
         try:
-            probe, cache = self._make_cache(split)
+            cache = self._make_cache(split, probe)
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
             wanted = self._wanted()
             if split is None or wanted in (None, split.before_text()):
                 raise
-            split = self._plan(self._dataset, wanted=wanted)
-            probe, cache = self._make_cache(split)
-        if self._splits and probe.loaded_here and split is None:
-            warn_of_random_steps(self._dataset, "no child process can load its samples")
+            split, probe = self.cut(wanted)
+            cache = self._make_cache(split, probe)
         known = {} if probe.keeps else probe.samples
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
             cache.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
@@ -143,7 +135,48 @@ class _Wrapper:
             disk.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
         if split is not None:
             split.bind()
-        return Wrapped(cache, probe, split, self._plan, self._make_loader(cache, split, probe, disk), disk)
+        return Wrapped(cache, probe, split, self._make_loader(cache, split, probe, disk), disk)
+
+    def cut(self, wanted: str | None = None) -> tuple[Split | None, Probe]:
+        """Return how samples are made in two parts, or None, and the samples that were loaded.
+
+        ``wanted``: the `Split.before_text` that is hoped for; if left out, that of an earlier run.
+        """
+        wanted, encoded, planner, probe, problem = wanted or self._wanted(), self._samples.store == "encoded", None, Probe(), ""
+        if self._splits and self._probes:
+            try:
+                hoists = self._samples.split != "straight"
+                planner = Planner(
+                    self._dataset, self._length, self._limit, self._samples.cut, encoded, hoists, self._samples.probe, wanted
+                )
+            except CannotCut as error:
+                problem = str(error)
+        needs_survey = planner is not None and (encoded or planner.reads)
+        if self._caches and not needs_survey and not (encoded and problem):
+            probe = self._look(None, (), None if planner is None else planner.survey)
+        try:
+            if planner is None:
+                raise CannotCut(problem)
+            if probe.draws:
+                return planner.find(probe.survey, self._look)
+            chooses = self._samples.cut is not None or bool(wanted) or not self._fits(probe)
+            if needs_survey or (chooses and probe.finding is None and probe.samples and holds_pipelines(self._dataset)):
+                return planner.find(None, self._look)
+        except CannotCut as error:
+            if encoded:
+                raise DatasetError(ENCODED.format(type(self._dataset).__name__, str(error))) from None
+            if needs_survey:
+                probe = Probe(finding=str(error))
+            elif probe.draws and str(error):
+                probe.finding = f"{probe.finding}, {error}"
+        return None, probe
+
+    def _fits(self, probe: Probe) -> bool:
+        """Whether all samples fit, if they are like the probed ones."""
+        if self._options.disk is not None:
+            return True
+        expected = _expected_bytes(probe, self._length, self._options, bool(self._options.narrow))
+        return expected is None or expected <= self._limit
 
     def _wanted(self) -> str | None:
         """Return where the samples of an earlier run were cut; None without an earlier run."""
@@ -159,8 +192,7 @@ class _Wrapper:
             return options
         return dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{FINGERPRINT_STEPS_SEPARATOR}{before}")
 
-    def _make_cache(self, split: Split | None) -> tuple[Probe, SharedCache | RaggedCache]:
-        probe = self._look(split) if self._caches else Probe()
+    def _make_cache(self, split: Split | None, probe: Probe) -> SharedCache | RaggedCache:
         options = self._options_for(split)
         if probe.finding is not None or probe.keeps:  # samples are random, or each rank wants to load them
             options = dataclasses.replace(options, share_ranks=False)
@@ -177,27 +209,27 @@ class _Wrapper:
         proof = proof_of(self._dataset, probe, split) if by_ranks else None
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
-            return probe, SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
+            return SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
         if self._placement == Placement("scattered") or probe.finding is not None:
             expected = _expected_bytes(probe, self._length, options, bool(options.narrow))
             if options.narrow and expected and (wide := _expected_bytes(probe, self._length, options, False)):
                 logger.info(
                     "numbers made of small integers are kept as these: %.3g times as many samples fit.", wide / expected
                 )
-            return probe, RaggedCache.from_options(options, self._length, proof, expected)
+            return RaggedCache.from_options(options, self._length, proof, expected)
         raise LimitError(
             f"placement={self._samples.placement!r} is for samples of one shape. Those of varying size are kept in the order "
             f"in which they come; leave it out."
         )
 
-    def _look(self, split: Split | None) -> Probe:
-        """Return the probed samples, or the example."""
+    def _look(
+        self, split: Split | None, first: Sequence[int] = (), survey: Callable[[], Iterator[Any]] | None = None
+    ) -> Probe:  # fmt: skip
+        """Return the probed samples, or the example. See `probe_samples`."""
         count, example = self._samples.probe, self._samples.example
-        if not isinstance(count, int) or count < 0:
-            raise LimitError(f"probe={count!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if example is not None:
             return Probe(example=example)
-        disk = self._options.disk if self._options.fingerprint is not None else None
+        disk = self._options.disk if self._options.fingerprint is not None and split is None else None
         if disk is not None and count and not self._options.narrow:  # one sample does not say what all are made of
             known = known_example(disk, self._length, self._options_for(split).fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
@@ -209,7 +241,7 @@ class _Wrapper:
                 f"If samples depend on their index alone, pass probe=0"
             )
         if count:
-            return probe_samples(self._dataset, self._length, count, None if split is None else split.load)
+            return probe_samples(self._dataset, self._length, count, None if split is None else split.load, survey, first)
         if self._samples.variable is False:
             raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
         return Probe()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
+from stocache.datasets.proxy import rest_of_cut
 from stocache.observe.recording.epochs import EpochStats
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
 from stocache.observe.recording.record import SAMPLES_MADE, WAIT_NS, TimingRecord
@@ -210,6 +211,7 @@ class RunningEpoch:
             cores=here.usable_cpus(),
             cache=None if self._cache is None else partial(self._cache_facts, self._cache),
             left=self.dataset is not None and self.dataset.is_left,
+            rest="" if self.dataset is None else rest_of_cut(self.dataset),
             cpu_s=self.cpu_s,
         )
         return replace(stats, complete=True, verdict=judge(stats, facts))

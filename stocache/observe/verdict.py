@@ -49,8 +49,7 @@ _LEFT = (
     "the dataset makes each sample, because samples depend on more than their index (see the warning); move random steps to "
     "transform=, or set on_change='keep'"
 )
-_CACHED = "if they draw no random numbers, CachedDataset makes them only once"
-_CHEAPER = "only cheaper transforms, or deterministic ones that run before the cache, would remove it"
+_CACHED = "CachedDataset makes only once what they are before random numbers are drawn"
 _REMOVES, _LITTLE = "would remove it", "helps little"
 
 
@@ -171,6 +170,7 @@ class EpochFacts:
         cpu_s: CPU seconds of all threads of this process in the epoch.
         cache: returns the state of the cache; None if the dataset has no open cache.
         left: whether the dataset has stopped using its cache.
+        rest: what the dataset's program runs each time for a cached sample: lines and transforms, in brackets; or empty.
     """
 
     counted: Counted
@@ -183,6 +183,7 @@ class EpochFacts:
     cores: int
     cache: Callable[[], CacheFacts] | None
     left: bool = False
+    rest: str = ""
     cpu_s: float = 0.0
 
 
@@ -257,10 +258,10 @@ class _Parts:
             return "source", f"{each}; {_CACHED}" if sample_s > _HIT_S else each
         if largest == "make":
             each = f"reading and transforming {plural(stats.samples, 'cached sample')}, {format_seconds(sample_s)} each"
-            return "transform", f"{each}, is the limit; {self.more or _CHEAPER}"
+            return "transform", f"{each}{facts.rest}, is the limit; {self.more or 'only cheaper transforms would remove it'}"
         if largest == "collate":
-            remedy = self.more or "only cheaper batches would remove it"
-            return "collate", f"collating {self._each(stats.batches, 'batch', self.collate_s)} is the limit; {remedy}"
+            each = self._each(stats.batches, "batch", self.collate_s)
+            return "collate", f"collating {each} is the limit; {self.more or 'only cheaper batches would remove it'}"
         each = f"handing over {self._each(stats.batches, 'batch', self.hand_over_s)} is the limit"
         remedy = "larger batches, or worker_method='thread', cost less"
         return "hand-over", f"{each}; {self._alone() if stats.seconds > _FASTER * self.alone_s else remedy}"

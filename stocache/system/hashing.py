@@ -46,6 +46,11 @@ def checksum(*parts: BytesLike) -> str:
     return digest.hexdigest()
 
 
+def digest(value: object) -> str:
+    """Return a short text that is equal if the bytes of two values, or their reprs, are."""
+    return f"#{checksum(value if isinstance(value, bytes) else repr(value).encode(errors='replace'))}"
+
+
 def callable_text(function: Any) -> str:
     """Return a text that identifies a callable, the same in all processes with one version of Python.
 

@@ -134,41 +134,31 @@ else:
 
 
 @contextlib.contextmanager
-def recorded_reads(dataset: object) -> Iterator[set[str]]:
-    """Yield a set that collects the attributes of the dataset that are read in the block."""
-    reads: set[str] = set()
-    cls: Any = type(dataset)
-    original, own = cls.__getattribute__, vars_of(dataset)
+def recorded_names(dataset: object, method: str = "__getattribute__") -> Iterator[set[str]]:
+    """Yield a set that collects the attributes of the dataset that are read in the block; or set, if ``method`` does that."""
+    cls, names = type(dataset), set[str]()
+    original = getattr(cls, method)
 
-    def __getattribute__(self: Any, name: str) -> Any:
-        is_patched = cls.__dictoffset__ and original(self, "__dict__") is own  # see NOTE [ Patched datasets ]
-        if not name.startswith("__") and (self is dataset or is_patched):
-            reads.add(name)
-        return original(self, name)
+    def record(self: Any, name: str, *value: object) -> Any:
+        if self is dataset and not name.startswith("__"):
+            names.add(name)
+        return original(self, name, *value)
 
-    has_own = "__getattribute__" in vars(cls)
+    undo = partial(setattr, cls, method, original) if method in vars(cls) else partial(delattr, cls, method)
     try:
-        cls.__getattribute__ = __getattribute__
+        setattr(cls, method, record)
     except TypeError:  # of a built-in class, whose objects have no attributes
-        yield reads
+        yield names
         return
-    undo: Callable[[], None] = partial(_put_back, cls, original if has_own else None)
     _patches.append(undo)
     try:
-        yield reads
+        yield names
     finally:
         _patches.remove(undo)
         undo()
 
 
 _patches: list[Callable[[], None]] = []  # to undo in a forked child, where the thread that patched a class is not
-
-
-def _put_back(cls: Any, original: Any) -> None:
-    if original is not None:
-        cls.__getattribute__ = original
-    elif "__getattribute__" in vars(cls):
-        del cls.__getattribute__
 
 
 def _enter_child() -> None:

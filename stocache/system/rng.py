@@ -118,38 +118,6 @@ class RngMonitor:
         return fingerprint() != self._before
 
 
-class LineOfDraw:
-    """A ``with`` block that finds the line of the user's code that draws from a global generator first. It is slow.
-
-    Attributes:
-        text: the file and the number of the line; None if nothing was drawn.
-    """
-
-    text: str | None = None
-
-    def __enter__(self) -> "LineOfDraw":
-        self._before, self._tracer = fingerprint(), sys.gettrace()
-        self._line: tuple[str, int] | None = None
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._tracer)
-        self._look()
-
-    def _trace(self, frame: Any, event: str, argument: Any) -> Any:
-        path = frame.f_code.co_filename
-        if is_of_library(path) or self.text is not None:
-            return None
-        self._look()
-        self._line = path, frame.f_lineno
-        return self._trace
-
-    def _look(self) -> None:
-        if self.text is None and self._line is not None and fingerprint() != self._before:
-            self.text = "{}:{}".format(*self._line)
-
-
 class LineOfSeed:
     """A ``with`` block that finds the line of code that first takes a seed, or random bytes, from the system. It is slow.
 

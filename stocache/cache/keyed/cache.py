@@ -191,7 +191,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return len(self._table)
 
     def keys(self) -> Iterator[_K]:
-        """Yield the keys that are cached in memory, in no order. Paths come as `Path`, and numbers of numpy as Python's.
+        """Yield the keys that are cached in memory, in no order. Paths come as ``Path``, and numbers of numpy as Python's.
 
         Raises:
             CacheKeyError: one is a member of an enum whose module is not imported here.

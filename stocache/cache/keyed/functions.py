@@ -39,14 +39,14 @@ from stocache.shm.job import job_of_process_tree
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
 from stocache.system.hashing import callable_text, checksum, code_text
-from stocache.system.objects import recorded_reads, static_attribute, vars_of
+from stocache.system.objects import recorded_names, static_attribute, vars_of
 from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_reads` is for one thread at a time
+_recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_names` is for one thread at a time
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _OPTIONS = "name", "persist", "fingerprint", "codec", "allow_pickle"
@@ -271,7 +271,7 @@ class CachedFunction:
             if _kind_of(obj) in self._reads or self._reason:
                 return self(*(args if self._object is None else args[1:]), **kwargs)
             before = _marks(obj)
-            with recorded_reads(obj) as reads:
+            with recorded_names(obj) as reads:
                 value = self._computed(args, kwargs)
             changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
             own = vars_of(obj) or {}

@@ -6,10 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stocache.datasets.transforms.patching import Site
-from stocache.datasets.transforms.pipelines import Pipeline, deterministic
+from stocache.datasets.transforms.pipelines import deterministic
 from stocache.system.limits import open_memfd
-from stocache.system.objects import attribute_of, vars_of
 
 
 @deterministic
@@ -54,11 +52,3 @@ def _file_of(data: bytes) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}"
     finally:
         os.close(fd)
-
-
-def open_loader(dataset: object) -> dict[Site, Pipeline]:
-    """Return the loader of a dataset as a pipeline of two steps: read the file, decode it. Empty where there is no loader."""
-    loader = attribute_of(dataset, "loader")
-    if not callable(loader) or "loader" not in vars_of(dataset):
-        return {}
-    return {Site((), "loader"): Pipeline(loader, (ReadFile(), Decode(loader)))}

@@ -68,7 +68,7 @@ def _choose_uncached(name: str, method: Callable[..., Any], *args: Any, **kwargs
 
 
 class ReadTransform:
-    """Makes the samples of a Hugging Face dataset with a transform: the counterpart of `splitting.BoundPlan`.
+    """Makes the samples of a Hugging Face dataset with a transform: the counterpart of `BoundCut`.
 
     Args:
         dataset: the dataset.

@@ -1,16 +1,13 @@
 """Transform parts of a sample, as in ``{"image": augment}`` and ``{0: augment}``; find and replace parts by their path."""
 
 import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from stocache.errors import DatasetError
-from stocache.samples.pytree import DEEP
 
 
 def as_transform(transform: Any) -> Callable[[Any], Any] | None:
@@ -62,9 +59,9 @@ class PartTransform:
                 function.check(part)
 
 
-def _find_part(sample: object, key: object) -> Any:
+def _find_part(sample: Any, key: Any) -> Any:
     try:
-        return part_at(sample, (key,))
+        return getattr(sample, key) if _is_field(sample, key) else sample[key]
     except (LookupError, AttributeError, TypeError):
         shown = type(sample).__name__
         if isinstance(sample, Mapping):
@@ -95,44 +92,3 @@ def _replace(sample: Any, key: Any, new: Any) -> Any:
     else:
         changed[key] = new
     return changed
-
-
-Path: TypeAlias = tuple[Any, ...]
-"""Keys, positions and names of fields that lead to a part of a sample; () for the sample itself."""
-
-_MAX_PARTS = 256  # of a container are searched
-
-
-def find_parts(sample: object, wanted: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[Path, Any]]:
-    """Yield the paths to parts of a sample that are ``wanted``, and these parts."""
-    if wanted(sample):
-        yield (), sample
-        return
-    inner: Iterable[tuple[Any, Any]] = ()
-    if isinstance(sample, Mapping):
-        inner = sample.items()
-    elif isinstance(sample, list | tuple):
-        inner = enumerate(sample)
-    elif type(sample) is slice:
-        inner = ((name, getattr(sample, name)) for name in ("start", "stop", "step"))
-    elif dataclasses.is_dataclass(sample) and not isinstance(sample, type):
-        inner = vars(sample).items() if hasattr(sample, "__dict__") else ()
-    if depth < DEEP:
-        for key, value in islice(inner, _MAX_PARTS):
-            for path, part in find_parts(value, wanted, depth + 1):
-                yield (key, *path), part
-
-
-def part_at(sample: Any, path: Path) -> Any:
-    """Return the part of a sample at a path."""
-    for key in path:
-        sample = getattr(sample, key) if _is_field(sample, key) else sample[key]
-    return sample
-
-
-def with_part(sample: object, path: Path, part: object) -> Any:
-    """Return a copy of the sample with another part at a path; only the containers on the path are copied."""
-    if not path:
-        return part
-    key = path[0]
-    return _replace(sample, key, part if len(path) == 1 else with_part(part_at(sample, (key,)), path[1:], part))

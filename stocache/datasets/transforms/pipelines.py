@@ -290,37 +290,3 @@ def step_text(step: object) -> str:
     if inspect.isroutine(step) or type(step) is functools.partial:
         return callable_text(step)
     return f"{type(step).__module__}.{step_name(step)}"
-
-
-_HEAP_TYPE = 1 << 9  # a flag of types: the class was made at run time, so its state is in __dict__
-
-
-def same_step(one: Any, other: Any) -> bool:
-    """Whether two steps are known to do the same: they are one object, or of one class with equal attributes."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, ArgumentTransform):
-        return one.position == other.position and same_step(one.transform, other.transform)
-    cls = type(one)
-    has_hidden_state = cls.__flags__ & _HEAP_TYPE == 0 or any(vars(base).get("__slots__") for base in cls.__mro__)
-    return not has_hidden_state and _same_state(one, other)
-
-
-def _same_state(one: object, other: object) -> bool:
-    first, second = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
-    return first.keys() == second.keys() and all(_same_value(first[key], second[key]) for key in first)
-
-
-def _same_value(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    try:
-        return bool(one == other) or ("0x" not in repr(one) and repr(one) == repr(other))
-    except (ValueError, RuntimeError):  # of arrays, which compare element by element
-        return repr(one) == repr(other)

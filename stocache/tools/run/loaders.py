@@ -2,7 +2,6 @@
 
 import logging
 import multiprocessing
-import operator
 import os
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 from stocache.cache.options import CacheOptions
 from stocache.cache.states import SlotState
 from stocache.datasets.cached import CachedDataset
+from stocache.datasets.proxy import cut_of, finding_of, peek
 from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
 from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
 from stocache.loader.epochs import EpochLog, RunningEpoch
@@ -301,7 +301,7 @@ class ProgramLoaders:
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
             return
-        known.problem = _why_no_gain(cached)
+        known.problem = f"{finding_of(cached)}." if cached.is_left else _why_no_gain(cached)
         if known.problem:
             cached.close()
             return
@@ -338,10 +338,11 @@ class ProgramLoaders:
         if cached is None:
             return f"not cached: {known.problem}" if known.problem else "not cached: it was iterated once"
         stats = cached.cache.stats()
-        left = "; the dataset makes each sample, as samples depend on more than their index" if cached.is_left else ""
+        left = "the dataset makes each sample, as samples depend on more than their index" * cached.is_left
+        rest = left or cut_of(cached)
         return (
             f"cached: {stats.filled} of {stats.dataset_len} samples, {format_size(stats.reserved_bytes)}, hit rate "
-            f"{stats.hit_rate:.0%}{left}"
+            f"{stats.hit_rate:.0%}{rest and f'; {rest}'}"
         )
 
 
@@ -380,18 +381,21 @@ def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
 def _why_no_gain(cached: CachedDataset) -> str:
     """Return that a sample costs less than a hit; "" if it costs more, or that is not known."""
     indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
-    if not indices or cached.is_left:
+    if not indices:
         return ""
-    times = partial(_time_each, partial(operator.getitem, cached.dataset), indices)
+    loads = cached.dataset.__getitem__, partial(peek, cached)
     try:
-        with closing(in_children([times], cached.dataset, _PATIENCE_S)) as costs_ns:
-            cost_ns = min(costs_ns)
+        cost_ns, hit_ns = (_least_in_child(cached, load, indices) for load in loads)
     except Exception:  # whatever a dataset raises in a child process
         return ""
-    hit_ns = min(_time_each(cached.cache.peek, indices))
     if cost_ns > hit_ns:
         return ""
     return f"a sample takes {format_seconds(cost_ns / 1e9)}, less than a cached one ({format_seconds(hit_ns / 1e9)})."
+
+
+def _least_in_child(cached: CachedDataset, load: Callable[[int], object], indices: list[int]) -> int:
+    with closing(in_children([partial(_time_each, load, indices)], cached.dataset, _PATIENCE_S)) as costs_ns:
+        return int(min(costs_ns))
 
 
 def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[int]:

@@ -23,8 +23,7 @@ _OPTIONS = (
     (r"disk= keeps", "--disk and --disk-limit keep"),
     (r"worker_method='(\w+)'", r"--worker-method \1"),
     (r"CachedDataset makes", "--cache auto makes"),
-    (r", or deterministic ones that run before the cache,", ""),
-    (r"; move random steps to transform=.*| Put random steps into transform=.*?(?= \(stocache|$)", ""),
+    (r"; move random steps to transform=.*| Load first and draw random numbers later.*?(?= \(stocache|$)", ""),
 )
 """Advice about stocache's own classes, and what stands for it where the program does not use them."""
 
@@ -54,7 +53,7 @@ def say_apart(text: str) -> None:
 def as_options(text: str, cached: bool) -> str:
     """Return advice for a user of ``stocache run``. ``cached``: whether ``--cache`` is given."""
     if cached:
-        text = re.sub(r"; if they draw no random numbers, .*", "", text)
+        text = re.sub(r"; CachedDataset makes only once .*", "", text)
     for ours, option in _OPTIONS:
         text = re.sub(ours, option, text)
     return text

@@ -5,12 +5,14 @@ A *leaf* of the tree is a dataset that makes samples itself. Leaves of one *kind
 
 from typing import Any
 
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
-from stocache.datasets.transforms.patching import find_sites
 from stocache.datasets.transforms.pipelines import open_pipeline, step_text
-from stocache.system.objects import get_many_of
+from stocache.system.objects import get_many_of, vars_of
 from stocache.system.walking import locate, makers, passes_on
+
+CONVENTIONAL = "transform", "transforms", "target_transform"
+"""Attributes that hold transforms, by the conventions of torchvision and timm."""
 
 
 class DatasetTree:
@@ -48,8 +50,11 @@ class DatasetTree:
 
 
 def _key(leaf: object) -> Any:
-    steps = tuple(
-        (site, None if transform is None else tuple(map(step_text, open_pipeline(transform).steps)))
-        for site, transform in find_sites(leaf).items()
-    )
-    return type(leaf), steps
+    """Return what leaves of one kind have in common: the class, switches, and the transforms that they hold."""
+    held: list[tuple[str, Any]] = []
+    for name, value in vars_of(leaf).items():
+        if isinstance(value, bool):
+            held.append((name, value))
+        elif value is not None and not isinstance(value, Dataset | type) and (callable(value) or name in CONVENTIONAL):
+            held.append((name, tuple(map(step_text, open_pipeline(value).steps))))
+    return type(leaf), sorted(held, key=str)

@@ -1,0 +1,418 @@
+"""Divide a function in two: what runs before the cache, and what runs each time after it.
+
+NOTE [ Divided functions ]
+    The first half ends before the first statement that draws. It returns the variables that the second half reads, its *state*,
+    or the sample itself, where it returned before. Where that statement is an ``if``, both branches are divided, and the test
+    is kept. Where it calls a function in Python, that function is divided as well; where it calls a known pipeline of
+    transforms, the deterministic steps at its beginning run in the first half, the others in the second.
+
+    Later statements that depend on nothing drawn are *hoisted* into the first half: they read no variable that a statement
+    before them binds or may change, bind none that it reads, and nothing in between returns or raises.
+
+    What a cache cannot hold is not in the state, but made again: imports, functions, and what the dataset holds
+    (``reader = self.readers[name]``). Arguments that only name something (``self.size``) are evaluated again, too.
+"""
+
+import ast
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from stocache.datasets.cut.source import PREFIX, CannotCut, SourceCode, build, is_call, is_path, number_of, statements
+
+STATE_ARGUMENT = f"{PREFIX}state"
+RETURNED = "return"
+"""The key of the sample, in a state of which nothing is left to do. No variable has this name."""
+
+_ENDS = ast.Return, ast.Raise, ast.Break, ast.Continue
+
+
+class Head(NamedTuple):
+    """How many steps of a known pipeline run before the cache, as text."""
+
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where a function is divided; see NOTE [ Divided functions ].
+
+    Attributes:
+        function: the `SourceCode.identity` of the function.
+        drew: the numbers of the statements that draw.
+        inner: how what a statement calls is divided, by its number.
+        at: the number of an earlier statement, before which the first half ends; None for the first that draws.
+        again: variables that are made again.
+        writes: attributes that drawing statements set.
+        hoists: whether later statements are hoisted.
+        whole: whether the first half ends before a statement of the source, not between two calls of it.
+    """
+
+    function: str
+    drew: frozenset[int] = frozenset()
+    inner: "Mapping[int, Division | Head]" = field(default_factory=dict)
+    at: int | None = None
+    again: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    hoists: bool = True
+    whole: bool = False
+
+    def straight(self) -> "Division":
+        """Return the division without hoisting."""
+        inner = {number: its.straight() if isinstance(its, Division) else its for number, its in self.inner.items()}
+        return replace(self, inner=inner, hoists=False)
+
+
+class Given(NamedTuple):
+    """Which arguments of a call are evaluated again after the cache.
+
+    Attributes:
+        arguments, keywords: for each position or name, whether it is.
+        has_more: whether more arguments are unpacked there.
+        is_item: whether the call is an item that is taken of an object.
+    """
+
+    arguments: tuple[bool, ...]
+    keywords: Mapping[str | None, bool]
+    has_more: bool
+    is_item: bool
+
+    def parameters(self, source: SourceCode, owners: int) -> frozenset[str] | None:
+        """Return the parameters of the called function that it gets again; None for all.
+
+        ``owners``: how many it gets besides the arguments: the object that a method belongs to.
+        """
+        if all(self.arguments) and all(self.keywords.values()):
+            return None
+        args, others = source.tree.args, {name for name, again in self.keywords.items() if not again}
+        names = [each.arg for each in (*args.posonlyargs, *args.args)][owners:]
+        others |= {name for name, again in zip(names, self.arguments, strict=False) if not again}
+        if not all(self.arguments[len(names) :]) and args.vararg is not None:
+            others.add(args.vararg.arg)
+        if args.kwarg is not None and others - source.parameters:
+            others.add(args.kwarg.arg)
+        return frozenset(source.parameters - others)
+
+
+class Halves(NamedTuple):
+    """The two halves of a function.
+
+    Attributes:
+        first, second: the functions.
+        before, after: the numbers of the lines of each.
+        works: whether the first half calls something.
+        text: the first half.
+    """
+
+    first: Any
+    second: Any
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    works: bool
+    text: str
+
+
+def halves_of(
+    source: SourceCode,
+    division: Division,
+    enter: Callable[[int, "Given"], tuple[Any, Any]] = lambda number, given: (None, None),
+    given: frozenset[str] | None = None,
+) -> Halves:
+    """Return the two halves of a function.
+
+    Args:
+        enter: called with the number of a statement whose call is divided, and what that call passes again; returns the two
+            functions that take the place of the call.
+        given: parameters that are passed to the second half again; None for all.
+
+    Raises:
+        CannotCut: a variable cannot be made again.
+    """
+    divider = _Divider(source, division, source.parameters if given is None else given)
+    first, second = divider.divide(copy.deepcopy(source.tree.body))
+    again = _made_again(first, division.again) if division.again else []
+    variables = source.variables | divider.names  # others are global
+    passed = division.again | (source.parameters if given is None else given) - _names(first, ast.Store)
+    values: dict[str, object] = {f"{PREFIX}keep": _keep, f"{PREFIX}copy": copy.deepcopy}
+    for number, its_given in divider.given.items():
+        values[f"{PREFIX}enter{number}"], values[f"{PREFIX}leave{number}"] = enter(number, its_given)
+
+    def keep(second: Sequence[ast.stmt], tests: frozenset[str] = frozenset()) -> list[Any]:
+        """Return the end of the first half: where it is divided in an ``if``, each branch keeps what is read after it."""
+        if second and isinstance(second[0], ast.If) and number_of(second[0]) is None:
+            choice, rest, tests = second[0], second[1:], tests | _names([second[0].test], ast.Load)
+            kept = ast.If(choice.test, keep([*choice.body, *rest], tests), keep([*choice.orelse, *rest], tests))
+            return [_placed(kept, source.tree)]
+        names = tuple(sorted((live(second)[0] | live(again)[0] | tests) & variables - passed))
+        return _at_line(f"return {PREFIX}keep(locals(), {names!r})", source.tree)
+
+    ended = [*map(_Returns().visit, copy.deepcopy(first)), *keep(second)]
+    kept = sorted((live(second)[0] | live(again)[0]) & variables - passed)
+    state = STATE_ARGUMENT
+    fill = [_at_line(f"if {name!r} in {state}: {name} = {state}[{name!r}]", source.tree)[0] for name in kept]
+    begin = build(source, ended, values)
+    end = build(source, [*fill, *again, *(second or [ast.Pass()])], values, STATE_ARGUMENT)
+    calls = (node for statement in first for node in ast.walk(statement) if is_call(node))
+    works = any(not ast.unparse(call).startswith(PREFIX) for call in calls)
+    return Halves(begin, end, _lines(first), _lines(second), works, f"{source.identity} {list(map(ast.dump, ended))}")
+
+
+def _lines(body: Sequence[ast.stmt]) -> tuple[int, ...]:
+    """Return the numbers of the lines of statements."""
+    found = [each.test if isinstance(each, ast.If) else each for each in statements(body) if number_of(each) is not None]
+    return tuple(sorted({line for each in found for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)}))
+
+
+def _keep(found: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    return {name: found[name] for name in names if name in found}
+
+
+def _at_line(text: str, place: ast.AST) -> list[Any]:
+    body = ast.parse(text).body
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if "lineno" in node._attributes:
+            ast.copy_location(node, place)
+    return body
+
+
+class _Returns(ast.NodeTransformer):
+    """Has the first half return what the function returned before it was divided."""
+
+    def visit_FunctionDef(self, node: Any) -> Any:
+        return node
+
+    visit_Lambda = visit_ClassDef = visit_FunctionDef
+
+    def visit_Return(self, node: ast.Return) -> Any:
+        state = ast.Dict([ast.Constant(RETURNED)], [node.value or ast.Constant(None)])
+        return ast.fix_missing_locations(ast.copy_location(ast.Return(state), node))
+
+
+def live(body: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
+    """Return the names that statements read before they have bound them, and those that they have bound at the end."""
+    wanted, bound = set[str](), set[str]()
+    for statement in body:
+        if isinstance(statement, ast.If):
+            (reads, binds), (others, other_binds) = live(statement.body), live(statement.orelse)
+            wanted |= (_names([statement.test], ast.Load) | reads | others) - bound
+            bound |= binds & other_binds
+            continue
+        in_place = [each.target for each in statements([statement]) if isinstance(each, ast.AugAssign)]
+        wanted |= (_names([statement], (ast.Load, ast.Del)) | _names(in_place, ast.Store)) - bound
+        if isinstance(statement, ast.Assign) and all(isinstance(target, ast.Name | ast.Tuple) for target in statement.targets):
+            bound |= _names(statement.targets, ast.Store)
+    return wanted, bound
+
+
+def _names(nodes: Sequence[ast.AST], context: Any) -> set[str]:
+    found = [node for each in nodes for node in ast.walk(each)]
+    names = {node.id for node in found if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    if context is ast.Store:
+        names |= {node.name for node in found if isinstance(node, ast.FunctionDef)}
+        names |= {(node.asname or node.name).partition(".")[0] for node in found if isinstance(node, ast.alias)}
+    return names
+
+
+def _touched(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the variables that statements bind, or whose objects they may change: arguments, and owners of what is called."""
+    found = _names(nodes, ast.Store) | _names(nodes, ast.Del)
+    for node in (node for each in nodes for node in ast.walk(each)):
+        roots: list[Any] = []
+        if isinstance(node, ast.Call):
+            roots = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            roots = [node.value]
+        for root in roots:
+            while isinstance(root, ast.Attribute | ast.Subscript | ast.Starred):
+                root = root.value
+            if isinstance(root, ast.Name):
+                found.add(root.id)
+    return found - {"self"}
+
+
+def _made_again(first: Sequence[ast.stmt], names: frozenset[str]) -> list[ast.stmt]:
+    """Return the statements of the first half that make these variables.
+
+    Raises:
+        CannotCut: they call something, or run under a condition.
+    """
+    again, made = list[ast.stmt](), set[str]()
+    for statement in first:
+        names_only = isinstance(statement, ast.Assign) and _only_names(statement.value)
+        if (names_only or isinstance(statement, _DEFINITIONS)) and (binds := _names([statement], ast.Store)) & names:
+            again.append(copy.deepcopy(statement))
+            made |= binds
+    if names - made:
+        raise CannotCut(f"a cache cannot hold {', '.join(sorted(names - made))}")
+    return again
+
+
+_DEFINITIONS = ast.FunctionDef | ast.Import | ast.ImportFrom
+
+
+def _only_names(node: Any) -> bool:
+    """Whether an expression only names something, with indices that do: ``self.readers[name]``, ``getattr(self, name)``."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        if isinstance(node, ast.Subscript) and not is_path(node.slice):
+            return False
+        node = node.value
+    is_getattr = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+    return is_path(node) or (is_getattr and all(map(is_path, node.args)))
+
+
+class _Divider:
+    """Divides the statements of a function.
+
+    Attributes:
+        names: variables that it adds.
+        given: what calls that are divided pass again, by the numbers of their statements.
+    """
+
+    def __init__(self, source: SourceCode, division: Division, given: frozenset[str] | set[str]) -> None:
+        self._division = division
+        self._variables, self._given_again = source.variables, given - _names(source.tree.body, ast.Store)
+        at = set() if division.at is None else {division.at}
+        self._cut = frozenset({*division.drew, *division.inner, *at})
+        if division.whole:
+            drawing = [each for each in statements(source.tree.body) if number_of(each) in self._cut]
+            self._cut |= {each.begin for each in drawing if hasattr(each, "begin")}
+        self.names: frozenset[str] = frozenset()
+        self.given: dict[int, Given] = {}
+
+    def divide(self, body: Any) -> tuple[list[Any], list[Any]]:
+        """Return the statements before the cut, and those after it."""
+        at = next((at for at, statement in enumerate(body) if self._draws(statement)), len(body))
+        first, second = body[:at], body[at:]
+        if second and isinstance(second[0], ast.If) and number_of(second[0]) not in self._cut:
+            test = ast.Name(self._name("test", second[0]), ast.Load())
+            kept = ast.Assign([ast.Name(test.id, ast.Store())], ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), second[0].test)))
+            (begin, end), (other_begin, other_end) = self.divide(second[0].body), self.divide(second[0].orelse)
+            first.append(_placed(kept, second[0]))
+            first += [_placed(ast.If(test, begin or [ast.Pass()], other_begin), second[0])] * bool(begin or other_begin)
+            rest = [_placed(ast.If(test, end or [ast.Pass()], other_end), second[0])] * bool(end or other_end)
+            second = [*rest, *second[1:]]
+        if not second:
+            return first, second
+        expanded = self._with_inner(second)
+        if expanded[0] is not second[0] and number_of(second[0]) != self._division.at:
+            first.append(expanded.pop(0))
+        elif self._division.at is not None:
+            return first, second
+        return (first, expanded) if not self._division.hoists else self._hoisted(first, expanded)
+
+    def _draws(self, statement: ast.stmt) -> bool:
+        return any(number_of(each) in self._cut for each in statements([statement]))
+
+    def _name(self, kind: str, statement: Any) -> str:
+        name = f"{PREFIX}{kind}{number_of(statement)}"
+        self.names |= {name}
+        return name
+
+    def _with_inner(self, body: Sequence[Any]) -> list[Any]:
+        """Return statements, those that call what is divided as two: the first half of the call, and the rest."""
+        found: list[Any] = []
+        equal: dict[str, tuple[set[str], ast.Call]] = {}  # the variables of a call, and its second half, for equal calls
+        for statement in body:
+            changed = _names([statement], ast.Store)
+            if not self._divides(statement):
+                changed |= _touched([statement])
+                found.append(statement)
+            else:
+                text = ast.dump(statement.value)
+                call = self._second_half(statement)
+                if text in equal:  # they share the first half, of which the second one may change its own
+                    shared = equal[text][1].args
+                    call.args[1], shared[1] = shared[1], _placed(ast.Call(_ours("copy"), [shared[1]], []), statement)
+                else:
+                    function, arguments, keywords = _call_of(statement.value)
+                    enter = ast.Call(_ours("enter", statement), [function, *arguments], keywords)
+                    found.append(_placed(ast.Assign([ast.Name(call.args[1].id, ast.Store())], enter), statement))
+                equal[text] = _names([statement.value], ast.Load), call
+                rest = copy.copy(statement)
+                rest.value = call
+                found.append(_placed(rest, statement))
+            equal = {text: its for text, its in equal.items() if not changed & its[0]}
+        return found
+
+    def _divides(self, statement: Any) -> bool:
+        """Whether what a statement calls is divided: not where arguments are unpacked that cannot be evaluated again."""
+        if number_of(statement) not in self._division.inner or number_of(statement) == self._division.at:
+            return False
+        given = self._given(statement)
+        return not given.has_more or (all(given.arguments) and all(given.keywords.values()))
+
+    def _given(self, statement: Any) -> Given:
+        _, arguments, keywords = _call_of(statement.value)
+        names = {key.arg: self._is_given(key.value) for key in keywords}
+        more = None in names or any(isinstance(each, ast.Starred) for each in arguments)
+        return Given(tuple(map(self._is_given, arguments)), names, more, isinstance(statement.value, ast.Subscript))
+
+    def _second_half(self, statement: Any) -> Any:
+        """Return the call of the second half of what a statement calls, with the arguments that are evaluated again."""
+        function, arguments, keywords = _call_of(statement.value)
+        given = self.given[number_of(statement)] = self._given(statement)
+        passed = [each if its else ast.Constant(None) for each, its in zip(arguments, given.arguments, strict=True)]
+        state = ast.Name(self._name("inner", statement), ast.Load())
+        named = [key if given.keywords[key.arg] else ast.keyword(key.arg, ast.Constant(None)) for key in keywords]
+        return ast.Call(_ours("leave", statement), [function, state, *passed], named)
+
+    def _is_given(self, node: Any) -> bool:
+        """Whether an argument only names something that is no variable, or is given again: it is evaluated again."""
+        if not is_path(node) or isinstance(node, ast.Lambda):
+            return False
+        while isinstance(node, ast.Attribute | ast.Starred):
+            node = node.value
+        return not (isinstance(node, ast.Name) and node.id in self._variables - self._given_again)
+
+    def _hoisted(self, first: list[Any], body: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return both halves, after statements that depend on nothing drawn were moved into the first."""
+        skipped: list[Any] = []
+        variables = self._variables | self.names
+        for statement in body:
+            reads, writes = _names([statement], (ast.Load, ast.Del)) & variables, _touched([statement]) & variables
+            free = not reads & _touched(skipped) and not writes & (_touched(skipped) | _names(skipped, ast.Load))
+            ends = any(isinstance(node, _ENDS) for each in (*skipped, statement) for node in ast.walk(each))
+            fixed = isinstance(statement, ast.Expr) or self._draws(statement) or _sets_attributes([statement])
+            attributes = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
+            changed = attributes & (self._division.writes | _sets_attributes(skipped))
+            move = skipped and free and not ends and not fixed and not changed
+            (first if move else skipped).append(statement)
+        return first, skipped
+
+
+def _placed(node: Any, place: ast.AST) -> Any:
+    return ast.fix_missing_locations(ast.copy_location(node, place))
+
+
+def _ours(kind: str, statement: Any = None) -> ast.Name:
+    return ast.Name(f"{PREFIX}{kind}{'' if statement is None else number_of(statement)}", ast.Load())
+
+
+def _call_of(call: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return what is called, and its arguments."""
+    return (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call.value, [call.slice], [])
+
+
+def _sets_attributes(nodes: Sequence[ast.AST]) -> set[str]:
+    found = (node for each in nodes for node in ast.walk(each))
+    return {node.attr for node in found if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)}
+
+
+def earlier(source_by_name: Mapping[str, SourceCode], division: Division) -> Iterator[Division]:
+    """Yield divisions that end the first half earlier, the latest first."""
+    source = source_by_name[division.function]
+    inner = [(number, its) for number, its in division.inner.items()]
+    for number, its in inner[:1] if division.at is None else ():
+        if isinstance(its, Division):
+            choices: Iterator[Any] = earlier(source_by_name, its)
+        else:
+            choices = (Head(its.steps[:count]) for count in range(len(its.steps) - 1, -1, -1))
+        yield from (replace(division, inner={**division.inner, number: choice}) for choice in choices)
+    cut = {*division.drew, *division.inner}
+    body: list[Any] = source.tree.body
+    end = next((at for at, each in enumerate(body) if any(number_of(inner) in cut for inner in statements([each]))), len(body))
+    for at in range(end, 0, -1):
+        before = body[:at]
+        if at < len(body) and any(is_call(node) for each in before for node in ast.walk(each)):
+            yield replace(division, at=number_of(body[at]))

@@ -1,0 +1,222 @@
+"""Plan where the program of a dataset is cut, from measurements and trials before the user's own loop.
+
+NOTE [ Where to cut ]
+    A later cut saves more work, but may need more memory: a float tensor has four times the bytes of its image. The usual
+    choice is the latest cut at which all samples fit, or if there is no such cut, the one with the smallest samples. If another
+    cut saves more than twice as much, that is taken: the path of an image is smaller than the image, but caching it saves next
+    to nothing.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from torch.utils.data import Dataset
+
+from stocache.datasets.cut.program import steps_of
+from stocache.datasets.cut.source import CannotCut
+from stocache.datasets.cut.split import CutPlan, Split
+from stocache.datasets.cut.surveying import Example, Loaded, Option, Survey, finish_parts, survey
+from stocache.datasets.cut.tree import DatasetTree
+from stocache.datasets.transforms.huggingface import find_read_transform
+from stocache.samples.indices import spread
+from stocache.samples.record_decoder import pack_sample, unpack_sample
+from stocache.system.describe import difference
+from stocache.system.figures import format_seconds
+from stocache.system.limits import format_size
+from stocache.system.loading.fallback import in_children_or_here
+from stocache.system.objects import attribute_of, vars_of
+from stocache.system.walking import makers
+
+logger = logging.getLogger("stocache")
+
+Cut: TypeAlias = Literal["latest", "smallest"] | None
+
+_EXAMPLES = 3  # samples of each kind of leaf that are tried out, at least
+_SEARCHED = 4096  # samples whose leaves are searched for all kinds
+_MAX_KINDS = 8  # of leaves
+_MOST_ATTEMPTS = 3
+_PATIENCE_S = 120.0  # for one sample
+_NEGLIGIBLE_S = 1e-4  # of saved time per sample
+
+ENCODED = (
+    "store='encoded' is for datasets that load each file by an attribute `loader`, called with its path, as torchvision's "
+    "folders do; with {} it does not work: {}. Leave store= out; or have your dataset return the bytes of its files, and "
+    "decode them in transform=."
+)
+
+
+def holds_pipelines(dataset: object) -> bool:
+    """Return whether a dataset, or one within it, holds known transforms."""
+    held = [value for leaf in makers(dataset) for value in vars_of(leaf).values() if not isinstance(value, Dataset)]
+    return any(callable(value) and steps_of(value, ()) is not None for value in held)
+
+
+class Planner:
+    """Finds the cuts of a dataset's program.
+
+    Attributes:
+        reads: whether a dataset of Hugging Face transforms, or decodes, samples when they are read.
+
+    Args:
+        length: samples of the dataset.
+        limit: bytes of the cache.
+        cut: where to cut; None decides.
+        encoded: whether to cache files as they are.
+        hoists: whether statements after the first that draws may run before the cache.
+        probe: how many samples to load.
+
+    Raises:
+        CannotCut: it cannot be cut.
+    """
+
+    def __init__(
+        self, dataset: object, length: int, limit: int, cut: Cut, encoded: bool, hoists: bool = True, probe: int = _EXAMPLES,
+        wanted: str | None = None,
+    ) -> None:  # fmt: skip
+        self._dataset, self._length, self._limit, self._cut, self._wanted = dataset, length, limit, cut, wanted
+        self._tree, self._encoded, self._hoists = DatasetTree(dataset), encoded, hoists
+        self._read = {kind for kind in self._tree.kinds if find_read_transform(self._tree.leaves[kind], encoded) is not None}
+        if encoded and not self._read and not all(map(_has_loader, self._tree.leaves)):
+            raise CannotCut("it has no loader")
+        if len(set(self._tree.kinds)) > _MAX_KINDS:
+            raise CannotCut(f"there are {len(set(self._tree.kinds))} kinds of datasets within it")
+        self._examples = _choose_examples(self._tree, length, probe)
+        if {*self._examples} != {*self._tree.kinds}:
+            raise CannotCut("some datasets within it have no samples here")
+        self.reads = bool(self._read)
+        self._loaded, self._surveys = dict[Example, tuple[Any, ...]](), dict[int, Survey]()
+        self._chosen: dict[int, Option] = {}
+
+    def survey(self, forced: bool = False) -> Iterator[Any]:
+        """Load samples to find where the program can be cut, and yield what `find` takes. For a child process.
+
+        ``forced``: at the first known transforms, whether or not they draw.
+        """
+        kinds = {kind: its for kind, its in self._examples.items() if kind not in self._read}
+        how = "loader" if self._encoded else "pipelines" if forced else None
+        room, every = self._limit / max(1.0, self._length * 1.02), self._cut is not None or self._wanted is not None
+        yield from survey(self._tree, kinds, how, self._hoists, room, every)
+
+    def find(self, items: Iterable[Any] | None, look: Callable[[Split, list[int]], Any]) -> tuple[Split, Any]:
+        """Return the best split that is right, and the parts of the probed samples that are cached.
+
+        Args:
+            items: what `survey` yields; None for a survey at the known transforms, or at the loader of files.
+            look: called with a split and the samples that were loaded here; loads the parts of these, and others, that are
+                cached, in another process, and returns a `Probe`.
+
+        Raises:
+            CannotCut: there is none.
+        """
+        job: Any = partial(self.survey, forced=True)
+        for item in in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if items is None else items:
+            if isinstance(item, Survey):
+                self._surveys[item.kind] = item
+            elif isinstance(item, Loaded):
+                self._loaded[item.example] = item.descriptions
+        problem = next((found.problem for found in self._surveys.values() if found.problem and not found.options), None)
+        rest = {kind: list(found.options) for kind, found in self._surveys.items() if found.options}
+        for _ in range(_MOST_ATTEMPTS if problem is None else 0):
+            self._chosen = {kind: self._choose(options) for kind, options in rest.items()}
+            plans = {kind: CutPlan() for kind in self._surveys} | {kind: its.plan for kind, its in self._chosen.items()}
+            plans |= {kind: CutPlan(identity="columns", encoded=self._encoded, reads=True) for kind in self._read}
+            split = Split(self._dataset, dict(sorted(plans.items())), self._tree, self._text())
+            probe = look(split, [example.idx for example in self._loaded])
+            try:
+                if probe.finding is not None:
+                    raise CannotCut(probe.finding)
+                self._prove(split, probe)
+            except CannotCut as error:
+                problem = problem or str(error)
+            else:
+                self._report(split)
+                return split, probe
+            rest = {kind: [option for option in options if option != self._chosen[kind]] for kind, options in rest.items()}
+            if not rest or not all(rest.values()):
+                break
+        raise CannotCut(problem or "no child process can load its samples")
+
+    def _choose(self, options: Sequence[Option]) -> Option:
+        wanted = [option for option in options if self._wanted is not None and option.plan.identity in self._wanted]
+        return wanted[0] if wanted else choose_option(options, self._cut, self._share)
+
+    def _share(self, size: float) -> float:
+        return min(1.0, self._limit / max(1.0, size * self._length * 1.02))
+
+    def _prove(self, split: Split, probe: Any) -> None:
+        """Compare samples that are made in two parts with those of the dataset; see NOTE [ Trials ].
+
+        Args:
+            probe: the parts to cache, which another process has made.
+
+        Raises:
+            CannotCut: they differ.
+        """
+        for example in self._loaded:
+            if example.idx in probe.failed:
+                raise CannotCut(f"sample {example.idx} draws random numbers before the cut, or is made in another way")
+        tried = [example for example in self._loaded if example.idx in probe.samples]
+        parts = [(example, partial(unpack_sample, pack_sample(probe.samples[example.idx]))) for example in tried]
+        counts = {example: len(its) for example, its in self._loaded.items()}
+        job: Any = partial(finish_parts, self._tree, parts, split.plans, counts)
+        sets = frozenset[str]().union(*(option.sets for option in self._chosen.values()))
+        results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
+        for example, again, description, reads in results:
+            if both := sets & reads:
+                raise CannotCut(f"what comes before sets {min(both)}, which what comes after reads")
+            if (place := difference(self._loaded[example][again], description)) is not None:
+                raise CannotCut(f"sample {example.idx} would not be the same ({place:.200})")
+
+    def _text(self) -> str:
+        texts = [f"cached: {option.before}; run each time: {option.after}" for option in self._chosen.values()]
+        for read in (find_read_transform(self._tree.leaves[kind], self._encoded) for kind in self._read):
+            texts += [] if read is None else [f"cached: the columns; run each time: {', '.join(read.rest)}"]
+        return ". ".join(dict.fromkeys(texts))
+
+    def _report(self, split: Split) -> None:
+        """Say where the program is cut."""
+        figures = [f"{format_size(its.size)} a sample, saves {format_seconds(its.saved_s)}" for its in self._chosen.values()]
+        logger.info("%s%s", split.text, f" ({'; '.join(figures)})" if figures else "")
+
+
+def _has_loader(leaf: object) -> bool:
+    return callable(attribute_of(leaf, "loader")) and "loader" in vars_of(leaf)
+
+
+def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], float]) -> Option:
+    """Return the option to take; see NOTE [ Where to cut ].
+
+    Args:
+        options: the latest cut first.
+        cut: the argument of the user.
+        share: called with the bytes of a sample; returns the share of the samples that is cached.
+    """
+    if cut == "latest":
+        return options[0]
+    smallest = min(options, key=lambda option: option.size)  # of equal ones, the latest
+    if cut == "smallest":
+        return smallest
+
+    def saved_s(option: Option) -> float:
+        return share(option.size) * option.saved_s
+
+    usual = next((option for option in options if share(option.size) == 1.0), smallest)
+    best = max(options, key=saved_s)
+    return best if saved_s(best) > 2 * saved_s(usual) and saved_s(best) - saved_s(usual) > _NEGLIGIBLE_S else usual
+
+
+def _choose_examples(tree: DatasetTree, length: int, count: int) -> dict[int, list[Example]]:
+    """Return the samples to try for each kind of leaf: of ``count`` evenly spread ones, and more of rare kinds."""
+    searched, probed = {*spread(length, _SEARCHED)}, {*spread(length, count)}
+    found: dict[int, list[int]] = {}
+    for idx in sorted({*searched, *probed, *(start for start in tree.starts if start < length)}):
+        found.setdefault(tree.kinds[tree.locate(idx)[0]], []).append(idx)
+    examples: dict[int, list[Example]] = {}
+    for kind, samples in found.items():
+        chosen = probed & {*samples}
+        if len(chosen) < _EXAMPLES:
+            chosen |= {samples[at] for at in spread(len(samples), _EXAMPLES)}
+        examples[kind] = [Example(idx, turn) for turn, idx in enumerate(sorted(chosen))]
+    return examples

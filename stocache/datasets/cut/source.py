@@ -1,0 +1,330 @@
+"""Read a function as statements that make one call each, and compile functions from such statements.
+
+NOTE [ Statements with one call ]
+    ``return self.transform(read(path)), label`` becomes three statements: the result of ``read`` is assigned to a name of ours,
+    then that of ``self.transform``, and the pair is returned. So a cut may lie between any two calls. Operands are evaluated
+    in the same order; what is evaluated only under a condition, or several times (``and``, a lambda, a comprehension), is left
+    as it is. A conditional expression that is assigned or returned becomes an ``if``.
+
+    Files and lines are kept, for tracebacks and breakpoints. The code is compiled with the variables, defaults and cells of the
+    function, ``__class__`` among them. If the source does not compile to the code of the function, it was edited since.
+"""
+
+import __future__
+
+import ast
+import copy
+import dis
+import functools
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from stocache.system.hashing import digest
+
+PREFIX = "stocache_"
+"""What names of ours in a program begin with. Two underscores would be changed in a class."""
+
+_REFUSED = (ast.Yield, ast.YieldFrom, ast.Await, ast.Global, ast.Nonlocal)
+_FRAMES = {"locals", "vars", "eval", "exec", "dir"}  # see the variables of their caller
+_FUTURE = functools.reduce(int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+
+
+class CannotCut(Exception):
+    """The reason why a program cannot be cut. Never raised to users."""
+
+
+@dataclass(frozen=True)
+class SourceCode:
+    """A function as statements.
+
+    Attributes:
+        function: the function.
+        tree: its definition; see NOTE [ Statements with one call ]. Each statement has a ``number``, and one that was part of
+            another has the number at which that begins, ``begin``.
+        variables: names of its local variables.
+        identity: a text by which the function is known again in other processes.
+    """
+
+    function: FunctionType
+    tree: ast.FunctionDef
+    variables: frozenset[str]
+    identity: str
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of its arguments."""
+        return {node.arg for node in ast.walk(self.tree.args) if isinstance(node, ast.arg)}
+
+    @property
+    def name(self) -> str:
+        """Its name, with that of its class."""
+        return self.function.__qualname__.rpartition("<locals>.")[2]
+
+
+@functools.lru_cache(256)
+def source_of(function: FunctionType) -> SourceCode:
+    """Return a function as statements.
+
+    Raises:
+        CannotCut: there is no such source.
+    """
+    code, name = function.__code__, function.__qualname__
+    tree = _definition_of(function)
+    if hasattr(function, "__wrapped__") or {*map(ast.unparse, tree.decorator_list)} - {"staticmethod", "classmethod"}:
+        raise CannotCut(f"{name} is decorated")
+    for node in ast.walk(tree):
+        if isinstance(node, _REFUSED) or (isinstance(node, ast.Name) and node.id in _FRAMES):
+            raise CannotCut(f"line {getattr(node, 'lineno', tree.lineno)} of {name} is not followed: {ast.unparse(node):.40}")
+    tree.decorator_list = []
+    steps = _Steps()
+    tree.body = steps.block(tree.body)
+    for number, statement in enumerate(statements(tree.body)):
+        statement.number = number
+    for step, whole in steps.wholes:
+        step.begin = whole.number
+    variables = frozenset({*code.co_varnames, *code.co_cellvars, *steps.names})
+    module = function.__module__.replace("__mp_main__", "__main__")  # as a spawned process calls the program
+    return SourceCode(function, tree, variables, f"{module}.{name} {digest((code.co_code, code.co_names))}")
+
+
+def _definition_of(function: FunctionType) -> ast.FunctionDef:
+    """Return the definition of a function, or of a lambda as a function, without annotations and defaults.
+
+    Raises:
+        CannotCut: there is no source, or it is not what was compiled.
+    """
+    code, name = function.__code__, function.__qualname__
+    linecache.checkcache(code.co_filename)
+    file = _tree_of("".join(linecache.getlines(code.co_filename, function.__globals__)))
+    found = [node for node in ast.walk(file) if _begins(node) == code.co_firstlineno]
+    for node in found:
+        if isinstance(node, ast.Lambda):
+            body: list[ast.stmt] = [ast.copy_location(ast.Return(copy.deepcopy(node.body)), node.body)]
+            tree = ast.copy_location(_define("function", node.args, body), node)
+        elif isinstance(node, ast.FunctionDef):
+            tree = node
+        else:
+            continue
+        tree = copy.deepcopy(tree)
+        tree.args.defaults, tree.args.kw_defaults, tree.returns = [], [None] * len(tree.args.kwonlyargs), None
+        for argument in ast.walk(tree.args):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        plain = copy.copy(tree)
+        plain.decorator_list = []
+        if _is_code_of(_compile(plain, function, ()), code):
+            _mangle(tree, _class_of(function))
+            return tree
+    raise CannotCut(f"the source of {name} is {'not what was imported' if found else 'not there'}")
+
+
+def _class_of(function: FunctionType) -> str:
+    """Return the name of the class in which a function is defined; empty if there is none."""
+    scopes = function.__qualname__.split(".")
+    return scopes[-2] if len(scopes) > 1 and scopes[-2] != "<locals>" else ""
+
+
+def _mangle(node: ast.AST, owner: str) -> None:
+    """Spell private names (``self.__load``) as the compiler does in a class."""
+    for key in ("id", "attr", "arg", "name", "asname", "rest"):
+        name = getattr(node, key, None)
+        if isinstance(name, str) and name.startswith("__") and not name.endswith("__") and owner.strip("_"):
+            setattr(node, key, f"_{owner.lstrip('_')}{name}")
+    for child in ast.iter_child_nodes(node) if not isinstance(node, ast.ClassDef) else ():
+        _mangle(child, owner)
+
+
+def _begins(node: Any) -> int:
+    """Return the line on which a definition begins; -1 for other nodes."""
+    decorators = getattr(node, "decorator_list", None)
+    return -1 if not isinstance(node, ast.FunctionDef | ast.Lambda) else decorators[0].lineno if decorators else node.lineno
+
+
+@functools.lru_cache(8)
+def _tree_of(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def statements(body: Sequence[ast.stmt]) -> Iterator[Any]:
+    """Yield the statements of a body and those within them, but not those of functions and classes."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            for child in ast.iter_child_nodes(statement):
+                inner = child if isinstance(child, ast.stmt) else getattr(child, "body", None)
+                yield from statements([inner] if isinstance(inner, ast.stmt) else inner if isinstance(inner, list) else ())
+
+
+def number_of(statement: Any) -> Any:
+    """Return the number of a statement; None if it was added to the program."""
+    return getattr(statement, "number", None)
+
+
+def _is_code_of(mine: CodeType, its: CodeType) -> bool:
+    """Whether two codes do the same. How methods of imported names are called depends on the rest of their file."""
+    inner = [[each for each in code.co_consts if isinstance(each, CodeType)] for code in (mine, its)]
+    alike = _outline(mine) == _outline(its) and mine.co_varnames == its.co_varnames and len(inner[0]) == len(inner[1])
+    return alike and all(map(_is_code_of, *inner))
+
+
+def _outline(code: CodeType) -> list[tuple[str, str]]:
+    """Return the instructions of a code, with what they name."""
+    return [
+        (each.opname.replace("METHOD", "ATTR"), "" if isinstance(each.argval, CodeType) else repr(each.argval))
+        for each in dis.get_instructions(code)
+        if each.opcode not in dis.hasjrel + dis.hasjabs and each.opname not in ("PUSH_NULL", "PRECALL")
+    ]
+
+
+def _compile(tree: ast.FunctionDef, function: FunctionType, names: Sequence[str]) -> CodeType:
+    """Return the code of a definition in the class and the scope of ``function``, with further names in that scope."""
+    inner: Any = copy.copy(tree)
+    inner.name = f"{PREFIX}function"  # its own may be that of a global function
+    if _class_of(function):
+        owner: Any = ast.parse(f"class {_class_of(function)}: pass").body[0]
+        owner.body = [inner]
+        inner = owner
+    enclosing = [name for name in (*function.__code__.co_freevars, *names) if name != "__class__"]
+    arguments = ast.arguments([], [ast.arg(name) for name in enclosing], None, [], [], None, [])
+    outer = _define(f"{PREFIX}scope", arguments, [inner])
+    module = ast.fix_missing_locations(ast.Module([ast.copy_location(outer, tree)], []))
+    flags = function.__code__.co_flags & _FUTURE
+    waiting: list[CodeType] = [compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)]
+    for code in waiting:
+        if code.co_name == f"{PREFIX}function":
+            return code
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    raise AssertionError("unreachable")
+
+
+def _define(name: str, arguments: ast.arguments, body: list[Any]) -> ast.FunctionDef:
+    tree: Any = ast.parse(f"def {name}(): pass").body[0]  # with the fields of this version of Python
+    tree.args, tree.body = arguments, body
+    return tree  # type: ignore[no-any-return]
+
+
+def build(source: SourceCode, body: Sequence[ast.stmt], values: Mapping[str, object], argument: str | None = None) -> Any:
+    """Return a function like that of a source, with another body.
+
+    Args:
+        values: the values of further names in it.
+        argument: a further argument, given by its name.
+    """
+    function, tree = source.function, copy.copy(source.tree)
+    tree.body = list(body)
+    if argument is not None:
+        tree.args = copy.deepcopy(tree.args)
+        tree.args.kwonlyargs.append(ast.arg(argument))
+        tree.args.kw_defaults.append(None)
+    code, its = _compile(tree, function, tuple(values)), function.__code__
+    names = {"co_name": its.co_name} | ({"co_qualname": its.co_qualname} if hasattr(its, "co_qualname") else {})
+    cells = dict(zip(its.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(value) for name, value in values.items()}
+    made = FunctionType(
+        code.replace(**names), function.__globals__, its.co_name, function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def is_path(node: ast.AST | None) -> bool:
+    """Whether an expression only names something: ``self.reader.open``, ``super().read``, a constant."""
+    while isinstance(node, ast.Attribute | ast.Starred):
+        node = node.value
+    is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name | ast.Constant | ast.Lambda | None) or (is_super and not node.args)  # type: ignore[attr-defined]
+
+
+def is_call(node: ast.AST) -> bool:
+    """Whether an expression calls something: a function, or the ``__getitem__`` of what `self` holds."""
+    if isinstance(node, ast.Subscript):
+        root = node.value
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        return isinstance(node.ctx, ast.Load) and isinstance(root, ast.Name) and root.id == "self" and node.value is not root
+    return isinstance(node, ast.Call) and not is_path(node)
+
+
+def _calls(node: ast.AST) -> bool:
+    """Whether a call is made to evaluate an expression."""
+    return is_call(node) or any(_calls(child) for child in ast.iter_child_nodes(node) if not isinstance(node, ast.Lambda))
+
+
+_EVALUATED = (
+    ast.Call | ast.Tuple | ast.List | ast.Set | ast.Dict | ast.BinOp | ast.UnaryOp | ast.Attribute | ast.Starred | ast.Subscript
+    | ast.Slice | ast.Compare
+)  # fmt: skip
+
+
+def _operands(node: Any) -> list[tuple[Any, Any]]:
+    """Return what an expression evaluates, in this order: as lists or fields of a node, and positions or names in these."""
+    if not isinstance(node, _EVALUATED) or (isinstance(node, ast.Compare) and len(node.ops) > 1):
+        return []
+    if isinstance(node, ast.Dict):
+        pairs = [place for at in range(len(node.keys)) for place in ((node.keys, at), (node.values, at))]
+        return [(items, at) for items, at in pairs if items[at] is not None]
+    found: list[tuple[Any, Any]] = []
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, ast.expr):
+            found.append((vars(node), name))
+        for at, item in enumerate(value if isinstance(value, list) else ()):
+            found += [(value, at)] if isinstance(item, ast.expr) else [(vars(item), "value")] * isinstance(item, ast.keyword)
+    return found
+
+
+class _Steps:
+    """Divides statements into ones that make one call each.
+
+    Attributes:
+        names: the names of the results.
+        wholes: statements, each with the first of those that it was divided with.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.wholes: list[tuple[Any, Any]] = []
+
+    def block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        return [step for statement in body for step in self._statement(statement)]
+
+    def _statement(self, statement: Any) -> list[ast.stmt]:
+        if isinstance(statement, ast.If):
+            statement.body, statement.orelse = self.block(statement.body), self.block(statement.orelse)
+        is_simple = isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr)
+        is_simple = is_simple or (isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name))
+        if not is_simple or statement.value is None:
+            return [statement]
+        if isinstance(statement.value, ast.IfExp) and not isinstance(statement, ast.AugAssign):
+            choice, other = statement.value, copy.deepcopy(statement)
+            statement.value, other.value = choice.body, choice.orelse
+            chosen = ast.If(choice.test, self._statement(statement), self._statement(other))
+            return [ast.copy_location(chosen, choice)]
+        steps: list[ast.stmt] = []
+        statement.value = self._flat(statement.value, steps)
+        steps.append(statement)
+        self.wholes += [(step, steps[0]) for step in steps[1:]]
+        return steps
+
+    def _flat(self, node: Any, steps: list[ast.stmt]) -> Any:
+        """Return an expression whose calls, but for itself, were appended to ``steps``."""
+        operands = _operands(node)
+        calling = [at for at, (holder, key) in enumerate(operands) if _calls(holder[key])]
+        for at, (holder, key) in enumerate(operands[: calling[-1] + 1 if calling else 0]):
+            part = holder[key] = self._flat(holder[key], steps)
+            if isinstance(part, ast.Starred):
+                holder, key, part = vars(part), "value", part.value
+            is_step = is_call(part) or (_calls(part) and not _operands(part))
+            if not is_path(part) and not isinstance(part, ast.Slice) and (at < calling[-1] or is_step):
+                self.names.append(f"{PREFIX}{len(self.names)}")
+                name = self.names[-1]
+                step = ast.Assign([ast.Name(name, ast.Store())], part)
+                steps += self._statement(ast.fix_missing_locations(ast.copy_location(step, part)))
+                holder[key] = ast.copy_location(ast.Name(name, ast.Load()), part)
+        return node

@@ -1,0 +1,340 @@
+"""Load a few samples of a dataset in child processes, to see where its program can be cut, and whether a cut is right.
+
+NOTE [ Trials ]
+    A sample that is tried is loaded with marks and by the dataset itself, with the same seeds: both must be equal, and so must
+    the states of the generators. A second process, which loads the samples in the opposite order, makes the parts to cache;
+    that is the probe. A third process, which has loaded nothing, finishes the parts, with several seeds, and reads no attribute
+    that the first part sets. All samples and generators must come out equal: then what is before the cut is not random, and
+    does not depend on the samples that were loaded before.
+"""
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from stocache.datasets.cut.division import RETURNED, Division, earlier
+from stocache.datasets.cut.program import Program, maker_of
+from stocache.datasets.cut.source import PREFIX, CannotCut
+from stocache.datasets.cut.split import BoundCut, CutPlan
+from stocache.datasets.cut.tracing import Trace
+from stocache.datasets.cut.tree import DatasetTree
+from stocache.datasets.transforms.pipelines import step_name
+from stocache.errors import SampleError
+from stocache.samples.record_encoder import EncodedSample
+from stocache.system.describe import describe, difference
+from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
+from stocache.system.hashing import digest
+from stocache.system.objects import recorded_names
+
+_SLOW_S = 10.0  # after which no further sample is begun, once there are some
+_FEW = 2  # samples of each kind that are loaded in any case
+_OPTIONS = 3  # that are looked for: the latest may be wrong
+_QUICK_S = 0.05  # for a sample that may be loaded with a look at each call
+_ALMOST = 0.9  # of the time that a cut saves
+_UNUSUAL = 735_291  # a seed that a program does not set itself: then nothing would change
+_WORTH, _HIT_S = 0.05, 5e-6  # what a cut saves at least: a share of a sample, and the time of a hit
+_NOTHING = "nothing that takes time comes before that"
+
+
+class Example(NamedTuple):
+    """A sample to try.
+
+    Attributes:
+        idx: in the dataset.
+        turn: how many samples of leaves of its kind come before it; the seed of its random numbers.
+    """
+
+    idx: int
+    turn: int
+
+    @contextlib.contextmanager
+    def seeded(self, leaf: object, again: int = 0) -> Iterator[None]:
+        """Seed the generators, by the turn and the number ``again``. In half of the cases all random steps happen."""
+        seed_all([_UNUSUAL + self.turn + 1000 * again] * len(GENERATORS))
+        chances: list[tuple[dict[str, Any], str, float]] = []
+        for _, part in parts_of(leaf) if (self.turn + again) % 2 else ():
+            attributes = getattr(part, "__dict__", {})
+            names = [name for name in ("p", "prob") if isinstance(attributes.get(name), float) and 0 < attributes[name] < 1]
+            chances += [(attributes, name, attributes[name]) for name in names]
+        for attributes, name, _ in chances:
+            attributes[name] = 1.0
+        try:
+            yield
+        finally:
+            for attributes, name, chance in reversed(chances):  # a part may be met twice
+                attributes[name] = chance
+
+
+class Option(NamedTuple):
+    """A place to cut.
+
+    Attributes:
+        plan: the cut.
+        sets: attributes of the dataset that are set to make the part that is cached.
+        size: bytes of that part of a sample.
+        saved_s: seconds to make that part.
+        whole: see `Division`.
+        before, after: what runs before the cache and after it, for the user.
+    """
+
+    plan: CutPlan
+    sets: frozenset[str]
+    size: float
+    saved_s: float
+    whole: bool
+    before: str
+    after: str
+
+
+class Survey(NamedTuple):
+    """Where the program of one kind of dataset can be cut.
+
+    Attributes:
+        kind: the number of the first leaf of the kind.
+        options: the latest first.
+        problem: why there is none.
+    """
+
+    kind: int
+    options: list[Option]
+    problem: str | None
+
+
+class Loaded(NamedTuple):
+    """Samples as the dataset makes them, with the generators as it leaves them: one description for each seed."""
+
+    example: Example
+    descriptions: tuple[Any, ...]
+
+
+def survey(
+    tree: DatasetTree, kinds: Mapping[int, Sequence[Example]], forced: str | None, hoists: bool, room: float, every: bool
+) -> Iterator[Loaded | Survey]:
+    """Load samples, and yield their descriptions; then where each kind can be cut.
+
+    Args:
+        kinds: the examples of each kind.
+        forced: see `Trace`.
+        room: bytes for a sample; as long as an option needs more, earlier ones are looked for.
+        every: look for all options.
+    """
+    for kind, examples in kinds.items():
+        surveyor = _Surveyor(tree, kind, forced, hoists)
+        yield from surveyor.load(examples)
+        yield surveyor.survey(room, every)
+
+
+class _Surveyor:
+    def __init__(self, tree: DatasetTree, kind: int, forced: str | None, hoists: bool) -> None:
+        self._tree, self._kind, self._forced, self._hoists = tree, kind, forced, hoists
+        self._trace: Trace | None = None
+        self._problem: str | None = None
+        self._tried: list[tuple[Example, Any, int]] = []
+        self._seconds: list[float] = []
+
+    def load(self, examples: Sequence[Example]) -> Iterator[Loaded]:
+        """Load samples with marks and without, and yield their descriptions, until there is a problem."""
+        began = time.monotonic()
+        for example in examples:
+            number, idx = self._tree.locate(example.idx)
+            leaf = self._tree.leaves[number]
+            if self._tried and leaf is not self._tried[0][1]:
+                continue  # marks are for one object
+            if example.turn >= _FEW and time.monotonic() - began > _SLOW_S:
+                return
+            try:
+                loaded = self._load(example, leaf, idx)
+            except CannotCut as error:
+                self._problem = str(error)
+            except Exception as error:  # where a random step must not always happen; the probe reports others
+                if example.turn % 2 == 0 and not self._tried:
+                    self._problem = f"it raises {type(error).__name__}: {error}"
+            else:
+                yield loaded
+            if self._problem is not None:
+                return
+
+    def _load(self, example: Example, leaf: Any, idx: int) -> Loaded:
+        self._trace = self._trace or Trace(leaf, self._forced)
+        kept = Kept(own_generators(leaf))
+        with example.seeded(leaf):
+            marked = _described(self._trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
+        kept.restore()
+        division = self._trace.division()
+        if division is not None and not division.inner and not Program(division).halves(maker_of(leaf)).works:
+            raise CannotCut(_NOTHING)
+        descriptions = []
+        for again in range(3 if self._is_quick else 1):
+            kept.restore()
+            with example.seeded(leaf, again):
+                began = time.perf_counter()
+                sample = leaf[idx]
+                self._seconds.append(time.perf_counter() - began)
+                descriptions.append(_described(sample, leaf))
+        kept.restore()
+        self._tried.append((example, leaf, idx))
+        if (place := difference(marked, descriptions[0])) is not None:
+            self._problem = f"sample {example.idx} was different when it was loaded again ({place:.200})"
+        return Loaded(example, tuple(descriptions))
+
+    @property
+    def _is_quick(self) -> bool:
+        return bool(self._seconds) and self._seconds[-1] < _QUICK_S
+
+    def survey(self, room: float, every: bool) -> Survey:
+        """Return where the kind can be cut."""
+        trace, options = self._trace, dict[str, Option]()
+        division = None if trace is None or self._problem is not None else trace.division()
+        if trace is not None and division is not None:
+            latest = division if self._hoists else division.straight()
+            others = chain([replace(latest, whole=True), division.straight()], earlier(trace.sources, latest))
+            for each in chain([latest], others):
+                option = self._measure(each)
+                least_s = 0.0 if self._forced == "loader" else max(_HIT_S, _WORTH * statistics.median(self._seconds))
+                if option is not None and option.saved_s >= least_s:
+                    options.setdefault(option.plan.identity, option)
+                    if option.size <= room and not every and len(options) >= (_OPTIONS if self._is_quick else 2):
+                        break
+        found = [*options.values()]
+        if len(found) > 1 and found[1].whole and found[1].saved_s > _ALMOST * found[0].saved_s:
+            del found[0]  # it only keeps what a statement has evaluated so far: a `torch.empty`
+        place = None if trace is None else trace.place()
+        problem = None if options else self._problem or (None if place is None and not self._forced else _NOTHING)
+        return Survey(self._kind, found, f"in {place}; {problem}" if problem and place else problem)
+
+    def _measure(self, division: Division) -> Option | None:
+        """Return a place to cut with its figures; None if a cache cannot hold what is before it."""
+        try:
+            for example, leaf, idx in self._tried:
+                with example.seeded(leaf):
+                    division, program, state, sets = self._run_first(division, leaf, idx)
+                    first, times = program.halves(maker_of(leaf)).first, list[float]()
+                    for _ in range(2 if self._is_quick else 1):
+                        began = time.perf_counter()
+                        first(leaf, idx)
+                        times.append(time.perf_counter() - began)
+                if RETURNED not in state:
+                    break
+            data, integers = EncodedSample(state).pack()
+        except Exception as error:  # a cache cannot hold what is before it, or that does not run by itself
+            self._problem = f"what comes before that cannot be cached: {error}"
+            return None
+        plan, size = CutPlan(division, program.identity, self._forced == "loader"), len(data) + 4 * len(integers) + 16
+        return Option(plan, sets, size, min(times), division.whole, *_texts(program)) if program.works else None
+
+    def _run_first(self, division: Division, leaf: Any, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
+        """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
+
+        Raises:
+            CannotCut: there is none.
+        """
+        while True:
+            program = Program(division, self._forced == "loader")
+            first = program.halves(maker_of(leaf)).first
+            state = first(leaf, idx)
+            with recorded_names(leaf, "__setattr__") as sets:
+                held = _holdable(division, state, first(leaf, idx))
+            if _shares_memory(state):
+                raise CannotCut("two variables lie in the same memory")
+            if held == division:
+                return division, program, state, frozenset(sets)
+            division = held
+
+
+def _described(sample: object, leaf: object) -> Any:
+    return describe(sample, strides=False), digest(Kept(own_generators(leaf)).now())
+
+
+def _holdable(division: Division, state: Mapping[str, Any], other: Mapping[str, Any]) -> Division:
+    """Return the division, with variables made again that a cache cannot hold: of other classes, or held by the dataset.
+
+    Raises:
+        CannotCut: the argument of a pipeline is one of these.
+    """
+    if RETURNED in state:
+        return division
+    again, inner = set[str](), dict(division.inner)
+    for name, value in state.items():
+        number = name.removeprefix(f"{PREFIX}inner")
+        if number != name:
+            its = inner[int(number)]
+            if isinstance(its, Division):
+                inner[int(number)] = _holdable(its, value, other[name])
+            elif not _is_plain(value):
+                raise CannotCut("an argument of a transform")
+        elif not _is_plain(value) or (value is other.get(name) and _may_change(value)):
+            again.add(name)
+    return replace(division, again=division.again | again, inner=inner)
+
+
+def _shares_memory(state: Mapping[str, Any]) -> bool:
+    """Whether two arrays or tensors of a state overlap: a change of one is a change of the other."""
+    found: list[Any] = [state]
+    for part in found:
+        found += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    tensors = [part.detach().numpy() for part in found if type(part) is torch.Tensor and part.dtype != torch.bfloat16]
+    arrays = [*tensors, *(part for part in found if isinstance(part, np.ndarray))]
+    return any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
+
+
+def _is_plain(value: object) -> bool:
+    with contextlib.suppress(SampleError):
+        EncodedSample(value)
+        return True
+    return False
+
+
+def _may_change(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    return not isinstance(value, int | float | complex | str | bytes | bool | type(None) | slice | np.generic | torch.dtype)
+
+
+def _texts(program: Program) -> tuple[str, str]:
+    """Return what runs before the cache and after it: lines of functions, and steps of pipelines."""
+    before, after = list[str](), list[str]()
+    for function, halves in program.parts:
+        name = function.__qualname__.rpartition("<locals>.")[2]
+        for texts, lines in ((before, halves.before), (after, halves.after)):
+            if lines:
+                texts.append(f"{_ranges(lines)} of {name}")
+    for head, pipeline in program.heads:
+        before += list(map(step_name, pipeline.steps[: len(head.steps)]))
+        after += list(map(step_name, pipeline.steps[len(head.steps) :]))
+    return ", ".join(before), ", ".join(after)
+
+
+def _ranges(lines: Sequence[int]) -> str:
+    """Return the numbers of lines as text: from the first to the last."""
+    return f"line {lines[0]}" if lines[0] == lines[-1] else f"lines {lines[0]} to {lines[-1]}"
+
+
+def finish_parts(
+    tree: DatasetTree, parts: Iterable[tuple[Example, Any]], plans: Mapping[int, CutPlan], counts: Mapping[Example, int]
+) -> Iterator[tuple[Example, int, Any, frozenset[str]]]:
+    """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
+
+    Yield their descriptions, and the attributes of the dataset that were read.
+    """
+    bounds: dict[int, BoundCut] = {}
+    for example, part in parts:
+        number, idx = tree.locate(example.idx)
+        leaf = tree.leaves[number]
+        bound = bounds.setdefault(number, BoundCut(leaf, plans[tree.kinds[number]]))
+        kept = Kept(own_generators(leaf))
+        for again in range(counts[example]):
+            kept.restore()
+            with example.seeded(leaf, again), recorded_names(leaf) as reads:
+                try:
+                    description = _described(bound.finish(idx, part()), leaf)
+                except Exception as error:
+                    description = f"raised {type(error).__name__}: {error}"
+            yield example, again, description, frozenset(reads)
+        kept.restore()
