@@ -36,15 +36,15 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
     ),
     "get_worker_info in that module": ("loader/threads/info.py", lambda: worker.get_worker_info() is None),
     "Module._forward_hooks": (
-        "datasets/transforms/pipelines.py",
+        "datasets/cut/program.py and datasets/transforms/pipelines.py",
         lambda: len(_hooks("register_forward_hook")._forward_hooks) == 1,
     ),
     "Module._forward_pre_hooks": (
-        "datasets/transforms/pipelines.py",
+        "datasets/cut/program.py and datasets/transforms/pipelines.py",
         lambda: len(_hooks("register_forward_pre_hook")._forward_pre_hooks) == 1,
     ),
     "the bit of type.__flags__ for a class made at run time": (
-        "system/objects.py and datasets/transforms/pipelines.py",
+        "system/objects.py",
         lambda: (InPython.__flags__ & 1 << 9, int.__flags__ & 1 << 9) == (1 << 9, 0),
     ),
     "prctl of libc": (

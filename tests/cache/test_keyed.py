@@ -31,6 +31,11 @@ class Camera(enum.Enum):
     RIGHT = 2
 
 
+class Fields(enum.Flag):
+    A = 1
+    B = 2
+
+
 class Loss(str, enum.Enum):
     L1 = "l1"
 
@@ -39,6 +44,7 @@ KEYS = [
     1, True, 1.0, "1", b"1", None, 0, False, 0.0, -0.0, "", b"", -1, 255, 256, 2**70, -(2**70), float("inf"), "ä€\udc80",
     Camera.LEFT, Camera.RIGHT, Loss.L1, "l1", Path("l1"), Path("a/b"), (), ("a",), ("a", "b"), ("ab",), (("a",), "b"),
     ("a", ("b",)), ((), ()), (Path("v.mp4"), 3), ("v.mp4", 3), ("v.mp4", 3.0), "x" * (1 << 20), ("slide", 1, 2, 3),
+    Fields.A, Fields.A | Fields.B, Fields(0), Path("\ud800"),
 ]  # fmt: skip
 
 
@@ -69,6 +75,7 @@ def test_each_key_has_its_own_value_and_comes_back(cache):
 
 @pytest.mark.parametrize("key", [
     float("nan"), (1, float("nan")), [1], {1: 2}, {1}, np.zeros(2), torch.tensor(1), object(), (1, [2]), bytearray(b"x"), 1j,
+    np.datetime64("2020-01-01"), np.timedelta64(5, "ns"), np.longdouble(1),
 ])  # fmt: skip
 def test_what_changes_or_equals_nothing_is_no_key(cache, key):
     for use in (
@@ -224,12 +231,8 @@ def test_as_a_mapping_it_serves_programs_that_keep_a_dict(cache):
     assert kept.setdefault("a", [1]) == [1]
     kept["b"] = {"x": 2}
     assert (dict(kept), len(kept), "b" in kept, kept.get("c"), kept.pop("c", 5)) == (
-        {"a": [1], "b": {"x": 2}},
-        2,
-        True,
-        None,
-        5,
-    )
+        {"a": [1], "b": {"x": 2}}, 2, True, None, 5,
+    )  # fmt: skip
     with pytest.raises(KeyError):
         kept["c"]
     with pytest.raises(SlotError, match="evicts nothing"):
@@ -457,16 +460,6 @@ def test_a_repeated_key_of_a_full_cache_is_loaded_once_in_a_call():
         assert (values, calls) == ([["a", 1], ["b"], ["a"]], [["a", "b"]])
 
 
-@pytest.mark.linux
-def test_processes_and_threads_that_put_one_key_at_once_are_no_error(cache):
-    assert "k" not in cache
-    assert in_child(cache.put, "k", 1) == 0
-    assert cache.put("k", 2)  # this process had asked: the first wins
-    assert cache.get("k") == 1
-    assert [cache.get("t"), cache.get("t")] == [None, None]
-    assert [cache.put("t", 1), cache.put("t", 2), cache.get("t")] == [True, True, 1]
-
-
 def test_one_value_that_is_too_large_leaves_room_for_others():
     with KeyedCache("1MB") as cache:
         assert not cache.put("big", torch.zeros(4_000_000, dtype=torch.uint8))
@@ -476,26 +469,14 @@ def test_one_value_that_is_too_large_leaves_room_for_others():
         assert cache.put("small too", 1)
 
 
-class Fields(enum.Flag):
-    A = 1
-    B = 2
-
-
 class Loud(str):
     def __str__(self):
         return "always the same"
 
 
-def test_flags_odd_paths_and_texts_that_override_what_they_are(cache):
-    for key in (Fields.A, Fields.A | Fields.B, Fields(0), Path("\ud800")):
-        cache.put(key, repr(key))
-        assert cache.get(key) == repr(key)
-        assert key in list(cache.keys())
+def test_texts_that_override_what_they_are(cache):
     for text in ("a", "b"):
         assert cache.get_or_load(Loud(text), lambda key: str.__str__(key)) == text
-    for key in (np.datetime64("2020-01-01"), np.timedelta64(5, "ns")):
-        with pytest.raises(CacheKeyError):
-            cache.get(key)
 
 
 def test_a_full_folder_of_other_data_is_emptied(tmp_path, caplog):
@@ -562,8 +543,3 @@ def test_damaged_values_on_a_disk_are_made_again_and_a_cut_database_is_an_error(
     os.truncate(data, 5000)
     with pytest.raises(DiskError, match=r"data.mdb is truncated"):
         on_disk(tmp_path, memory="20KB")
-
-
-def test_a_number_that_stays_one_of_numpy_is_no_key(cache):
-    with pytest.raises(CacheKeyError, match="longdouble"):
-        cache.get(np.longdouble(1))

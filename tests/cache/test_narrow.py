@@ -51,14 +51,11 @@ def normalised(image, constants):
 
 
 MAKERS = {
-    "to tensor": lambda image: image.float().div(255),
-    "times": lambda image: image.to(torch.float32) / 255.0,
-    "float": lambda image: image.float(),
-    "array": lambda image: image.numpy().astype(np.float32) / np.float32(255),
+    "to tensor": lambda image: image.float().div(255), "times": lambda image: image.to(torch.float32) / 255.0,
+    "float": lambda image: image.float(), "array": lambda image: image.numpy().astype(np.float32) / np.float32(255),
     "channels last": lambda image: (image.float() / 255).permute(1, 2, 0).contiguous().permute(2, 0, 1),
-    "normalised": lambda image: normalised(image, IMAGENET),
-    "float64": lambda image: image.numpy() / 255,
-}
+    "normalised": lambda image: normalised(image, IMAGENET), "float64": lambda image: image.numpy() / 255,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -204,10 +201,8 @@ class Varied(Images):
     def __getitem__(self, idx):
         image = torch.from_numpy(np.random.default_rng(idx).integers(0, 256, (3, 16 + idx % 7, 20), np.uint8))
         return {
-            "image": self.make(image) + (idx >= self.other_from) * 1e-6,
-            "mask": (image[0] % 5).long(),
-            "name": f"image {idx}",
-        }
+            "image": self.make(image) + (idx >= self.other_from) * 1e-6, "mask": (image[0] % 5).long(), "name": f"image {idx}",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

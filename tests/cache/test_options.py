@@ -8,17 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from stocache import (
-    AuditOptions,
-    CachedDataset,
-    CachedIterable,
-    CacheOptions,
-    KeyedCache,
-    RaggedCache,
-    SampleOptions,
-    SharedCache,
-    cached,
-)
+import stocache
+from stocache import AuditOptions, CachedDataset, CacheOptions, KeyedCache, RaggedCache, SampleOptions, SharedCache
 from stocache.cache.options import ALL_OPTIONS, SHARING
 from stocache.errors import LimitError
 
@@ -75,10 +66,10 @@ WRONG = [  # what is given, the error, and what it says
     (lambda: ragged(CacheOptions("1MB", disk="d", disk_limit=1)), LimitError, "disk of the CacheOptions has no effect here"),
     (lambda: KeyedCache("1MB", admission="cost"), TypeError, "KeyedCache has no option 'admission'"),
     (lambda: KeyedCache(CacheOptions("1MB", narrow=True)), LimitError, "narrow of the CacheOptions has no effect here"),
-    (lambda: cached("1MB", on_busy="raise"), TypeError, "cached has no option 'on_busy'"),
-    (lambda: cached("1MB", audit=2), LimitError, "audit=2 is not a share of the time"),
+    (lambda: stocache.cached("1MB", on_busy="raise"), TypeError, "cached has no option 'on_busy'"),
+    (lambda: stocache.cached("1MB", audit=2), LimitError, "audit=2 is not a share of the time"),
     (
-        lambda: CachedIterable([1], "1MB", audit=0),
+        lambda: stocache.CachedIterable([1], "1MB", audit=0),
         TypeError,
         r"CachedIterable has no option 'audit'\. It is an option of Audit",
     ),
@@ -117,4 +108,4 @@ def test_no_option_is_in_two_classes_and_signatures_show_all():
     assert len(names) == len(set(names))
     assert {*names} < {*inspect.signature(CachedDataset).parameters}
     assert [*inspect.signature(SharedCache).parameters][-len(SHARING) :] == [*SHARING]
-    assert "options" not in inspect.signature(cached).parameters
+    assert "options" not in inspect.signature(stocache.cached).parameters

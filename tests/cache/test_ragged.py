@@ -174,12 +174,10 @@ def test_the_next_run_finds_them_and_others_are_refused(monkeypatch):
         fill(cache)
         assert cache.counts() == (N, 0, 0)
         for options, difference in [
-            ({"codec": "zstd"}, "codec None, now 'zstd'"),
-            ({"admission": "cost"}, "admission 'all', now 'cost'"),
-            ({"allow_pickle": True}, "allow_pickle False, now True"),
-            ({"fingerprint": "2"}, "fingerprint '1', now '2'"),
+            ({"codec": "zstd"}, "codec None, now 'zstd'"), ({"admission": "cost"}, "admission 'all', now 'cost'"),
+            ({"allow_pickle": True}, "allow_pickle False, now True"), ({"fingerprint": "2"}, "fingerprint '1', now '2'"),
             ({"size_limit_gib": 2}, "bytes 1073741216, now 2147483040"),
-        ]:
+        ]:  # fmt: skip
             with pytest.raises(MismatchError, match=difference):
                 make(**options)
         make(size_limit_gib="auto").close()  # takes what is there

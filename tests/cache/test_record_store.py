@@ -17,12 +17,10 @@ from tests.support.equality import same
 
 N = 60
 MIXED = [
-    torch.arange(5000),
-    {"image": torch.ones(3, 4, 5), "label": 3},
-    *("text", b"", [], None, 2**70, [np.arange(9), np.zeros((2, 0))]),
-    {"image": torch.ones(3, 2, 2), "label": 4},
+    torch.arange(5000), {"image": torch.ones(3, 4, 5), "label": 3},
+    *("text", b"", [], None, 2**70, [np.arange(9), np.zeros((2, 0))]), {"image": torch.ones(3, 2, 2), "label": 4},
     *(np.full(100_000, 7, np.uint8), "more text", ["much that is easy to compress "] * 40),
-]
+]  # fmt: skip
 write_one_by_one = lambda cache, *batch: [cache._store.write_many([i], [e])[0] for i, e in zip(*batch, strict=True)]
 write_together = lambda cache, *batch: cache._store.write_many(*batch)
 

@@ -108,10 +108,8 @@ def columns(idx):
     return {
         "bfloat16": tensor(idx, (7,), torch.bfloat16),
         "complex": torch.complex(tensor(idx, 4, torch.float32), tensor(idx + 1, 4, torch.float32)),
-        "array": array(idx, (4, 2), "<f4"),
-        "big-endian": array(idx, 3, ">i4"),
-        "record": np.array([(idx, (1, 2, idx))] * 2, np.dtype([("a", "<i2"), ("b", ">f8", 3)])),
-        "scalar": np.float32(idx / 7),
+        "array": array(idx, (4, 2), "<f4"), "big-endian": array(idx, 3, ">i4"),
+        "record": np.array([(idx, (1, 2, idx))] * 2, np.dtype([("a", "<i2"), ("b", ">f8", 3)])), "scalar": np.float32(idx / 7),
         "numbers": (idx - 5, idx / 3, idx % 2 == 0, complex(idx, -idx)),
         "lists": {"box": [idx, idx + 1, -1], "scores": (0.5, float(idx)), "flags": [True, idx % 2 == 0]},
         "nested": {"a": [Point(tensor(idx, 3), Box(array(idx, 2), idx))], "b": {"c": (idx, {"d": tensor(idx, ())})}},
@@ -119,7 +117,7 @@ def columns(idx):
         "permuted": (tensor(idx, (2, 3, 4)).permute(2, 0, 1), array(idx, (2, 3, 4), "i4").transpose(1, 2, 0)),
         "fortran": array(idx, (3, 4), "f8", "F"),
         "without values": (torch.empty(0, 3), np.empty((2, 0), "f4"), idx, np.str_("")),
-    }
+    }  # fmt: skip
 
 
 def text(idx):
@@ -127,11 +125,9 @@ def text(idx):
 
 
 FIXED = {
-    "columns": columns,
-    "large": lambda idx: tensor(idx, (3, 200, 120)),
-    "scalar": lambda idx: np.float32(idx / 7),
+    "columns": columns, "large": lambda idx: tensor(idx, (3, 200, 120)), "scalar": lambda idx: np.float32(idx / 7),
     "without bytes": lambda idx: (torch.empty(0), {}),
-}
+}  # fmt: skip
 RAGGED = {
     "text": text,
     "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),  # more kinds are in tests/storage/test_copying.py

@@ -19,7 +19,6 @@ from stocache import (
     SampleError,
     SampleIndexError,
     SharedCache,
-    errors,
 )
 from tests.support.containers import Point
 from tests.support.equality import same
@@ -164,7 +163,7 @@ def test_attributes_of_the_dataset_are_reachable():
         cached.set_epoch(4)
         assert cached.epoch == 4
     cached.close()
-    with pytest.raises(errors.ClosedError, match="the cache is closed"):
+    with pytest.raises(stocache.errors.ClosedError, match="the cache is closed"):
         cached[0]
 
 

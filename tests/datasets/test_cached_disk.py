@@ -189,12 +189,10 @@ def test_without_a_fingerprint_samples_are_compared(tmp_path, ragged, caplog, mo
 def test_wrong_options_and_another_structure_are_refused(tmp_path, source):
     open_tiers(source, tmp_path).close()
     for options, error, message in [
-        ({"disk_limit": None}, LimitError, "disk_limit"),
-        ({"disk": None, "fingerprint": None}, LimitError, "go together"),
-        ({"disk_limit": "lots"}, LimitError, "disk_limit"),
-        ({"disk_limit": "1KB"}, LimitError, "one sample needs"),
+        ({"disk_limit": None}, LimitError, "disk_limit"), ({"disk": None, "fingerprint": None}, LimitError, "go together"),
+        ({"disk_limit": "lots"}, LimitError, "disk_limit"), ({"disk_limit": "1KB"}, LimitError, "one sample needs"),
         ({"variable": True, "probe": 0}, errors.MismatchError, "samples"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(error, match=message):
             open_tiers(source, tmp_path, **options)
 

@@ -34,11 +34,9 @@ def raising(error):
 
 
 ANSWERS = {
-    "None": lambda self, name: None,
-    "a function": lambda self, name: lambda *args, **kwargs: 7,
-    "a key error": raising(KeyError),
-    "a type error": raising(TypeError),
-}
+    "None": lambda self, name: None, "a function": lambda self, name: lambda *args, **kwargs: 7,
+    "a key error": raising(KeyError), "a type error": raising(TypeError),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,11 +102,9 @@ class Memory:
 
 
 OVERRIDDEN = {
-    "cached": lambda: Shifted(Together(), "1MB"),
-    "subset of cached": lambda: Subset(Shifted(Together(), "1MB"), range(N)),
-    "storage": lambda: ShiftedStorage(Memory()),
-    "cached storage": lambda: CachedDataset(ShiftedStorage(Memory()), "1MB"),
-}
+    "cached": lambda: Shifted(Together(), "1MB"), "subset of cached": lambda: Subset(Shifted(Together(), "1MB"), range(N)),
+    "storage": lambda: ShiftedStorage(Memory()), "cached storage": lambda: CachedDataset(ShiftedStorage(Memory()), "1MB"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "loader"), [*zip(OVERRIDDEN, itertools.cycle(LOADERS), strict=False)])

@@ -17,17 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Subset,
-    TensorDataset,
-    default_collate,
-    random_split,
-)
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, RandomSampler, Subset, TensorDataset, default_collate
 
 import stocache
 from stocache import CachedDataset, WorkerError
@@ -86,8 +76,9 @@ class EagerBatches:
 OPTIONS = [
     {"batch_size": 8, "shuffle": True}, {"batch_size": 7, "drop_last": True, "shuffle": True}, {"batch_size": None},
     {"batch_size": None, "shuffle": True}, {"sampler": range(0, N, 3), "batch_size": 4}, {"batch_sampler": EagerBatches()},
-    {"batch_sampler": BatchSampler(range(N), 9, False)}, {"batch_sampler": [[3, 1], [4], [1, 5, 9]]}, {"batch_size": 100},
-    {"sampler": RandomSampler(range(N), True, 70), "batch_size": 6}, {"batch_size": 8, "collate_fn": list}, {},
+    {"batch_sampler": torch.utils.data.BatchSampler(range(N), 9, False)}, {"batch_sampler": [[3, 1], [4], [1, 5, 9]]},
+    {"batch_size": 100}, {"sampler": RandomSampler(range(N), True, 70), "batch_size": 6}, {"batch_size": 8, "collate_fn": list},
+    {},
 ]  # fmt: skip
 WORKERS = [
     {}, {"num_workers": 2, "prefetch_factor": 4}, {"num_workers": 2, "persistent_workers": True}, THREADS,
@@ -280,7 +271,7 @@ ODD = {
     "iterates": lambda: {"batch_sampler": Drawn(lambda sampler: sum(1 for _ in sampler))},
     "an array": lambda: {"sampler": np.arange(N)[::-1], "batch_size": 7},
     "a tensor": lambda: {"sampler": torch.arange(N).flip(0), "batch_size": 7},
-    "an array within": lambda: {"batch_sampler": BatchSampler(np.arange(N)[::-1], 7, False)},
+    "an array within": lambda: {"batch_sampler": torch.utils.data.BatchSampler(np.arange(N)[::-1], 7, False)},
     "an array of batches": lambda: {"batch_sampler": np.arange(N - N % 4).reshape(-1, 4)},
 }
 
@@ -304,7 +295,7 @@ def test_a_program_may_put_it_in_the_place_of_torchs():
     def program():
         torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = stocache.DataLoader
         numbers = TensorDataset(torch.arange(20))
-        for dataset in (numbers, CachedDataset(numbers, 1), random_split(numbers, [15, 5])[0]):
+        for dataset in (numbers, CachedDataset(numbers, 1), torch.utils.data.random_split(numbers, [15, 5])[0]):
             for options in ({}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}):
                 loader = torch.utils.data.DataLoader(dataset, 6, multiprocessing_context="fork" if options else None, **options)
                 for _ in range(2):
@@ -501,20 +492,17 @@ class Own(torch.Tensor):
 
 
 SAMPLES = {
-    "floats": lambda: torch.randn(BIG),
-    "bytes": lambda: torch.randint(256, BIG, dtype=torch.uint8),
-    "arrays": lambda: np.random.default_rng().normal(size=BIG),
-    "permuted": lambda: torch.randn(160, 160, 3).permute(2, 0, 1),
+    "floats": lambda: torch.randn(BIG), "bytes": lambda: torch.randint(256, BIG, dtype=torch.uint8),
+    "arrays": lambda: np.random.default_rng().normal(size=BIG), "permuted": lambda: torch.randn(160, 160, 3).permute(2, 0, 1),
     "channels last": lambda: torch.randn(2, *BIG).to(memory_format=torch.channels_last),
-    "half": lambda: torch.randn(BIG).bfloat16(),
-    "parts of others": lambda: torch.randn(6, 160, 160)[::2],
+    "half": lambda: torch.randn(BIG).bfloat16(), "parts of others": lambda: torch.randn(6, 160, 160)[::2],
     "gradients": lambda: torch.randn(BIG, requires_grad=True) * 2,
     "conjugates": lambda: torch.randn(BIG, dtype=torch.complex64).conj(),
     "two dtypes": lambda: torch.randn(BIG) if torch.rand(()) < 0.5 else torch.ones(BIG, dtype=torch.float64),
     "own class": lambda: torch.randn(BIG).as_subclass(Own),
     "quantized": lambda: torch.quantize_per_tensor(torch.randn(3, 512, 512), 0.1, 0, torch.qint8),
     "in a dict": lambda: {"image": torch.randn(BIG), "small": torch.zeros(3), "label": 1},
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation")

@@ -19,10 +19,8 @@ from tests.support.equality import identical
 from tests.support.processes import wait_until
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.leaves_descriptors,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+    pytest.mark.gpu, pytest.mark.leaves_descriptors, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]  # fmt: skip
 
 LENGTH, BATCH = 600, 32
 WORKERS = {"alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}

@@ -10,22 +10,12 @@ import pytest
 
 from stocache.observe.recording import record as recording
 from stocache.observe.recording.histogram import BUCKETS
-from stocache.observe.recording.record import (
-    COLLATE_NS,
-    LOAD_NS,
-    MAKE_NS,
-    PID,
-    SAMPLES_MADE,
-    TIMING_ROW_WORDS,
-    WAIT_NS,
-    WORKER,
-    TimingRecord,
-)
+from stocache.observe.recording.record import TimingRecord
 from stocache.shm import registry
 from stocache.shm.layout import Layout
 from tests.support.processes import in_child, wait_until
 
-batches_of = lambda counted: [counted.distribution(COLLATE_NS, row).count for row in range(len(counted.rows))]
+batches_of = lambda counted: [counted.distribution(recording.COLLATE_NS, row).count for row in range(len(counted.rows))]
 
 
 def work(record, worker, batches, ready):
@@ -56,16 +46,16 @@ def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_nex
         process = context.Process(target=work, args=(record, worker, batches, ready), daemon=True)
         process.start()
         assert ready.wait(60)
-        assert process.pid in record.read().rows[:, PID]
+        assert process.pid in record.read().rows[:, recording.PID]
         living.append(process)
         if ends:
             kill(living.pop())
     counted = record.read()
     assert batches_of(counted) == expected
     numbers = zip(expected, (0, 1, 2, 1, 2), strict=True)
-    assert counted.rows[:, WORKER].tolist() == [number if count else 0 for count, number in numbers]
-    assert counted.sum(SAMPLES_MADE) == 5 * sum(expected)
-    assert [counted.distribution(LOAD_NS, row).count for row in range(5)] == [3 * count for count in expected]
+    assert counted.rows[:, recording.WORKER].tolist() == [number if count else 0 for count, number in numbers]
+    assert counted.sum(recording.SAMPLES_MADE) == 5 * sum(expected)
+    assert [counted.distribution(recording.LOAD_NS, row).count for row in range(5)] == [3 * count for count in expected]
     assert counted.workers == 2
     for process in living:
         kill(process)
@@ -80,9 +70,9 @@ def kill(process):
 @pytest.mark.linux
 def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     record = TimingRecord(1, True)
-    record.row(1).add_later(WAIT_NS, 5000)
+    record.row(1).add_later(recording.WAIT_NS, 5000)
     assert in_child(lambda: record.claim(0).write()) == 0
-    assert record.read().distribution(WAIT_NS).count == 1
+    assert record.read().distribution(recording.WAIT_NS).count == 1
 
 
 def test_threads_take_rows_that_no_living_thread_has():
@@ -125,8 +115,9 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     row.add_collating()
     counted = record.read()
     # in the 7 ms of collating, 40 ms of loads were noted
-    assert [counted.sum(word) for word in (LOAD_NS, MAKE_NS, COLLATE_NS, SAMPLES_MADE)] == [60_000_000, 33_000_000, 0, 8]
-    assert counted.distribution(LOAD_NS).count == 11
+    words = "LOAD_NS", "MAKE_NS", "COLLATE_NS", "SAMPLES_MADE"
+    assert [counted.sum(getattr(recording, word)) for word in words] == [60_000_000, 33_000_000, 0, 8]
+    assert counted.distribution(recording.LOAD_NS).count == 11
 
 
 @pytest.mark.linux
@@ -136,7 +127,7 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     folder = registry.directory_of()
     assert len(os.listdir(folder)) == 1
     record = TimingRecord(1, True, "photos", 3)
-    record.main.add(LOAD_NS, 5_000_000)
+    record.main.add(recording.LOAD_NS, 5_000_000)
     (name,) = os.listdir(folder)  # the dead process's is gone
     assert name.startswith(f"photos{recording.SUFFIX}{os.getpid()}-")
     fd = record._segment.fd
@@ -147,8 +138,8 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
 
 @pytest.mark.linux
 def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
-    row = TIMING_ROW_WORDS * 8
-    assert TIMING_ROW_WORDS == 16 + 4 * BUCKETS
+    row = recording.TIMING_ROW_WORDS * 8
+    assert recording.TIMING_ROW_WORDS == 16 + 4 * BUCKETS
     with (tmp_path / "forged").open("w+b") as file:
         for nbytes in (row - 8, 0, row * 10**7):
             with pytest.raises(ValueError, match="is not the record"):
@@ -156,7 +147,7 @@ def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
         layout = Layout(3 * row, 0, 4096)
         os.pwrite(file.fileno(), b"\xff\x7f" * (layout.control_bytes // 2), layout.control_at)
         counted = recording.read_named(file.fileno(), layout)
-        assert counted.distribution(LOAD_NS).count > 0
-        assert counted.sum(SAMPLES_MADE) >= 0
+        assert counted.distribution(recording.LOAD_NS).count > 0
+        assert counted.sum(recording.SAMPLES_MADE) >= 0
         with pytest.raises(ValueError, match="was cut"):
             recording.read_named(file.fileno(), Layout(5 * row, 0, 4096))

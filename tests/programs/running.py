@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -59,17 +59,25 @@ def plain(dataset, transform=None, **options):
     return dataset if transform is None else Transformed(dataset, transform)
 
 
+class Followed(CachedDataset):
+    """Notes its cache, also one that begins anew."""
+
+    caches: ClassVar[dict[int, Any]] = {}  # not the datasets: some close their files when they are gone
+
+    def _take(self, wrapped):
+        super()._take(wrapped)
+        self.caches[id(self)] = wrapped.cache
+
+
 class Cached:
     """The one line, and a look at the dataset before and after."""
 
     def __init__(self):
-        self.caches: list[Any] = []  # not the datasets: some close their files when they are gone
         self.changes: list[str | None] = []
 
     def __call__(self, dataset, **options):
         before = describe(dataset)
-        cached = CachedDataset(dataset, **{"size_limit_gib": 0.05, **options})
-        self.caches.append(cached.cache)
+        cached = Followed(dataset, **{"size_limit_gib": 0.05, **options})
         self.changes.append(difference(before, describe(dataset)))
         return cached
 
@@ -82,8 +90,8 @@ def run(program: str, way: str, folder: str, options: str, out: str) -> None:
     """
     wrap = Cached() if way == "cached" else plain
     results = importlib.import_module(f"tests.programs.{program}").main(wrap, Path(folder), **json.loads(options))
-    caches, changes = (wrap.caches, wrap.changes) if isinstance(wrap, Cached) else ([], [])
-    done = {"results": describe(results), "stats": [vars(cache.stats()) for cache in caches], "changes": changes}
+    stats = [vars(cache.stats()) for cache in Followed.caches.values()]
+    done = {"results": describe(results), "stats": stats, "changes": getattr(wrap, "changes", [])}
     Path(out).write_bytes(pickle.dumps(done))
 
 

@@ -79,11 +79,8 @@ def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached
     for library in needs:
         pytest.importorskip(library)
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONHASHSEED": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
+        "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
     outcomes = {}
     for way, command in {"plain": [], "run": ["-m", "stocache", "run", "--cache", "50MB", "--json", "report.json"]}.items():
         folder = tmp_path / way

@@ -15,7 +15,7 @@ from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, Memory
 from tests.support.faults import no_shared_memory, nothing_attached
-from tests.support.processes import in_child, stopped
+from tests.support.processes import in_child
 
 
 @pytest.fixture(params=["/dev/shm", "memfd"])
@@ -196,36 +196,6 @@ def take(claim, indices):
     taken = set()
     claim(np.array(indices), taken)
     return taken
-
-
-def test_a_sample_is_claimed_once_and_who_writes_may_take_a_claim_to_load(claims):
-    loading = take(claims.to_load, SOME)
-    assert loading == {3, 4, 9, 20}
-    assert take(claims.to_load, [9, 10]) == {10}
-    assert take(claims.to_write, [3, 5]) == {3, 5}
-    assert take(claims.to_write, [3, 5, 6]) == {6}
-    assert take(claims.to_load, [5]) == set()
-    claims.end_loading(loading)
-    assert take(claims.to_write, [3, 4]) == {4}  # 3 is still being written
-    claims.end_writing({3, 4, 5, 6})
-    assert take(claims.to_load, [3, 4, 5, 6, 9, 10]) == {3, 4, 5, 6, 9}
-
-
-@pytest.mark.parametrize("way", ["to_load", "to_write"])
-def test_claims_end_with_their_process(claims, way):
-    with stopped(lambda: take(getattr(claims, way), SOME)):
-        assert take(claims.to_load, [2, *SOME]) == {2}
-        assert take(claims.to_write, SOME) == (set() if way == "to_write" else set(SOME))
-        claims.end_writing(set(SOME))
-    with stopped(lambda: take(claims.to_write, [30])):  # takes over the row
-        assert take(claims.to_write, [*SOME, 30]) == set(SOME)
-
-
-def test_a_process_does_not_end_the_claims_of_another(claims):
-    with stopped(lambda: take(claims.to_write, SOME)):
-        claims.end_writing({3})
-        claims.end_writing(set(SOME))
-        assert take(claims.to_write, SOME) == set()
 
 
 def test_a_forked_child_has_not_the_claims_of_its_parent_and_respects_them(claims):

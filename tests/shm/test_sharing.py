@@ -369,12 +369,8 @@ def test_what_is_more_than_its_values_is_left_as_it_is(caplog):
         pass
 
     for value in (
-        Closing(),
-        Slots(),
-        Named("ab"),
-        np.ma.masked_array([1, 2], mask=[True, False]),
-        np.zeros((1, 1)).view(np.matrix),
-    ):
+        Closing(), Slots(), Named("ab"), np.ma.masked_array([1, 2], mask=[True, False]), np.zeros((1, 1)).view(np.matrix),
+    ):  # fmt: skip
         with pytest.raises(SampleError, match="cannot be shared"):
             share(value)
     with stocache.CachedDataset(Closing(), "1MB", share=True) as cached:

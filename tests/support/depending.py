@@ -126,31 +126,6 @@ class Buffered(Images):
         return self.transform(self.image(idx))
 
 
-class Joint(Images):
-    """Flips an image and its mask alike: with one drawn seed, set twice."""
-
-    def __init__(self):
-        super().__init__(image_transform=Flip(), mask_transform=Flip())
-
-    def __getitem__(self, idx):
-        seed = np.random.randint(2**31)
-        torch.manual_seed(seed)
-        image = self.image_transform(self.image(idx))
-        torch.manual_seed(seed)
-        return image, self.mask_transform(self.image(idx))
-
-
-class Recent(Images):
-    """Mixes an image with one that was loaded recently."""
-
-    def __init__(self):
-        super().__init__(recent=[])
-
-    def __getitem__(self, idx):
-        self.recent = [*self.recent[-3:], idx]
-        return self.image(idx) + random.choice(self.recent)
-
-
 class Files(Images):
     """Reads its images from files."""
 
@@ -169,19 +144,9 @@ def flipped(dataset, idx, draw=lambda: torch.rand(()).item()):
     return dataset.image(idx).flip(-1) if draw() < 0.5 else dataset.image(idx)
 
 
-def window(dataset, idx):
-    start = random.randint(0, 2)
-    return dataset.image(idx)[:, start : start + 2]
-
-
 def mosaic(dataset, idx):
     others = [random.randrange(N) for _ in range(3)]
     return torch.stack([dataset.image(each) for each in (idx, *others)])
-
-
-def mixed(dataset, idx):
-    share = np.random.beta(0.4, 0.4)
-    return dataset.image(idx) * share + dataset.image(np.random.randint(N)) * (1 - share)
 
 
 def effect_free(dataset, idx):
@@ -190,7 +155,7 @@ def effect_free(dataset, idx):
 
 
 MAKERS = {
-    "image": Images.image, "flip, torch": flipped, "window": window, "mosaic": mosaic, "mixed with another": mixed,
+    "image": Images.image, "flip, torch": flipped, "mosaic": mosaic,
     "flip, random": lambda dataset, idx: flipped(dataset, idx, random.random),
     "flip, numpy": lambda dataset, idx: flipped(dataset, idx, np.random.rand),
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
@@ -255,16 +220,14 @@ def scale_in_place(*path):
     return change
 
 
-KINDS = {name: drawing(name) for name in [*MAKERS][1:10]} | {
+KINDS = {name: drawing(name) for name in [*MAKERS][1:8]} | {
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
     "own RandomState": drawing("own RandomState", rng=lambda: np.random.RandomState(0)),
     "own Random": drawing("own Generator", rng=lambda: random.Random(0)),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
     "objects": drawing("objects, own Generator", rng=lambda: np.random.default_rng(0), allow_pickle=True),
     **{name: drawing(name, False) for name in ("new generator each time", "os.urandom", "secrets", "time")},
-    "joint flip": Kind(lambda folder: Joint()),
-    "recent images": Kind(lambda folder: Recent()),
-    "recent images, in a transform": Kind(lambda folder: Buffered()),
+    "recent images": Kind(lambda folder: Buffered()),
     **{use: Kind(lambda folder, use=use: Used(use)) for use in USES},
     "seed set in code": drawing("seed set in code"),
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),

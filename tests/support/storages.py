@@ -70,12 +70,9 @@ class FilePerSample(DataStorage):
 
 def sample(idx):
     return {
-        "image": torch.full((3, 4), idx, dtype=torch.uint8),
-        "box": Box(np.arange(idx % 3), idx),
-        "text": "ab" * (idx % 4),
-        "tags": [str(n) for n in range(idx % 3)],
-        "maybe": None if idx % 5 else 0.5,
-    }
+        "image": torch.full((3, 4), idx, dtype=torch.uint8), "box": Box(np.arange(idx % 3), idx), "text": "ab" * (idx % 4),
+        "tags": [str(n) for n in range(idx % 3)], "maybe": None if idx % 5 else 0.5,
+    }  # fmt: skip
 
 
 def save(storage, count=N, info=None, sample=sample):

@@ -265,11 +265,7 @@ def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
     assert all(share < 1.2 / window for share in mixed)
 
 
-WAYS = {
-    "partly cached": {"size_limit_gib": "6KB"},
-    "cached": {"size_limit_gib": 0.01},
-    "on a disk": {},
-}
+WAYS = {"partly cached": {"size_limit_gib": "6KB"}, "cached": {"size_limit_gib": 0.01}, "on a disk": {}}
 
 
 @pytest.mark.linux

@@ -72,58 +72,36 @@ class Shard:
         return iter(self.batch_sampler)
 
 
-def infinite(base):
+def infinite(base, late=False, guarded=False):
     class InfiniteDataLoader(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
-            self.iterator = super().__iter__()
+            if guarded:  # by torch: as in timm
+                self._DataLoader__initialized = False
+                self.batch_sampler = Forever(self.batch_sampler)
+                self._DataLoader__initialized = True
+            else:
+                object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
+            self.iterator = None if late else super().__iter__()
 
         def __len__(self):
             return len(self.batch_sampler.sampler)
 
         def __iter__(self):
+            if self.iterator is None:
+                self.iterator = self._get_iterator()
             for _ in range(len(self)):
                 yield next(self.iterator)
-
-        def reset(self):
-            self.iterator = self._get_iterator()
 
     return InfiniteDataLoader
 
 
 def late_infinite(base):
-    class LateInfinite(infinite(base)):
-        def __init__(self, *args, **kwargs):
-            base.__init__(self, *args, **kwargs)
-            object.__setattr__(self, "batch_sampler", Forever(self.batch_sampler))
-            self.iterator = None
-
-        def __iter__(self):
-            if self.iterator is None:
-                self.iterator = self._get_iterator()
-            yield from super().__iter__()
-
-    return LateInfinite
+    return infinite(base, late=True)
 
 
 def multi_epochs(base):
-    class MultiEpochsDataLoader(base):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self._DataLoader__initialized = False
-            self.batch_sampler = Forever(self.batch_sampler)
-            self._DataLoader__initialized = True
-            self.iterator = super().__iter__()
-
-        def __len__(self):
-            return len(self.batch_sampler.sampler)
-
-        def __iter__(self):
-            for _ in range(len(self)):
-                yield next(self.iterator)
-
-    return MultiEpochsDataLoader
+    return infinite(base, guarded=True)
 
 
 def to_device(base):

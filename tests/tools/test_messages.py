@@ -61,7 +61,7 @@ def test_the_log_of_the_program_and_its_output_are_as_under_python(log, tmp_path
     if log == "closed":
         assert found.stderr == b""
         return
-    assert b"\nstocache: random numbers are drawn in " in found.stderr
+    assert b"\nstocache: random numbers are drawn to load sample 0 of Random, in line " in found.stderr
     assert b"itself. (stocache explain W05)\n" in found.stderr
     assert not re.search(rb"[0-9a-f]{16}", found.stderr)  # digests
     quiet = run(tmp_path, program, "--cache", "1MB", "--quiet")
@@ -113,9 +113,8 @@ def test_a_stream_that_cannot_be_written_to_is_no_error(stream, monkeypatch, cap
     ("a; size_limit_gib=1.9 would remove it", True, "a; a larger --cache would remove it"),
     ("size_limit_gib=1.5, all that fits, would cut it to 71%; disk= keeps the rest on a local disk", True,
      "a larger --cache would cut it to 71%; --disk and --disk-limit keep the rest on a local disk"),
-    ("a; if they draw no random numbers, CachedDataset makes them only once", False,
-     "a; if they draw no random numbers, --cache auto makes them only once"),
-    ("a; if they draw no random numbers, CachedDataset makes them only once", True, "a"),
+    ("a; CachedDataset makes only once what they are before", False, "a; --cache auto makes only once what they are before"),
+    ("a; CachedDataset makes only once what they are before", True, "a"),
     ("a; worker_method='multiprocessing' would", False, "a; --worker-method multiprocessing would"),
     ("a; num_workers=3 would remove it", True, "a; num_workers=3 would remove it"),
 ])  # fmt: skip

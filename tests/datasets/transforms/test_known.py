@@ -14,13 +14,11 @@ from stocache.datasets.transforms.known import LIBRARIES, find_library, is_deter
 from stocache.system.rng import RngMonitor
 
 MODULES = {
-    "albumentations": 100,
-    "audiomentations": 30,
-    "monai.transforms": 400,
+    "albumentations": 100, "audiomentations": 30, "monai.transforms": 400,
     **dict.fromkeys(("torchvision.transforms", "torchvision.transforms.v2"), 20),
     **dict.fromkeys(("timm.data.transforms", "timm.data.auto_augment", "timm.data.random_erasing"), 1),
     **dict.fromkeys([f"kornia.{name}" for name in ("augmentation", "color", "enhance", "filters", "geometry.transform")], 1),
-}
+}  # fmt: skip
 """Modules of transforms, and how many each has at least."""
 
 OTHERS = {"torchvision": {"AutoAugmentPolicy", "InterpolationMode"}}

@@ -158,14 +158,12 @@ def test_rm_spares_what_is_in_use_without_force(run, four):
 
 def test_what_the_commands_cannot_do(run):
     for command, message in {
-        "rm": "say which: stocache rm NAME..., or stocache rm --dead",
-        "rm --dead x": "say which",
-        "rm .x": "name='.x' cannot name a cache",
-        "top": "top needs a terminal. In scripts: stocache ls --json",
+        "rm": "say which: stocache rm NAME..., or stocache rm --dead", "rm --dead x": "say which",
+        "rm .x": "name='.x' cannot name a cache", "top": "top needs a terminal. In scripts: stocache ls --json",
         "top --interval 0": "Invalid value for '--interval'",
         "doctor --size-limit-gib much": "size_limit_gib='much' is not a size",
         "doctor --disk x --disk-limit many": "disk_limit='many' is not a size.",
-    }.items():
+    }.items():  # fmt: skip
         result = run(*command.split())
         assert result.exit_code in (1, 2), command
         assert message in " ".join(result.output.split())

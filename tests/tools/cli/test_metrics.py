@@ -21,18 +21,9 @@ import typer
 
 from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP
 from stocache.cache.stats import CacheStats
+from stocache.observe.recording import record
 from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
-from stocache.observe.recording.record import (
-    COLLATE_NS,
-    CPU_NS,
-    HAND_OVER_NS,
-    LOAD_NS,
-    MAKE_NS,
-    QUEUED_NS,
-    TIMING_ROW_WORDS,
-    WAIT_NS,
-    TimingRecord,
-)
+from stocache.observe.recording.record import TimingRecord
 from stocache.tools import cli
 from stocache.tools.cli import listing
 from stocache.tools.cli.listing import NamedCache
@@ -49,7 +40,7 @@ PAGES = Path(cli.__file__).parent
 DASHBOARD = json.loads((PAGES / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 COUNTED = ("_total", "_bucket", "_sum", "_count")
-QUANTITIES = {"wait": WAIT_NS, "load": LOAD_NS, "collate": COLLATE_NS, "hand_over": HAND_OVER_NS}
+QUANTITIES = {"wait": record.WAIT_NS, "load": record.LOAD_NS, "collate": record.COLLATE_NS, "hand_over": record.HAND_OVER_NS}
 OF_CACHE = {f"{name}_total": name for name in ("hits", "misses", "fills", "races", "refused", "rejected", "damaged")} | {
     "load_seconds_total": "load_s", "read_seconds_total": "read_s", "dataset_samples": "dataset_len",
     "capacity_samples": "slots", "filled_samples": "filled", "filled_bytes": "filled_bytes", "capacity_bytes": "capacity_bytes",
@@ -123,7 +114,7 @@ def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
     for word, share in zip(QUANTITIES.values(), (500, 400, 300, 200), strict=True):
         for number, duration_ns in enumerate(durations[:share]):
             kept.row(number % 5).add(word, duration_ns)
-    for number, word in enumerate((MAKE_NS, CPU_NS, QUEUED_NS)):  # without a histogram
+    for number, word in enumerate((record.MAKE_NS, record.CPU_NS, record.QUEUED_NS)):  # without a histogram
         kept.row(1)._words[word] = (number + 1) * 10**9
     kept.main.add_look(True)
     kept.main.add_look(False)
@@ -148,7 +139,7 @@ def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
 def test_loaders_of_several_ranks_are_apart_and_the_dead_are_shown_until_they_are_removed(run, clean):
     kept = [TimingRecord(0, False, "c", 0), TimingRecord(1, False, "c", 0)]
     for number in range(2):
-        kept[number].row(number).add(WAIT_NS, (number + 1) * 10**9)
+        kept[number].row(number).add(record.WAIT_NS, (number + 1) * 10**9)
     leave_loader_behind("c", rank=1)
     samples = scrape()
     names = [f"c.loader-{os.getpid()}-{number}" for number in range(2)]
@@ -187,7 +178,7 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     forge('c\x1b[2J\n"} 1.loader-1-0')
     forge(os.fsdecode(b"c\xff.loader-1-0"), {"loader": "c", "cache": "c", "rank": 0, "pid": 1})
     identity = {"loader": "c", "cache": '\x1b[2J"} 1\n# EOF\\', "rank": 0, "pid": 1}
-    control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * TIMING_ROW_WORDS // 2)
+    control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * record.TIMING_ROW_WORDS // 2)
     forge("good.loader-1-0", identity, rows=3, control=control)
     for number in range(24):
         forge(f"d.loader-1-{number}", size=0)

@@ -41,19 +41,17 @@ def test_tables_are_never_wider_than_the_terminal(caches):
 
 
 COLUMNS = {
-    ("ls", 50): "name, memory, filled, hit rate, state",
-    ("ls", 80): "name, memory, filled, hit rate, state, held by",
+    ("ls", 50): "name, memory, filled, hit rate, state", ("ls", 80): "name, memory, filled, hit rate, state, held by",
     ("ls", 200): "name, memory, filled, samples, hit rate, state, keep, age, held by",
     ("top", 50): "name, full, hit rate, hits/s, state",
     ("top", 80): "name, memory, bar, full, hit rate, hits/s, processes, state",
     ("top", 200): "name, memory, samples, bar, full, hit rate, hits/s, misses, processes, state",
-    ("ls, disk", 50): "name, size, filled, state",
-    ("ls, disk", 80): "name, kind, size, filled, hit rate, state, held by",
+    ("ls, disk", 50): "name, size, filled, state", ("ls, disk", 80): "name, kind, size, filled, hit rate, state, held by",
     ("ls, disk", 200): "name, kind, size, limit, filled, samples, hit rate, state, keep, age, held by",
     ("top, disk", 50): "name, full, hit rate, hits/s, state",
     ("top, disk", 80): "name, size, limit, full, hit rate, hits/s, processes, state",
     ("top, disk", 200): "name, kind, size, limit, samples, bar, full, hit rate, hits/s, misses, processes, state",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("what", "width"), COLUMNS)

@@ -52,17 +52,14 @@ def ask(name):
 
 
 WAYS = {
-    "after": lambda: None,
-    "before": lambda: None,
-    "asked for before": lambda: (ask("parts"), ask("parts.data")),
+    "after": lambda: None, "before": lambda: None, "asked for before": lambda: (ask("parts"), ask("parts.data")),
     "loaded before and again": lambda: importlib.reload(importlib.import_module("parts.data")),
-    "lazily": lambda: lazily("parts"),
-    "its part lazily": lambda: lazily("parts.data"),
+    "lazily": lambda: lazily("parts"), "its part lazily": lambda: lazily("parts.data"),
     "meta_path of the program": lambda: setattr(sys, "meta_path", [BuiltinImporter, FrozenImporter, PathFinder]),
     "finder of the program": lambda: by_a_finder(lambda spec: None),
     "loader without exec_module": lambda: by_a_finder(lambda spec: setattr(spec, "loader", Legacy(spec.loader))),
     "run as a module": lambda: runpy.run_module("parts.data"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Transforms in a dataset are split by the one line: the deterministic beginning before the cache, the rest after it.
+"""A program is cut in its first random transform: the deterministic beginning runs before the cache, the rest after it.
 
 Every sample of every epoch is that of the dataset without a cache, bit for bit, and so are the random numbers.
 """
@@ -9,10 +9,8 @@ import logging
 import pickle
 import random
 import re
-import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, deterministic, split_transforms
-from stocache.datasets.transforms.cuts import Option, choose_option
 from stocache.datasets.transforms.pipelines import open_pipeline
 from stocache.system.describe import describe, difference
 
@@ -62,15 +59,6 @@ def augment(image):
     return middle()(image)
 
 
-def labels_of(target):
-    return target["labels"]
-
-
-class Floats(torch.nn.Module):
-    def forward(self, image):
-        return PILToTensor()(Resize(20)(CenterCrop(20)(image))).float()
-
-
 class Detection(vision.VisionDataset):
     """Images with boxes, whose ``transforms`` take both."""
 
@@ -82,18 +70,6 @@ class Detection(vision.VisionDataset):
         image = Image.fromarray(rng.integers(0, 256, (20 + idx, 30, 3), dtype=np.uint8))
         target = {"boxes": torch.tensor([[1.0, 2.0, 8.0, 9.0]]) + idx, "labels": torch.tensor([idx])}
         return self.transforms(image, target)
-
-
-class Views(ImageFolder):
-    """Several views of each image, as for contrastive learning; and batches with one call."""
-
-    def __getitem__(self, index):
-        path, target = self.samples[index]
-        image = self.loader(path)
-        return {"views": [self.transform(image), self.transform(image)], "target": target}
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
 
 
 class Transformed(Dataset):
@@ -110,30 +86,13 @@ class Transformed(Dataset):
         return (image if self.tfm is None else self.tfm(image)), target
 
 
-class Steps(ImageFolder):
-    """A list of transforms that the dataset itself goes through."""
-
-    def __getitem__(self, index):
-        path, target = self.samples[index]
-        image = self.loader(path)
-        for transform in self.transform:
-            image = transform(image)
-        return image, target
-
-
 MADE = {
     "training": lambda folder: ImageFolder(folder, training(16)),
     "middle": lambda folder: ImageFolder(folder, middle()),
-    "types": lambda folder: ImageFolder(folder, Compose([PILToTensor(), vision.ToPILImage(), CenterCrop(20), RandomCrop(16)])),
     "target": lambda folder: ImageFolder(folder, middle(), target_transform=plus_noise),
-    "sequential": lambda folder: ImageFolder(folder, torch.nn.Sequential(Floats(), torch.nn.Dropout(0.5))),
-    "nested": lambda folder: ImageFolder(folder, Compose([Compose([Resize(24)]), Compose([RandomCrop(16), ToTensor()])])),
     "marked by mistake": lambda folder: ImageFolder(folder, Compose([Resize(24), deterministic(RandomCrop(16))])),
     "opaque": lambda folder: ImageFolder(folder, augment),
-    "views": lambda folder: Views(folder, middle()),
-    "steps": lambda folder: Steps(folder, [Resize(24), RandomCrop(16), ToTensor()]),
     "joint": lambda _: Detection(vision.JointCompose([vision.ToImage(), vision.RandomVerticalFlip(), vision.ToDtype()])),
-    "pair": lambda folder: Detection(transform=middle(), target_transform=labels_of),
     "subset": lambda folder: Subset(ImageFolder(folder, middle()), [7, 3, 5, 11, 0, 1]),
     "parts": lambda folder: Transformed(ImageFolder(folder, Compose([Resize(24), RandomCrop(20)])), training(16)),
     "concatenated": lambda folder: ConcatDataset([ImageFolder(folder, middle()), ImageFolder(folder, training(16))]),
@@ -170,7 +129,13 @@ def sample_of(cached, idx=0):
 
 
 def kind_of_cached(cached):
-    return type(next(filter(None, map(cached.cache.get_slot, range(N))))[0])
+    """Return the class of the first image, or tensor, in the part of a sample that is cached."""
+    parts = [next(filter(None, map(cached.cache.get_slot, range(N))))]
+    for part in parts:
+        if isinstance(part, Image.Image | torch.Tensor):
+            return type(part)
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
+    raise AssertionError(parts)
 
 
 @pytest.mark.sampled(3)
@@ -208,17 +173,8 @@ def test_each_probed_sample_is_loaded_a_few_times(transform, options, folder, tm
     dataset.log = tmp_path / "loads"
     with CachedDataset(dataset, 1, **options) as cached:
         loads = Counter(dataset.log.read_text().split())
-        split = 2 if transform is not None and "split" not in options else 0  # and then as the cache will have it
-        assert (len(loads), max(loads.values()), cached.stats().total.filled) == (8, 2 + split, 8)
-
-
-@pytest.mark.parametrize(("name", "limit"), [("training", 0), ("middle", "10KB"), ("concatenated", "25KB")])
-def test_half_a_cache_and_none_give_the_same(name, limit, folder):
-    with CachedDataset(MADE[name](folder), limit, cut="latest") as cached:
-        check(cached, MADE[name](folder))
-        total = cached.stats().total
-        assert total.filled < len(cached)
-        assert (total.filled > 0) == (limit != 0)
+        assert (len(loads), cached.stats().total.filled) == (8, 8)
+        assert sum(loads.values()) <= (100 if options.get("cut") else 60 if transform is not None else 9)
 
 
 def test_a_transform_that_is_set_is_split_again(folder):
@@ -239,30 +195,29 @@ def test_a_transform_that_is_set_is_split_again(folder):
         assert cached.transform is cached.dataset.transform
 
 
-def test_a_transform_with_another_beginning_is_refused(folder):
+def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_begin_anew(folder):
     dataset = ImageFolder(folder, middle())
-    before = dataset.transform
-    with CachedDataset(dataset, 1, on_change="raise") as cached:
-        for other in (Compose([Resize(28), RandomCrop(8)]), Compose([RandomCrop(8)]), None, augment):
-            with pytest.raises(DatasetError, match=r"samples are cached as they are after Resize, CenterCrop.*Set it before"):
-                cached.transform = other
-        assert dataset.transform is before
-        filled = cached.stats().total.filled
+    with CachedDataset(dataset, 1) as cached:
+        cached.warm(progress=False)
         cached.transform = Compose([Resize(24), CenterCrop(20), RandomCrop(8), PILToTensor()])  # of equal steps, not the same
         assert cached[0][0].shape == (3, 8, 8)
-        assert cached.stats().total.filled == filled
+        assert cached.stats().total.filled == N
+        for other in (Compose([Resize(28), RandomCrop(8)]), Compose([RandomCrop(8)]), None, augment):
+            cached.transform = other
+            assert cached.stats().total.filled < N
+            check(cached, ImageFolder(folder, other))
         dataset.transform = training(16)  # behind the cache
-        with pytest.raises(DatasetError, match="samples are cached as they are after Resize, CenterCrop"):
-            cached[0]
-    for transform in (middle(), Compose([Resize(24), CenterCrop(20)])):
-        dataset = Transformed(ImageFolder(folder), transform)  # with one attribute only, not three
-        with CachedDataset(dataset, 1, on_change="raise") as cached:
-            dataset.tfm = None
-            with pytest.raises(DatasetError, match=r"cannot be (set|split any more)"):
-                cached[0]
-    with CachedDataset(ImageFolder(folder, middle()), 1) as cached:
-        cached.transform = training(16)
         check(cached, ImageFolder(folder, training(16)))
+    dataset = ImageFolder(folder, middle())
+    with CachedDataset(dataset, 1, name="fixed", on_change="raise") as cached:
+        before = dataset.transform
+        with pytest.raises(DatasetError, match=r"a transform of ImageFolder was set.*Set it before CachedDataset"):
+            cached.transform = training(16)
+        assert dataset.transform is before
+    dataset = Transformed(ImageFolder(folder), middle())  # under another name
+    with CachedDataset(dataset, 1) as cached:
+        dataset.tfm = training(16)
+        check(cached, Transformed(ImageFolder(folder), training(16)))
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -273,10 +228,6 @@ def test_a_transform_that_is_set_behind_the_cache_is_noticed(folder, num_workers
         check(cached, MADE["training"](folder), num_workers)
         dataset.transform.transforms.insert(0, Resize(18))
         check(cached, copy.copy(dataset), num_workers)
-    steps = MADE["steps"](folder)
-    with CachedDataset(steps, 1) as cached:
-        steps.transform.append(normal())
-        check(cached, copy.copy(steps), num_workers)
 
 
 FIXED = [Resize(24), CenterCrop(20), ToTensor(), normal()]
@@ -288,30 +239,24 @@ TENSOR, IMAGE, LESS = torch.Tensor, Image.Image, f"{FLOATS * 6 // 10}B"
     ("cut", "limit", "kind"), [(None, 1, TENSOR), ("latest", LESS, TENSOR), ("smallest", 1, IMAGE), (None, LESS, IMAGE)]
 )
 def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, caplog, monkeypatch):
-    monkeypatch.setattr("stocache.datasets.transforms.cuts.NEGLIGIBLE_S", 1.0)  # a busy machine measures more than there is
+    monkeypatch.setattr("stocache.datasets.cut.planning._NEGLIGIBLE_S", 1.0)  # a busy machine measures more than there is
     caplog.set_level(logging.INFO)
     with CachedDataset(ImageFolder(folder, Compose(FIXED)), limit, cut=cut) as cached:
         assert issubclass(kind_of_cached(cached), kind)
         check(cached, ImageFolder(folder, Compose(FIXED)))
         assert (cached.stats().total.filled == N) == (cut != "latest")
-    (line,) = [record.message for record in caplog.records if "before the cache: " in record.message]
+    lines = [record.message for record in caplog.records if record.message.startswith("cached: ")]
     if kind is Image.Image:
-        assert "before the cache: decode, Resize, CenterCrop; after it: ToTensor, Normalize" in line
-        assert "the latest cut caches 4.7 KiB a sample" in line
-
-
-def test_a_path_is_not_cached_instead_of_its_image():
-    options = floats, pixels, path = Option({}, 400, 0.011), Option({}, 100, 0.010), Option({}, 10, 0.0)
-    expected = {("latest", 1): floats, ("smallest", 1000): path, (None, 400): floats, (None, 399): pixels, (None, 40): pixels}
-    for (cut, room), chosen in expected.items():  # in the last one the path fits, but saves next to nothing
-        assert choose_option(list(options), cut, lambda size, room=room: min(1.0, room / size)) is chosen
+        assert "ImageFolder.__getitem__, Resize, CenterCrop; run each time: " in lines[0]
+        assert re.search(r"ToTensor, Normalize \(1\.\d KiB a sample, saves", lines[0])
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_encoded_files_are_decoded_after_the_cache(folder, num_workers):
     with CachedDataset(MADE["training"](folder), 1, store="encoded") as cached:
-        assert cached.cache.get_slot(0)[0] == Path(cached.samples[0][0]).read_bytes()
+        (state,) = [part for name, part in cached.cache.get_slot(0).items() if "inner" in name]
+        assert state["args"] == (Path(cached.samples[0][0]).read_bytes(),)
         check(cached, MADE["training"](folder), num_workers)
         assert cached.stats().total.misses == N
     for dataset in ([torch.zeros(3)] * 4, MADE["joint"](folder)):
@@ -329,19 +274,8 @@ def test_another_beginning_is_another_cache_and_another_end_is_the_same(folder):
             assert issubclass(kind_of_cached(second), Image.Image)
             check(second, ImageFolder(folder, fixed))
         other = Compose([Resize(26), *middle().transforms[1:]])
-        with pytest.raises(ValueError, match=r"Resize\(size=24\).*Resize\(size=26\)"):
+        with pytest.raises(ValueError, match="before the cache: #"):
             CachedDataset(ImageFolder(folder, other), 1, **options)
-
-
-class Ignoring(ImageFolder):
-    def __getitem__(self, index):
-        return PILToTensor()(self.loader(self.samples[index][0]))
-
-
-class Seeding(ImageFolder):
-    def __getitem__(self, index):
-        torch.manual_seed(index)
-        return super().__getitem__(index)
 
 
 class Drawing(ImageFolder):
@@ -351,30 +285,12 @@ class Drawing(ImageFolder):
         return image, target + noise
 
 
-def changed(change):
-    """Return a class of folders of images that makes samples of a dataset, an image, its target and its index."""
-
-    class Changed(ImageFolder):
-        def __getitem__(self, index):
-            return change(self, *super().__getitem__(index), index)
-
-    return Changed
-
-
 @pytest.mark.linux
-@pytest.mark.parametrize(("cls", "options", "reason"), [
-    (Ignoring, {}, "Ignoring does not call its transform"),
-    (changed(lambda its, image, *_: (image, float(np.asarray(image).mean()))), {}, "needs a number of the output"),
-    (Seeding, {}, "draws or seeds random numbers outside of its transforms"),
-    (changed(lambda its, *parts: parts[parts[2] % 2 :]), {}, "in the same way for each sample"),
-    (ImageFolder, {"probe": 0}, "no sample was loaded"),
-    (ImageFolder, {"example": (torch.zeros(3, 16, 16), 0)}, "only an example is known"),
-])  # fmt: skip
-def test_what_cannot_be_followed_is_not_split(cls, options, reason, folder, caplog):
-    CachedDataset(cls(folder, training(16)), 1, **options).close()
-    (text,) = [record.message for record in caplog.records if "are not split" in record.message]
-    for part in (reason, "depends on the random numbers of RandomResizedCrop", r"split_transforms\(\) cuts it off"):
-        assert re.search(part, text), text
+@pytest.mark.parametrize("options", [{"probe": 0}, {"example": (torch.zeros(3, 16, 16), 0)}])
+def test_without_a_probe_nothing_is_cut(options, folder, caplog):
+    with CachedDataset(ImageFolder(folder, training(16)), 1, **options) as cached:
+        check(cached, MADE["training"](folder))
+    assert "random numbers are drawn to load sample" in caplog.text
     with pytest.raises(LimitError, match="store='encoded' is for samples that are probed"):
         CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
 
@@ -385,7 +301,7 @@ def test_other_randomness_before_the_cache_is_found(folder, caplog):
     assert not caplog.records
     with CachedDataset(Drawing(folder, training(16)), 1) as cached:
         assert not torch.equal(cached[0][0], cached[0][0])
-    assert "random numbers are drawn in" in caplog.text
+    assert "random numbers are drawn" in caplog.text
     caplog.clear()
     with CachedDataset(ImageFolder(folder, middle()), 1) as inner:
         outer = Transformed(Subset(inner, range(N)), normal())
@@ -393,39 +309,6 @@ def test_other_randomness_before_the_cache_is_found(folder, caplog):
             assert cached[0][0].shape == (3, 16, 16)
         assert issubclass(kind_of_cached(inner), Image.Image)  # a cache within is left alone
         check(inner, MADE["middle"](folder))
-    assert "random numbers are drawn in" in caplog.text
-
-
-CLOCK = [0.0]
-
-
-def slow_and_unknown(image):
-    CLOCK[0] += 0.002
-    return PILToTensor()(image)
-
-
-def test_a_slow_step_that_is_not_known_is_warned_of(folder, caplog, monkeypatch):
-    clock = SimpleNamespace(perf_counter=lambda: CLOCK[0], monotonic=time.monotonic)
-    monkeypatch.setattr("stocache.datasets.transforms.trials.time", clock)
-    with CachedDataset(ImageFolder(folder, slow_and_unknown), 1):
-        assert "mark it: stocache.deterministic(slow_and_unknown)" in caplog.text
-    caplog.clear()
-    with CachedDataset(ImageFolder(folder, deterministic(vision.Lambda(slow_and_unknown))), 1) as cached:
-        assert kind_of_cached(cached) is torch.Tensor
-    assert not caplog.records
-
-
-def again_at_times(its, image, target, index):
-    """Call the transform twice for one image."""
-    return its.transform(vision.ToPILImage()((image * 255).byte())) if index == N - 2 else image, target
-
-
-def test_a_sample_made_in_another_way_is_right_and_uncached(folder):
-    transform = Compose([vision.RandomResizedCrop(16), vision.RandomHorizontalFlip(), ToTensor()])
-    with CachedDataset(changed(again_at_times)(folder, transform), 1) as cached:
-        check(cached, changed(again_at_times)(folder, transform))
-        total = cached.stats().total
-        assert (total.rejected, total.filled) == (1, N - 1)
 
 
 def test_a_transform_with_state_goes_on_with_it(folder):

@@ -1,0 +1,369 @@
+"""The program of a dataset is cut where it first draws: what comes before is cached, the rest runs each time."""
+
+import importlib
+import logging
+import random
+import sys
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from stocache import CachedDataset, DataLoader, LimitError
+from stocache.datasets.cut import surveying
+from stocache.datasets.cut.division import Division, halves_of
+from stocache.datasets.cut.source import source_of, statements
+from stocache.system.describe import describe, difference
+
+N = 12
+
+
+@pytest.fixture(autouse=True)
+def cheap_samples_are_worth_it(monkeypatch):
+    monkeypatch.setattr(surveying, "_HIT_S", 0)
+
+
+class Numbers(Dataset):
+    """Reads an array for each index, and counts that."""
+
+    def __init__(self, **attributes):
+        self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return N
+
+    def read(self, idx):
+        self.reads += 1
+        return np.arange(400.0).reshape(20, 20) + idx
+
+
+def epochs(dataset, count=3):
+    """Return the samples of some epochs, and where the random numbers stand after each."""
+    found = []
+    for epoch in range(count):
+        random.seed(epoch), np.random.seed(epoch), torch.manual_seed(epoch)
+        samples = [describe(dataset[idx], strides=False) for idx in range(len(dataset))]
+        found.append((samples, random.random(), np.random.rand(), torch.rand(()).item()))
+    return found
+
+
+def check(make, cut=True):
+    """Demand that samples are those without a cache; and that they are read once if the program is cut, else each time."""
+    with CachedDataset(make(), 1) as cached:
+        read = int(cached.dataset.reads)
+        assert difference(epochs(make()), epochs(cached)) is None
+        reads = int(cached.dataset.reads) - read
+        assert reads < 2 * N or not cut, reads
+        assert cached.is_left != cut
+        return cached.stats().cut
+
+
+class Flipped(Numbers):
+    def __getitem__(self, idx):
+        image = self.read(idx)
+        if random.random() < 0.5:
+            image = image[:, ::-1].copy()
+        return torch.from_numpy(image), idx
+
+
+class Returned(Numbers):
+    def __getitem__(self, idx):
+        return self.read(idx) * random.random(), idx
+
+
+class Nested(Numbers):
+    def __getitem__(self, idx):
+        return self.load(idx)
+
+    def load(self, idx):
+        image = self.read(idx)
+        return self.crop(image, size=4), self.name(idx)
+
+    def crop(self, image, *, size):
+        padded = np.pad(image, 2)
+        left = random.randint(0, 20)
+        return padded[left : left + size]
+
+    def name(self, idx):
+        return f"{idx}.png"
+
+
+class Hoisted(Numbers):
+    def __getitem__(self, idx):
+        left = random.randint(0, 10)
+        image = self.read(idx)
+        return image[left : left + 4]
+
+
+class Changed(Numbers):
+    """Changes what a method got, before it is read again."""
+
+    def __getitem__(self, idx):
+        return self.masked(self.read(idx))
+
+    def masked(self, image):
+        rows = len(image)
+        left = random.randint(0, 10)
+        image[:, left] = 0
+        mean = np.mean(image)
+        return image - mean, rows
+
+
+class Static(Numbers):
+    @staticmethod
+    def noisy(dataset, image, *more, by, **options):
+        scale = np.mean(image) + more[1][0] + options["size"]
+        return image + scale * random.random() * by, more
+
+    def __getitem__(self, idx):
+        return self.noisy(self, self.read(idx), idx, [idx], by=abs(-2), size=len(self))
+
+
+def scaled(dataset, idx, by=lambda image: image * random.random()):
+    image = dataset.read(idx)
+    return by(image)
+
+
+CUT = {"if": Flipped, "expression": Returned, "method": Nested, "hoisted": Hoisted, "changed in between": Changed}
+CUT |= {"more arguments": Static}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_what_comes_before_the_first_random_number_is_made_once(name):
+    assert "cached: line" in check(CUT[name])
+
+
+def imported(folder, name, source):
+    """Return a module that was imported from a file."""
+    (folder / f"{name}.py").write_text(source)
+    sys.modules["read_numbers"] = sys.modules[__name__]
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+        del sys.modules[name], sys.modules["read_numbers"]
+
+
+SOURCE = """import random
+from read_numbers import Numbers
+
+class Images(Numbers):
+    def __getitem__(self, idx):
+        image = self.read(idx)
+        return image + random.random()
+"""
+
+
+def test_a_class_without_its_source_is_served_by_itself(tmp_path, caplog):
+    names = {"__name__": "made", "Numbers": Numbers}
+    exec(SOURCE.replace("from read_numbers", "# from"), names)
+    check(names["Images"], cut=False)
+    assert "the source of Images.__getitem__ is not there" in caplog.text
+    module = imported(tmp_path, "edited_since", SOURCE)
+    (tmp_path / "edited_since.py").write_text(SOURCE.replace("image + random", "image - random"))
+    check(module.Images, cut=False)
+    assert "the source of Images.__getitem__ is not what was imported" in caplog.text
+
+
+def decorated(function):
+    def call(self, idx):
+        return function(self, idx)
+
+    return call
+
+
+def test_methods_that_are_decorated_or_assigned_are_followed_or_left_alone():
+    class Assigned(Numbers):
+        pass
+
+    Assigned.__getitem__ = scaled
+    check(Assigned)
+
+    class Decorated(Numbers):
+        __getitem__ = decorated(scaled)
+
+    check(Decorated)  # into what the decorator calls
+
+    flipped = Flipped()
+    with CachedDataset(flipped, 1) as cached:
+        expected = epochs(cached, 1)
+        before = Flipped.__getitem__
+        Flipped.__getitem__ = lambda self, idx: (self.read(idx), random.random())
+        try:
+            assert difference(epochs(flipped), epochs(cached)) is None
+        finally:
+            Flipped.__getitem__ = before
+        assert difference(epochs(flipped, 1), expected) is None
+
+
+class Failing(Numbers):
+    def __getitem__(self, idx):
+        image = self.read(idx)
+        if idx == self.fails_before:
+            raise ArithmeticError(f"no sample {idx}")
+        factor = random.random()
+        if idx == self.fails_after:
+            raise LookupError(f"no factor of {idx}")
+        return image * factor
+
+
+def test_an_error_of_either_part_is_that_of_the_dataset():
+    with CachedDataset(Failing(fails_before=4, fails_after=5), 1) as cached:
+        for _ in range(2):
+            for idx, error in ((4, ArithmeticError), (5, LookupError)):
+                with pytest.raises(error, match=f"of {idx}|sample {idx}") as raised:
+                    cached[idx]
+                frame = traceback.extract_tb(raised.value.__traceback__)[-1]
+                assert (frame.name, frame.filename) == ("__getitem__", __file__)
+                assert frame.line.startswith("raise ")
+
+
+def test_a_part_that_is_too_large_for_its_slot_is_not_cached():
+    class Growing(Numbers):
+        def __getitem__(self, idx):
+            image = np.tile(self.read(idx), (1 + (idx == 4), 1))  # sample 4 is not probed
+            return image * random.random()
+
+    with CachedDataset(Growing(), 1) as cached:
+        assert difference(epochs(Growing()), epochs(cached)) is None
+        assert cached.stats().total.filled == N - 1
+
+
+def test_a_load_that_draws_later_is_not_cached(caplog):
+    class Rare(Numbers):
+        def __getitem__(self, idx):
+            image = self.read(idx) + (random.random() if idx in self.rare else 0)
+            return image * random.random()
+
+    for rare in ([4], [1, 4, 7, 10]):  # not probed
+        with CachedDataset(Rare(rare=rare), 1) as cached:
+            assert difference(epochs(Rare(rare=rare)), epochs(cached)) is None
+            assert cached.stats().total.rejected >= min(3, len(rare))
+    assert "random numbers are drawn to load sample" in caplog.text
+
+
+OPTIONS = {
+    "views": {"copy": False}, "narrow": {"narrow": True}, "any size": {"variable": True}, "codec": {"codec": "zstd"},
+    "name": {"name": "cut", "fingerprint": "v1"}, "cost": {"admission": "cost"}, "shared tables": {"share": True},
+    "half": {"size_limit_gib": "20KB"},
+    "disk": {"size_limit_gib": "20KB", "disk": "disk", "disk_limit": "1MB", "fingerprint": "v1"},
+}  # fmt: skip
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_program_is_cut_whatever_is_cached_where(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = epochs(Flipped())
+    for _ in range(2):
+        with CachedDataset(Flipped(), **{"size_limit_gib": 1} | OPTIONS[name]) as cached:
+            assert cached.stats().cut
+            assert difference(expected, epochs(cached)) is None
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("options", [
+    {"sample_seed": 5}, {"sample_seed": 5, "num_workers": 2}, {"sample_seed": 5, "num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
+], ids=repr)  # fmt: skip
+def test_a_program_is_cut_in_every_loader_also_if_it_is_resumed(options):
+    torch.manual_seed(1), random.seed(1)
+    plain = DataLoader(Flipped(), 4, **options)
+    expected = [describe([*plain]), describe([*plain])]
+    with CachedDataset(Flipped(), 1) as cached:
+        torch.manual_seed(1), random.seed(1)
+        loader = DataLoader(cached, 4, **options)
+        found = [describe([*loader]), describe([*loader])]
+        assert found == expected or options.get("worker_method") == "thread"  # these draw in no order
+        if "sample_seed" in options and "worker_method" not in options:
+            batches = iter(loader)
+            first = [next(batches)]
+            state = loader.state_dict()
+            del batches
+            again = DataLoader(cached, 4, **options)
+            again.load_state_dict(state)
+            rest = [*again]
+            whole = DataLoader(Flipped(), 4, **options)
+            whole.load_state_dict(state)
+            assert describe(rest) == describe([*whole])
+            assert len(first + rest) == N // 4
+        assert cached.stats().cut
+
+
+def test_the_user_sees_the_two_parts(caplog):
+    caplog.set_level(logging.INFO)
+    first = Flipped.__getitem__.__code__.co_firstlineno
+    with CachedDataset(Flipped(), 1) as cached:
+        cut = f"cached: line {first + 1} of Flipped.__getitem__; run each time: lines {first + 2} to {first + 4} of"
+        assert cut in caplog.text
+        assert cut in cached.stats().cut
+    with CachedDataset(Flipped(), 1, split=False) as cached:
+        assert cached.stats().cut == ""
+        assert cached.is_left
+    with CachedDataset(Hoisted(), 1, split="straight") as cached:
+        assert cached.is_left
+    with pytest.raises(LimitError, match="split='curved' is unknown"):
+        CachedDataset(Hoisted(), 1, split="curved")
+
+
+def divided(function, *arguments):
+    """Return the result of a function, in one piece and in two, for each statement at the top level before which it is cut."""
+    source = source_of(function)
+    for statement in source.tree.body[1:]:
+        halves = halves_of(source, Division(source.identity, at=statement.number))
+        state = halves.first(*arguments)
+        yield state["return"] if "return" in state else halves.second(*arguments, stocache_state=state)
+
+
+def busy(rows, scale=2, *more, offset=1, **options):
+    """Have many kinds of statements."""
+    import math
+
+    def shifted(value):
+        return value + offset
+
+    total = sum(shifted(row) for row in rows) if rows else math.inf
+    pairs = [(row, shifted(row)) for row in rows]
+    first, *others = pairs
+    total += first[0] if total > 3 else -1
+    with np.errstate(all="ignore"):
+        ratio = np.divide(total, scale)
+    for left, right in others:
+        if left == right:
+            continue
+        ratio -= left
+    try:
+        more[0] / 0
+    except (IndexError, ZeroDivisionError) as error:
+        kind = type(error).__name__
+    values = [ratio := ratio - 5 for _ in rows]
+    text: str = f"{kind} {ratio:.2f} {math.floor(total)}"
+    return {"text": text, "pairs": pairs, "values": values, **options}[options.get("key", "text")]
+
+
+@pytest.mark.parametrize("arguments", [([1, 2, 3],), ([4], 3, 7), ([5, 6],)])
+def test_a_function_that_is_divided_anywhere_returns_the_same(arguments):
+    assert all(result == busy(*arguments) for result in divided(busy, *arguments))
+
+
+def test_statements_have_one_call_each_and_keep_their_order():
+    calls = []
+
+    def note(value, *others):
+        calls.append(value)
+        return value
+
+    def nested(idx):
+        return [note(1, note(2), note(3, *[note(4)])), note(idx) + note(6) * note(7), {note(8): note(9)}[8], (note(10),)[0]]
+
+    expected = nested(5)
+    order, calls[:] = calls[:], []
+    source = source_of(nested)
+    assert sum(1 for _ in statements(source.tree.body)) > 10
+    results = list(divided(nested, 5))
+    assert all(result == expected for result in results)
+    assert calls == order * len(results)
