@@ -10,51 +10,27 @@ those of tests/support/depending.py. Worker threads draw in no fixed order, so k
 
 import argparse
 import logging
-import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import stocache
 from stocache import CachedDataset
-from stocache.system.describe import describe
 from tests.support.depending import KINDS, Kind
+from tests.support.epochs import LOADERS
+from tests.support.epochs import epochs as epochs_of
 
 CLAIM = "A sample that depends on more than its index is found before a wrong batch is handed over, for 1 % of the time."
-
-EPOCHS = 3
-LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "torch": (DataLoader, {}),
-    "torch, 2 workers": (DataLoader, {"num_workers": 2}),
-    "torch, persistent": (DataLoader, {"num_workers": 2, "persistent_workers": True}),
-    "ours": (stocache.DataLoader, {}),
-    "ours, 2 workers": (stocache.DataLoader, {"num_workers": 2}),
-    "ours, persistent": (stocache.DataLoader, {"num_workers": 2, "persistent_workers": True}),
-    "ours, threads": (stocache.DataLoader, {"num_workers": 2, "worker_method": "thread"}),
-}
 
 
 def epochs(kind: Kind, dataset: Any, inner: Any, loader: str) -> list[list[str]]:
     """Return descriptions of the samples of each epoch."""
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-    make, options = LOADERS[loader]
-    batches = make(dataset, 8, shuffle=True, collate_fn=list, **options)
-    found = []
-    for epoch in range(EPOCHS):
-        if kind.change is not None:
-            kind.change(dataset, inner, epoch)
-        if not options.get("persistent_workers"):
-            batches = make(dataset, 8, shuffle=True, collate_fn=list, **options)
-        found.append([repr(describe(sample, strides=False)) for batch in batches for sample in batch])
-    return found
+    return [list(map(repr, epoch.samples)) for epoch in epochs_of(dataset, loader, 8, inner, kind.change)]
 
 
 def wrong(name: str, loader: str, **options: Any) -> str:
@@ -130,9 +106,10 @@ def main() -> None:
         for cost_s, count in ((20e-6, 100_000), (2e-3, 10_000), (20e-3, 200)):
             cost(cost_s, count, 5, 3)
         return
-    print(f"| kind | {' | '.join(LOADERS)} |\n| --- {'| ---: ' * len(LOADERS)}|")
+    loaders = [name for name in LOADERS if name != "ours, thread"]
+    print(f"| kind | {' | '.join(loaders)} |\n| --- {'| ---: ' * len(loaders)}|")
     for name in options.kinds:
-        print(f"| {name} | {' | '.join(wrong(name, loader) for loader in LOADERS)} |", flush=True)
+        print(f"| {name} | {' | '.join(wrong(name, loader) for loader in loaders)} |", flush=True)
 
 
 if __name__ == "__main__":

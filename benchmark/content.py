@@ -26,11 +26,7 @@ from stocache.system.limits import MIB
 from stocache.tools.bench import photo_like
 
 CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes; codecs save memory."
-NEEDS = (
-    ("PIL", '-e ".[bench]"'),
-    ("zstandard", '-e ".[bench]"', "codecs"),
-    ("lz4", '-e ".[bench]"', "codecs"),
-)
+NEEDS = (("PIL", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"', "codecs"), ("lz4", '-e ".[bench]"', "codecs"))
 
 
 class Ragged(Dataset[Any]):

@@ -47,11 +47,7 @@ from stocache.storage.files import BytesFile
 from stocache.system.hashing import ZEROS, embed_checksum
 
 CLAIM = "Forged blocks, indices and records are read or refused, without harm."
-NEEDS = (
-    ("PIL", '-e ".[bench]"'),
-    ("zstandard", '-e ".[bench]"'),
-    ("lz4", '-e ".[bench]"'),
-)
+NEEDS = (("PIL", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'))
 
 GROWTH_KB = 96 << 10
 SECONDS = 20

@@ -169,12 +169,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    _fields_ = [
-        ("order", ctypes.c_int),
-        ("source", _Location),
-        ("target", _Location),
-        ("flags", ctypes.c_uint),
-    ]
+    _fields_ = [("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint)]
 
 
 def batched_copies(sources: Any, out: Tensor, nbytes: int) -> None:

@@ -34,10 +34,7 @@ from stocache.shm.segment import Segment
 from stocache.tools import bench
 
 CLAIM = "Filling the cache costs the first epoch at most 3 %; warm time falls in a straight line with the cached share."
-NEEDS = (
-    ("PIL", '-e ".[bench]"'),
-    ("stocaching", "--no-deps stocaching==0.2.1"),
-)
+NEEDS = (("PIL", '-e ".[bench]"'), ("stocaching", "--no-deps stocaching==0.2.1"))
 
 SIZE = 256
 SAMPLE_BYTES = 3 * SIZE * SIZE
@@ -136,11 +133,7 @@ def profile(paths: list[Path], rounds: int) -> None:
     steps = {"encode": Structure, "to_write": Claims, "_reserve_extents": Segment, "write": Segment, "unlock": Segment}
     spent: dict[str, list[float]] = {}
     for number in range(rounds):
-        for name, make in (
-            ("stocache", our_cache),
-            ("stocaching", stocaching),
-            ("stocache, step by step", our_cache),
-        ):
+        for name, make in (("stocache", our_cache), ("stocaching", stocaching), ("stocache, step by step", our_cache)):
             prepare(paths)
             cache = make(len(paths) * (SAMPLE_BYTES + 1), len(paths), (3, SIZE, SIZE))
             with contextlib.ExitStack() as patches:

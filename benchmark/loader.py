@@ -32,10 +32,7 @@ from stocache import CachedDataset
 from stocache.tools.bench import find_jpegs
 
 CLAIM = "Warm batches come 4 times as fast as through torch's DataLoader; without a cache they are never slower."
-NEEDS = (
-    ("PIL", '-e ".[bench]"'),
-    ("stocaching", "--no-deps stocaching==0.2.1", "warm", "costs"),
-)
+NEEDS = (("PIL", '-e ".[bench]"'), ("stocaching", "--no-deps stocaching==0.2.1", "warm", "costs"))
 
 BATCH, WORKERS = 256, 2
 SMALL, LARGE = (3, 64, 64), (3, 224, 224)

@@ -39,10 +39,7 @@ from stocache.samples.spec import Structure
 from stocache.storage.preparation.sources import open_source
 
 CLAIM = "Several machines read only the surplus of random batches, with the batches and losses of DistributedSampler."
-NEEDS = (
-    ("ray", '-e ".[ray]"', "ray"),
-    ("PIL", '-e ".[bench]"', "ray"),
-)
+NEEDS = (("ray", '-e ".[ray]"', "ray"), ("PIL", '-e ".[bench]"', "ray"))
 
 EPOCHS, BATCH = 4, 64
 READ_S = 0.0005  # a sample from a source far away

@@ -19,11 +19,7 @@ from benchmark.support.measuring import alternate
 
 CLAIM = "A program starts at most 0.1 s later under stocache run, and its loops cost less than 1 % more."
 
-SCRIPTS = {
-    "pass": "pass",
-    "import torch": "import torch",
-    "import DataLoader": "from torch.utils.data import DataLoader",
-}
+SCRIPTS = {"pass": "pass", "import torch": "import torch", "import DataLoader": "from torch.utils.data import DataLoader"}
 
 
 class Rows(Dataset[Any]):

@@ -31,12 +31,7 @@ from stocache import CachedDataset, DataLoader
 from stocache.system.limits import GIB
 
 CLAIM = "A hit takes at most 6 µs for (uint8 3x64x64, int), and at most 8 µs for 20 KB of varying shape."
-NEEDS = (
-    ("diskcache", '-e ".[bench]"'),
-    ("lmdb", '-e ".[bench]"'),
-    ("lz4", '-e ".[bench]"'),
-    ("zstandard", '-e ".[bench]"'),
-)
+NEEDS = (("diskcache", '-e ".[bench]"'), ("lmdb", '-e ".[bench]"'), ("lz4", '-e ".[bench]"'), ("zstandard", '-e ".[bench]"'))
 
 COUNT, PASSES = 1000, 5
 

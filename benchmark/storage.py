@@ -64,10 +64,7 @@ from stocache.system.limits import MIB
 from stocache.tools.bench import drop_pages
 
 CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
-NEEDS = (
-    ("litdata", "litdata", "prepare", "read"),
-    ("streaming", "mosaicml-streaming", "prepare", "read"),
-)
+NEEDS = (("litdata", "litdata", "prepare", "read"), ("streaming", "mosaicml-streaming", "prepare", "read"))
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
