@@ -321,6 +321,8 @@ class _Steps:
             if isinstance(part, ast.Starred):
                 holder, key, part = vars(part), "value", part.value
             is_step = is_call(part) or (_calls(part) and not _operands(part))
+            if isinstance(part, ast.Call) and ast.unparse(part.func).endswith(("empty", "empty_like")):
+                continue  # what it returns is not initialised: no value to cache
             if not is_path(part) and not isinstance(part, ast.Slice) and (at < calling[-1] or is_step):
                 self.names.append(f"{PREFIX}{len(self.names)}")
                 name = self.names[-1]

@@ -37,7 +37,6 @@ _SLOW_S = 10.0  # after which no further sample is begun, once there are some
 _FEW = 2  # samples of each kind that are loaded in any case
 _OPTIONS = 3  # that are looked for: the latest may be wrong
 _QUICK_S = 0.05  # for a sample that may be loaded with a look at each call
-_ALMOST = 0.9  # of the time that a cut saves
 _UNUSUAL = 735_291  # a seed that a program does not set itself: then nothing would change
 _WORTH, _HIT_S = 0.05, 5e-6  # what a cut saves at least: a share of a sample, and the time of a hit
 _NOTHING = "nothing that takes time comes before that"
@@ -80,7 +79,6 @@ class Option(NamedTuple):
         sets: attributes of the dataset that are set to make the part that is cached.
         size: bytes of that part of a sample.
         saved_s: seconds to make that part.
-        whole: see `Division`.
         before, after: what runs before the cache and after it, for the user.
     """
 
@@ -88,7 +86,6 @@ class Option(NamedTuple):
     sets: frozenset[str]
     size: float
     saved_s: float
-    whole: bool
     before: str
     after: str
 
@@ -202,12 +199,9 @@ class _Surveyor:
                     options.setdefault(option.plan.identity, option)
                     if option.size <= room and not every and len(options) >= (_OPTIONS if self._is_quick else 2):
                         break
-        found = [*options.values()]
-        if len(found) > 1 and found[1].whole and found[1].saved_s > _ALMOST * found[0].saved_s:
-            del found[0]  # it only keeps what a statement has evaluated so far: a `torch.empty`
         place = None if trace is None else trace.place()
         problem = None if options else self._problem or (None if place is None and not self._forced else _NOTHING)
-        return Survey(self._kind, found, f"in {place}; {problem}" if problem and place else problem)
+        return Survey(self._kind, [*options.values()], f"in {place}; {problem}" if problem and place else problem)
 
     def _measure(self, division: Division) -> Option | None:
         """Return a place to cut with its figures; None if a cache cannot hold what is before it."""
@@ -227,7 +221,7 @@ class _Surveyor:
             self._problem = f"what comes before that cannot be cached: {error}"
             return None
         plan, size = CutPlan(division, program.identity, self._forced == "loader"), len(data) + 4 * len(integers) + 16
-        return Option(plan, sets, size, min(times), division.whole, *_texts(program)) if program.works else None
+        return Option(plan, sets, size, min(times), *_texts(program)) if program.works else None
 
     def _run_first(self, division: Division, leaf: Any, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
         """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
