@@ -142,24 +142,19 @@ class Wrapper:
 
         ``wanted``: the `Split.before_text` that is hoped for; if left out, that of an earlier run.
         """
-        wanted, encoded, planner, probe, problem = wanted or self._wanted(), self._samples.store == "encoded", None, Probe(), ""
+        wanted, options, planner, probe = wanted or self._wanted(), self._samples, None, Probe()
+        encoded = options.store == "encoded"
         if self._splits and self._probes:
-            try:
-                hoists = self._samples.split != "straight"
-                planner = Planner(
-                    self._dataset, self._length, self._limit, self._samples.cut, encoded, hoists, self._samples.probe, wanted
-                )
-            except CannotCut as error:
-                problem = str(error)
+            planner = Planner(self._dataset, self._length, self._limit, options, wanted)
         needs_survey = planner is not None and (encoded or planner.reads)
-        if self._caches and not needs_survey and not (encoded and problem):
+        if self._caches and not needs_survey:
             probe = self._look(None, (), None if planner is None else planner.survey)
+        if planner is None:
+            return None, probe
         try:
-            if planner is None:
-                raise CannotCut(problem)
             if probe.draws:
                 return planner.find(probe.survey, self._look)
-            chooses = self._samples.cut is not None or bool(wanted) or not self._fits(probe)
+            chooses = options.cut is not None or bool(wanted) or not self._fits(probe)
             if needs_survey or (chooses and probe.finding is None and probe.samples and holds_pipelines(self._dataset)):
                 return planner.find(None, self._look)
         except CannotCut as error:
@@ -167,7 +162,7 @@ class Wrapper:
                 raise DatasetError(ENCODED.format(type(self._dataset).__name__, str(error))) from None
             if needs_survey:
                 probe = Probe(finding=str(error))
-            elif probe.draws and str(error):
+            elif probe.draws:
                 probe.finding = f"{probe.finding}, {error}"
         return None, probe
 

@@ -19,7 +19,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from stocache.datasets.cut.source import PREFIX, CannotCut, SourceCode, build, is_call, is_path, number_of, statements
+from stocache.datasets.cut.source import (
+    PREFIX,
+    CannotCut,
+    SourceCode,
+    build,
+    is_call,
+    is_path,
+    number_of,
+    parts_of_call,
+    root_of,
+    statements,
+)  # fmt: skip
 
 STATE_ARGUMENT = f"{PREFIX}state"
 RETURNED = "return"
@@ -223,11 +234,7 @@ def _touched(nodes: Sequence[ast.AST]) -> set[str]:
             roots = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
         elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
             roots = [node.value]
-        for root in roots:
-            while isinstance(root, ast.Attribute | ast.Subscript | ast.Starred):
-                root = root.value
-            if isinstance(root, ast.Name):
-                found.add(root.id)
+        found |= {root.id for root in map(root_of, roots) if isinstance(root, ast.Name)}
     return found - {"self"}
 
 
@@ -325,7 +332,7 @@ class _Divider:
                     shared = equal[text][1].args
                     call.args[1], shared[1] = shared[1], _placed(ast.Call(_ours("copy"), [shared[1]], []), statement)
                 else:
-                    function, arguments, keywords = _call_of(statement.value)
+                    function, arguments, keywords = parts_of_call(statement.value)
                     enter = ast.Call(_ours("enter", statement), [function, *arguments], keywords)
                     found.append(_placed(ast.Assign([ast.Name(call.args[1].id, ast.Store())], enter), statement))
                 equal[text] = _names([statement.value], ast.Load), call
@@ -343,14 +350,14 @@ class _Divider:
         return not given.has_more or (all(given.arguments) and all(given.keywords.values()))
 
     def _given(self, statement: Any) -> Given:
-        _, arguments, keywords = _call_of(statement.value)
+        _, arguments, keywords = parts_of_call(statement.value)
         names = {key.arg: self._is_given(key.value) for key in keywords}
         more = None in names or any(isinstance(each, ast.Starred) for each in arguments)
         return Given(tuple(map(self._is_given, arguments)), names, more, isinstance(statement.value, ast.Subscript))
 
     def _second_half(self, statement: Any) -> Any:
         """Return the call of the second half of what a statement calls, with the arguments that are evaluated again."""
-        function, arguments, keywords = _call_of(statement.value)
+        function, arguments, keywords = parts_of_call(statement.value)
         given = self.given[number_of(statement)] = self._given(statement)
         passed = [each if its else ast.Constant(None) for each, its in zip(arguments, given.arguments, strict=True)]
         state = ast.Name(self._name("inner", statement), ast.Load())
@@ -359,11 +366,9 @@ class _Divider:
 
     def _is_given(self, node: Any) -> bool:
         """Whether an argument only names something that is no variable, or is given again: it is evaluated again."""
-        if not is_path(node) or isinstance(node, ast.Lambda):
-            return False
-        while isinstance(node, ast.Attribute | ast.Starred):
-            node = node.value
-        return not (isinstance(node, ast.Name) and node.id in self._variables - self._given_again)
+        root = root_of(node)
+        variable = isinstance(root, ast.Name) and root.id in self._variables - self._given_again
+        return is_path(node) and not isinstance(node, ast.Lambda) and not variable
 
     def _hoisted(self, first: list[Any], body: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return both halves, after statements that depend on nothing drawn were moved into the first."""
@@ -389,11 +394,6 @@ def _ours(kind: str, statement: Any = None) -> ast.Name:
     return ast.Name(f"{PREFIX}{kind}{'' if statement is None else number_of(statement)}", ast.Load())
 
 
-def _call_of(call: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return what is called, and its arguments."""
-    return (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call.value, [call.slice], [])
-
-
 def _sets_attributes(nodes: Sequence[ast.AST]) -> set[str]:
     found = (node for each in nodes for node in ast.walk(each))
     return {node.attr for node in found if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)}
@@ -402,8 +402,7 @@ def _sets_attributes(nodes: Sequence[ast.AST]) -> set[str]:
 def earlier(source_by_name: Mapping[str, SourceCode], division: Division) -> Iterator[Division]:
     """Yield divisions that end the first half earlier, the latest first."""
     source = source_by_name[division.function]
-    inner = [(number, its) for number, its in division.inner.items()]
-    for number, its in inner[:1] if division.at is None else ():
+    for number, its in [*division.inner.items()][:1] if division.at is None else ():
         if isinstance(its, Division):
             choices: Iterator[Any] = earlier(source_by_name, its)
         else:

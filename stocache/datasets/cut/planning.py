@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import Dataset
 
+from stocache.cache.options import SampleOptions
 from stocache.datasets.cut.program import steps_of
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.split import CutPlan, Split
@@ -62,29 +63,23 @@ class Planner:
     Args:
         length: samples of the dataset.
         limit: bytes of the cache.
-        cut: where to cut; None decides.
-        encoded: whether to cache files as they are.
-        hoists: whether statements after the first that draws may run before the cache.
-        probe: how many samples to load.
-
-    Raises:
-        CannotCut: it cannot be cut.
+        options: say where to cut, what to hoist, and how many samples to load.
+        wanted: the `Split.before_text` that is hoped for.
     """
 
-    def __init__(
-        self, dataset: object, length: int, limit: int, cut: Cut, encoded: bool, hoists: bool = True, probe: int = _EXAMPLES,
-        wanted: str | None = None,
-    ) -> None:  # fmt: skip
-        self._dataset, self._length, self._limit, self._cut, self._wanted = dataset, length, limit, cut, wanted
-        self._tree, self._encoded, self._hoists = DatasetTree(dataset), encoded, hoists
+    def __init__(self, dataset: object, length: int, limit: int, options: SampleOptions, wanted: str | None) -> None:
+        self._dataset, self._cut, self._wanted, self._hoists = dataset, options.cut, wanted, options.split != "straight"
+        self._room = limit / (length * 1.02)  # bytes for a sample
+        self._tree, self._encoded = DatasetTree(dataset), (encoded := options.store == "encoded")
         self._read = {kind for kind in self._tree.kinds if find_read_transform(self._tree.leaves[kind], encoded) is not None}
+        kinds, self._problem, self._examples = {*self._tree.kinds}, "", dict[int, list[Example]]()
         if encoded and not self._read and not all(map(_has_loader, self._tree.leaves)):
-            raise CannotCut("it has no loader")
-        if len(set(self._tree.kinds)) > _MAX_KINDS:
-            raise CannotCut(f"there are {len(set(self._tree.kinds))} kinds of datasets within it")
-        self._examples = _choose_examples(self._tree, length, probe)
-        if {*self._examples} != {*self._tree.kinds}:
-            raise CannotCut("some datasets within it have no samples here")
+            self._problem = "it has no loader"
+        elif len(kinds) > _MAX_KINDS:
+            self._problem = f"there are {len(kinds)} kinds of datasets within it"
+        else:
+            self._examples = _choose_examples(self._tree, length, options.probe)
+            self._problem = "some datasets within it have no samples here" * (self._examples.keys() != kinds)
         self.reads = bool(self._read)
         self._loaded, self._surveys = dict[Example, tuple[Any, ...]](), dict[int, Survey]()
         self._chosen: dict[int, Option] = {}
@@ -96,8 +91,9 @@ class Planner:
         """
         kinds = {kind: its for kind, its in self._examples.items() if kind not in self._read}
         how = "loader" if self._encoded else "pipelines" if forced else None
-        room, every = self._limit / max(1.0, self._length * 1.02), self._cut is not None or self._wanted is not None
-        yield from survey(self._tree, kinds, how, self._hoists, room, every)
+        every = self._cut is not None or self._wanted is not None
+        if not self._problem:
+            yield from survey(self._tree, kinds, how, self._hoists, self._room, every)
 
     def find(self, items: Iterable[Any] | None, look: Callable[[Split, list[int]], Any]) -> tuple[Split, Any]:
         """Return the best split that is right, and the parts of the probed samples that are cached.
@@ -116,7 +112,8 @@ class Planner:
                 self._surveys[item.kind] = item
             elif isinstance(item, Loaded):
                 self._loaded[item.example] = item.descriptions
-        problem = next((found.problem for found in self._surveys.values() if found.problem and not found.options), None)
+        problems = [self._problem, *(found.problem for found in self._surveys.values() if not found.options)]
+        problem = next(filter(None, problems), None)
         rest = {kind: list(found.options) for kind, found in self._surveys.items() if found.options}
         for _ in range(_MOST_ATTEMPTS if problem is None else 0):
             self._chosen = {kind: self._choose(options) for kind, options in rest.items()}
@@ -143,7 +140,7 @@ class Planner:
         return wanted[0] if wanted else choose_option(options, self._cut, self._share)
 
     def _share(self, size: float) -> float:
-        return min(1.0, self._limit / max(1.0, size * self._length * 1.02))
+        return min(1.0, self._room / max(1.0, size))
 
     def _prove(self, split: Split, probe: Any) -> None:
         """Compare samples that are made in two parts with those of the dataset; see NOTE [ Trials ].

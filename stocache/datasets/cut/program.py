@@ -1,7 +1,6 @@
 """Run the two halves of a program that is divided: with the functions and pipelines that its objects have now."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -119,9 +118,7 @@ class Program:
     def _enter(self, number: int, given: Given) -> tuple[Callable[..., Any], Callable[..., Any]]:
         its = self.division.inner[number]
         entry = self.inner[number] = _Entry(its, given, self._encoded)
-        if isinstance(its, Head):
-            return partial(entry.begin_pipeline, len(its.steps)), partial(entry.end_pipeline, len(its.steps))
-        return entry.enter, entry.leave
+        return (entry.begin_pipeline, entry.end_pipeline) if isinstance(its, Head) else (entry.enter, entry.leave)
 
 
 class _Entry:
@@ -130,7 +127,7 @@ class _Entry:
     def __init__(self, its: Any, given: Given, encoded: bool) -> None:
         self.its, self._given, self._encoded = its, given, encoded
         self.program = Program(its, encoded) if isinstance(its, Division) else None
-        self._pipelines: dict[int, Pipeline] = {}
+        self._opened: dict[int, tuple[Pipeline, Any, Any]] = {}  # pipelines, and their steps before and after the cut
         self.pipeline: Pipeline | None = None  # the first
 
     def _halves(self, called: Any) -> tuple[Halves, tuple[Any, ...]]:
@@ -150,36 +147,37 @@ class _Entry:
         halves, owner = self._halves(called)
         return halves.second(*owner, *args, **kwargs, **{STATE_ARGUMENT: state})
 
-    def _open(self, called: Any, args: tuple[Any, ...]) -> Pipeline:
-        """Return the pipeline that is called.
+    def _open(self, called: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Return the steps of the pipeline that is called: those before the cut, and the others.
 
         Raises:
             Changed: its first steps are not those that run before the cache.
         """
-        transform = args[0] if applies(called) else called
-        pipeline = self._pipelines.get(id(transform))
-        if pipeline is None or pipeline.has_changed():
+        transform, count = args[0] if applies(called) else called, len(self.its.steps)
+        opened = self._opened.get(id(transform))
+        if opened is None or opened[0].has_changed():
             pipeline = steps_of(called, args, self._encoded) or open_pipeline(transform)
-            steps = tuple(map(step_text, pipeline.steps[: len(self.its.steps)]))
+            steps = tuple(map(step_text, pipeline.steps[:count]))
             if steps != self.its.steps:
                 raise Changed(f"the cached samples end with {', '.join(self.its.steps)}, not {', '.join(steps) or 'nothing'}")
-            self._pipelines = {**self._pipelines, id(transform): pipeline}
+            opened = pipeline, pipeline.part(0, count), pipeline.part(count)
+            self._opened = {**self._opened, id(transform): opened}
             self.pipeline = self.pipeline or pipeline
-        return pipeline
+        return opened[1:]
 
-    def begin_pipeline(self, count: int, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._open(called, args)
+    def begin_pipeline(self, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        first, _ = self._open(called, args)
         if applies(called):
-            args, kwargs = (called(pipeline.part(0, count), *args[1:], **kwargs) if count else args[1],), {}
-        elif count:
-            args, kwargs = next_arguments(pipeline.part(0, count)(*args, **kwargs), args, kwargs)
+            args, kwargs = (called(first, *args[1:], **kwargs) if self.its.steps else args[1],), {}
+        elif self.its.steps:
+            args, kwargs = next_arguments(first(*args, **kwargs), args, kwargs)
         return {"args": args, "kwargs": kwargs}
 
-    def end_pipeline(self, count: int, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        pipeline = self._open(called, args)
+    def end_pipeline(self, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        _, rest = self._open(called, args)
         if applies(called):
-            return called(pipeline.part(count), *state["args"], *args[2:], **kwargs)
-        return pipeline.part(count)(*state["args"], **state["kwargs"])
+            return called(rest, *state["args"], *args[2:], **kwargs)
+        return rest(*state["args"], **state["kwargs"])
 
 
 def next_arguments(result: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -242,14 +242,24 @@ def is_path(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Name | ast.Constant | ast.Lambda | None) or (is_super and not node.args)  # type: ignore[attr-defined]
 
 
+def root_of(node: Any) -> Any:
+    """Return what a path begins with: ``self`` of ``self.readers[name].open``."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        node = node.value
+    return node
+
+
 def is_call(node: ast.AST) -> bool:
     """Whether an expression calls something: a function, or the ``__getitem__`` of what `self` holds."""
     if isinstance(node, ast.Subscript):
-        root = node.value
-        while isinstance(root, ast.Attribute | ast.Subscript):
-            root = root.value
+        root = root_of(node)
         return isinstance(node.ctx, ast.Load) and isinstance(root, ast.Name) and root.id == "self" and node.value is not root
     return isinstance(node, ast.Call) and not is_path(node)
+
+
+def parts_of_call(call: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return what is called, its arguments, and those with names; of an item, the index is the argument."""
+    return (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call.value, [call.slice], [])
 
 
 def _calls(node: ast.AST) -> bool:

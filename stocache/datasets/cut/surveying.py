@@ -21,7 +21,7 @@ import torch
 
 from stocache.datasets.cut.division import RETURNED, Division, earlier
 from stocache.datasets.cut.program import Program, maker_of
-from stocache.datasets.cut.source import PREFIX, CannotCut
+from stocache.datasets.cut.source import PREFIX, CannotCut, source_of
 from stocache.datasets.cut.split import BoundCut, CutPlan
 from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
@@ -160,22 +160,18 @@ class _Surveyor:
 
     def _load(self, example: Example, leaf: Any, idx: int) -> Loaded:
         self._trace = self._trace or Trace(leaf, self._forced)
-        kept = Kept(own_generators(leaf))
-        with example.seeded(leaf):
+        own, descriptions = own_generators(leaf), list[Any]()
+        with Kept(own), example.seeded(leaf):
             marked = _described(self._trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
-        kept.restore()
         division = self._trace.division()
         if division is not None and not division.inner and not Program(division).halves(maker_of(leaf)).works:
             raise CannotCut(_NOTHING)
-        descriptions = []
         for again in range(3 if self._is_quick else 1):
-            kept.restore()
-            with example.seeded(leaf, again):
+            with Kept(own), example.seeded(leaf, again):
                 began = time.perf_counter()
                 sample = leaf[idx]
                 self._seconds.append(time.perf_counter() - began)
                 descriptions.append(_described(sample, leaf))
-        kept.restore()
         self._tried.append((example, leaf, idx))
         if (place := difference(marked, descriptions[0])) is not None:
             self._problem = f"sample {example.idx} was different when it was loaded again ({place:.200})"
@@ -295,10 +291,9 @@ def _texts(program: Program) -> tuple[str, str]:
     """Return what runs before the cache and after it: lines of functions, and steps of pipelines."""
     before, after = list[str](), list[str]()
     for function, halves in program.parts:
-        name = function.__qualname__.rpartition("<locals>.")[2]
         for texts, lines in ((before, halves.before), (after, halves.after)):
             if lines:
-                texts.append(f"{_ranges(lines)} of {name}")
+                texts.append(f"{_ranges(lines)} of {source_of(function).name}")
     for head, pipeline in program.heads:
         before += list(map(step_name, pipeline.steps[: len(head.steps)]))
         after += list(map(step_name, pipeline.steps[len(head.steps) :]))
@@ -322,13 +317,10 @@ def finish_parts(
         number, idx = tree.locate(example.idx)
         leaf = tree.leaves[number]
         bound = bounds.setdefault(number, BoundCut(leaf, plans[tree.kinds[number]]))
-        kept = Kept(own_generators(leaf))
         for again in range(counts[example]):
-            kept.restore()
-            with example.seeded(leaf, again), recorded_names(leaf) as reads:
+            with Kept(own_generators(leaf)), example.seeded(leaf, again), recorded_names(leaf) as reads:
                 try:
                     description = _described(bound.finish(idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
             yield example, again, description, frozenset(reads)
-        kept.restore()

@@ -19,7 +19,17 @@ from typing import Any
 
 from stocache.datasets.cut.division import Division, Head
 from stocache.datasets.cut.program import applies, maker_of, next_arguments, resolve, steps_of
-from stocache.datasets.cut.source import PREFIX, CannotCut, SourceCode, build, is_call, number_of, source_of, statements
+from stocache.datasets.cut.source import (
+    PREFIX,
+    CannotCut,
+    SourceCode,
+    build,
+    is_call,
+    number_of,
+    parts_of_call,
+    source_of,
+    statements,
+)  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
 from stocache.system.generators import Kept, global_generators, is_of_library, own_generators
 from stocache.system.objects import attribute_of, vars_of
@@ -207,15 +217,13 @@ def _with_marks(body: Sequence[Any]) -> list[Any]:
         if isinstance(statement, ast.If):
             statement.body, statement.orelse = _with_marks(original.body), _with_marks(original.orelse)
         value: Any = getattr(statement, "value", None)
-        if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Return | ast.Expr | ast.AugAssign) and is_call(
-            value or ast.Pass()
-        ):
-            item = isinstance(value, ast.Subscript)
-            called, args, keywords = (value.value, [value.slice], []) if item else (value.func, value.args, value.keywords)
-            call = ast.Name(f"{PREFIX}call", ast.Load())
-            if not isinstance(value, ast.Subscript) or not isinstance(value.slice, ast.Slice | ast.Tuple):
-                constants = [ast.Constant(number_of(statement)), ast.Constant(item)]
-                statement.value = ast.copy_location(ast.Call(call, [*constants, called, *args], keywords), value)
+        item = isinstance(value, ast.Subscript)
+        slices = item and isinstance(value.slice, ast.Slice | ast.Tuple)
+        if isinstance(value, ast.AST) and is_call(value) and not slices:
+            called, args, keywords = parts_of_call(value)
+            constants = [ast.Constant(number_of(statement)), ast.Constant(item)]
+            call = ast.Call(ast.Name(f"{PREFIX}call", ast.Load()), [*constants, called, *args], keywords)
+            statement.value = ast.copy_location(call, value)
         mark = ast.Expr(ast.Call(ast.Name(f"{PREFIX}mark", ast.Load()), [ast.Constant(number_of(statement))], []))
         marked += [ast.fix_missing_locations(ast.copy_location(mark, statement)), ast.fix_missing_locations(statement)]
     return marked

@@ -259,6 +259,7 @@ def test_encoded_files_are_decoded_after_the_cache(folder, num_workers):
         assert state["args"] == (Path(cached.samples[0][0]).read_bytes(),)
         check(cached, MADE["training"](folder), num_workers)
         assert cached.stats().total.misses == N
+    CachedDataset(MADE["training"](folder), 0, store="encoded").close()  # which caches nothing, and is no error
     for dataset in ([torch.zeros(3)] * 4, MADE["joint"](folder)):
         with pytest.raises(DatasetError, match=r"store='encoded' is for datasets that load each file by an attribute `loader`"):
             CachedDataset(dataset, 1, store="encoded")
