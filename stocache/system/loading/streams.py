@@ -85,9 +85,11 @@ def _named_globals(dataset: object) -> Iterator[tuple[Any, str]]:
         scopes, names = [function.__globals__], _names(function.__code__)
         for scope in scopes:
             for name, value in [(name, scope[name]) for name in names & scope.keys()]:
-                if isinstance(value, ModuleType) and not is_of_library(getattr(value, "__file__", None) or ""):
-                    scopes.append(vars(value))
-                elif not isinstance(value, ModuleType):
+                if isinstance(value, ModuleType):
+                    own = not is_of_library(getattr(value, "__file__", None) or "")
+                    if own and not any(vars(value) is each for each in scopes):  # modules import each other
+                        scopes.append(vars(value))
+                else:
                     yield value, name
                     waiting.append((value, kind))
         waiting += [(static_attribute(kind, name), kind) for name in names]

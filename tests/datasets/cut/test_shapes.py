@@ -11,9 +11,7 @@ pytest.importorskip("PIL.Image", reason="PIL is not installed")
 from tests.support.epochs import LOADERS, epochs, opened
 from tests.support.shapes import SHAPES, N, outcome
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*no accelerator is found"), pytest.mark.filterwarnings("ignore:.*not writable")
-]  # fmt: skip
+pytestmark = [pytest.mark.filterwarnings(f"ignore:.*{text}") for text in ("no accelerator is found", "not writable")]
 
 
 def check(name, loader, folder, monkeypatch):
