@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.loader.choice import measure as module
@@ -197,7 +197,7 @@ def test_auto_takes_the_fewest_workers_of_the_fastest(samples, epochs, workers, 
 
 @pytest.mark.linux
 def test_auto_measures_what_is_behind_a_cached_dataset(measured):
-    with CachedDataset(Images(), 1, transform=tuple) as dataset:
+    with CachedDataset(TensorDataset(torch.rand(64, 3, 16, 16)), 1, transform=tuple) as dataset:
         plan = measured(samples_of(), Epoch(Setting(0, 4), 0.1))
         assert DataLoader(dataset, 4, num_workers="auto", collate_fn=len).num_workers == 0
         assert (plan["dataset"], plan["options"]["transform"], plan["collate_fn"]) == (dataset.dataset, tuple, len)
