@@ -334,13 +334,25 @@ def own_generators(dataset: object) -> list[Any]:
     return [part for _, part in parts_of(dataset) if is_generator(part)]
 
 
-def is_generator(value: object) -> bool:
+def is_generator(value: Any) -> bool:
     """Whether a value is a generator whose state can be read: not one of the system's numbers."""
-    return isinstance(value, GENERATOR_TYPES) and not isinstance(value, random.SystemRandom)
+    return _is_generator_class(type(value))
+
+
+@functools.lru_cache(4096)  # torch's check of a class takes 1 us
+def _is_generator_class(cls: type) -> bool:
+    return issubclass(cls, GENERATOR_TYPES) and not issubclass(cls, random.SystemRandom)
 
 
 def global_generators() -> list[Any]:
     """Return the generators that are global variables of the user's modules."""
-    modules = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    own = [names for names in modules if not is_of_library(names.get("__file__") or "")]
-    return [value for names in own for value in list(names.values()) if is_generator(value)]
+    modules = [module for name, module in list(sys.modules.items()) if not _is_library(name.partition(".")[0])]
+    names = [vars(module) for module in modules if isinstance(module, ModuleType)]
+    return [value for each in names for value in list(each.values()) if is_generator(value)]
+
+
+@functools.lru_cache(4096)
+def _is_library(name: str) -> bool:
+    """Whether a package or module belongs to a library or to Python."""
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return is_of_library(path) if path else name in sys.stdlib_module_names
