@@ -37,6 +37,7 @@ from tqdm import tqdm
 from stocache.cache.base import SampleCache
 from stocache.cache.options import AuditOptions
 from stocache.cache.states import SlotState
+from stocache.datasets.cut import surveying
 from stocache.errors import CacheNameError
 from stocache.system.platform import here
 
@@ -176,6 +177,12 @@ def _servers():
 
         pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
     tqdm.get_lock()  # under forkserver, the default from Python 3.14, its semaphore has a name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cheap_samples():
+    """Have a hit take no time when a cut is weighed: the samples of tests are small."""
+    surveying.seconds_of_hit = lambda state: 0.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -334,9 +334,9 @@ def own_generators(dataset: object) -> list[Any]:
     return [part for _, part in parts_of(dataset) if is_generator(part)]
 
 
-def is_generator(value: Any) -> bool:
+def is_generator(value: object) -> bool:
     """Whether a value is a generator whose state can be read: not one of the system's numbers."""
-    return _is_generator_class(type(value))
+    return _is_generator_class(type(value))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(4096)  # torch's check of a class takes 1 us

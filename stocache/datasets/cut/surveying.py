@@ -9,6 +9,7 @@ NOTE [ Trials ]
 """
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.datasets.transforms.pipelines import step_name
 from stocache.errors import SampleError
+from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe, difference
 from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
@@ -38,7 +40,7 @@ _FEW = 2  # samples of each kind that are loaded in any case
 _OPTIONS = 3  # that are looked for: the latest may be wrong
 _QUICK_S = 0.05  # for a sample that may be loaded with a look at each call
 _UNUSUAL = 735_291  # a seed that a program does not set itself: then nothing would change
-_WORTH, _HIT_S = 0.05, 5e-6  # what a cut saves at least: a share of a sample, and the time of a hit
+_WORTH = 0.05  # the share of a sample that a cut saves at least
 _NOTHING = "nothing that takes time comes before that"
 
 
@@ -78,7 +80,7 @@ class Option(NamedTuple):
         plan: the cut.
         sets: attributes of the dataset that are set to make the part that is cached.
         size: bytes of that part of a sample.
-        saved_s: seconds to make that part.
+        saved_s: seconds to make that part, less those to read it from a cache.
         before, after: what runs before the cache and after it, for the user.
     """
 
@@ -190,7 +192,7 @@ class _Surveyor:
             others = chain([replace(latest, whole=True), division.straight()], earlier(trace.sources, latest))
             for each in chain([latest], others):
                 option = self._measure(each)
-                least_s = 0.0 if self._forced == "loader" else max(_HIT_S, _WORTH * statistics.median(self._seconds))
+                least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
                 if option is not None and option.saved_s >= least_s:
                     options.setdefault(option.plan.identity, option)
                     if option.size <= room and not every and len(options) >= (_OPTIONS if self._is_quick else 2):
@@ -217,7 +219,7 @@ class _Surveyor:
             self._problem = f"what comes before that cannot be cached: {error}"
             return None
         plan, size = CutPlan(division, program.identity, self._forced == "loader"), len(data) + 4 * len(integers) + 16
-        return Option(plan, sets, size, min(times), *_texts(program)) if program.works else None
+        return Option(plan, sets, size, min(times) - seconds_of_hit(state), *_texts(program)) if program.works else None
 
     def _run_first(self, division: Division, leaf: Any, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
         """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
@@ -236,6 +238,16 @@ class _Surveyor:
             if held == division:
                 return division, program, state, frozenset(sets)
             division = held
+
+
+def seconds_of_hit(state: object) -> float:
+    """Return about how long it takes to find a part of a sample in a cache, and to read it: twice as long as to decode it."""
+    record, times = pack_sample(state), list[float]()
+    for _ in range(3):
+        began = time.perf_counter()
+        unpack_sample(record)
+        times.append(time.perf_counter() - began)
+    return 2 * min(times)
 
 
 def _described(sample: object, leaf: object) -> Any:

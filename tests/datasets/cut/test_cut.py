@@ -12,17 +12,11 @@ import torch
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, LimitError
-from stocache.datasets.cut import surveying
 from stocache.datasets.cut.division import Division, halves_of
 from stocache.datasets.cut.source import source_of, statements
 from stocache.system.describe import describe, difference
 
 N = 12
-
-
-@pytest.fixture(autouse=True)
-def cheap_samples_are_worth_it(monkeypatch):
-    monkeypatch.setattr(surveying, "_HIT_S", 0)
 
 
 class Numbers(Dataset):

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.filterwarnings(f"ignore:.*{text}") for text in ("no ac
 
 
 def check(name, loader, folder, monkeypatch):
-    monkeypatch.setattr("stocache.datasets.cut.surveying._HIT_S", 0)
     monkeypatch.setattr("stocache.datasets.cut.planning._NEGLIGIBLE_S", 1.0)  # a busy machine measures more than there is
     shape = SHAPES[name]
     plain = shape.make(folder)
