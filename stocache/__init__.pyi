@@ -16,6 +16,7 @@ from .cache.keyed.cache import KeyedCache as KeyedCache
 from .cache.keyed.functions import cache_method as cache_method, cached as cached
 from .cache.keyed.iterable import CachedIterable as CachedIterable
 from .datasets.cached import CachedDataset as CachedDataset
+from .datasets.decoders.cache import cached_decoders as cached_decoders
 from .datasets.transforms.pipelines import deterministic as deterministic, split_transforms as split_transforms
 from .shm.tables.sharing import share as share
 

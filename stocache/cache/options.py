@@ -175,6 +175,8 @@ class SampleOptions:
             takes the latest cut at which all samples fit, else the smallest, but not one that saves next to nothing.
         store: "encoded" caches the bytes of image files, and decodes them after the cache: for datasets that call an attribute
             ``loader`` with a path, such as torchvision's folders, and for datasets of Hugging Face with images.
+        decoders: whether to cache what decoders of libraries (Pillow, OpenCV, soundfile and others) return for the same bytes,
+            with the same limit, if samples cannot be cached. See NOTE [ Serving decoders ].
 
     Raises:
         LimitError: an option is unknown.
@@ -195,6 +197,7 @@ class SampleOptions:
     split: bool | Literal["straight"] = True
     cut: Literal["latest", "smallest"] | None = None
     store: Literal["decoded", "encoded"] = "decoded"
+    decoders: bool = True
 
     def __post_init__(self) -> None:
         if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):

@@ -104,6 +104,7 @@ class DatasetStats:
         left: whether the cache is not served any more, because samples depend on more than their index.
         ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
         cut: which lines of the dataset's program are cached, and which run each time; empty if whole samples are cached.
+        decoders: if samples are not cached: how many results of decoders came from memory, of each library.
     """
 
     total: CacheStats
@@ -113,6 +114,7 @@ class DatasetStats:
     left: bool = False
     ranks: int = 1
     cut: str = ""
+    decoders: str = ""
 
     def flat(self, prefix: str = "cache") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.

@@ -78,18 +78,18 @@ class Audit:
 
     __slots__ = (
         "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_has_loaded", "_left", "_length",
-        "_looks_left", "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_share", "_shared", "_tables",
-        "_took_s", "finding", "is_paused", "loads", "on_change",
+        "_looks_left", "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_shared", "_tables",
+        "_took_s", "finding", "is_paused", "loads", "on_change", "share",
     )  # fmt: skip
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
         self.on_change: OnChange = options.on_change
         self._assemble(dataset, length, options.audit, _SharedWords(Segment.create(_WORDS * 8, 0)))
-        self._attributes = _small_attributes(dataset) if self._share else {}
-        self._tables = table_digests(dataset) if self._share else {}
+        self._attributes = _small_attributes(dataset) if self.share else {}
+        self._tables = table_digests(dataset) if self.share else {}
 
     def _assemble(self, dataset: object, length: int, share: float, shared: "_SharedWords") -> None:
-        self._dataset, self._length, self._share, self._shared = dataset, length, share, shared
+        self._dataset, self._length, self.share, self._shared = dataset, length, share, shared
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
         self.loads = 0  # samples that this process has loaded to compare them
@@ -112,7 +112,7 @@ class Audit:
         self._shared.close()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset, self._length, self._share, self._shared, self.on_change, self._attributes, self._tables
+        return self._dataset, self._length, self.share, self._shared, self.on_change, self._attributes, self._tables
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         *arguments, self.on_change, self._attributes, self._tables = state
@@ -121,7 +121,7 @@ class Audit:
     @property
     def _is_off(self) -> bool:
         """Whether no sample is compared."""
-        return not self._share or self.on_change == "keep"
+        return not self.share or self.on_change == "keep"
 
     @property
     def changed(self) -> bool:
@@ -187,7 +187,7 @@ class Audit:
 
     def _may_compare_more(self, doubted: bool = False) -> bool:
         """Return whether a further sample may be compared in this epoch; where it is ``doubted``, whatever time that takes."""
-        has_time = doubted or self._took_s <= self._share * (time.monotonic() - self._began)
+        has_time = doubted or self._took_s <= self.share * (time.monotonic() - self._began)
         return self._extra < _EXTRA and has_time
 
     def allows(self, indices: Sequence[int], cached: Any, load: Callable[[int], object] | None = None) -> bool:
@@ -214,7 +214,7 @@ class Audit:
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
         load = load or partial(operator.getitem, self._dataset)
         finding = None
-        if begins or self._took_s <= self._share * (began - self._began):
+        if begins or self._took_s <= self.share * (began - self._began):
             finding = self._changed_table(indices)
         for idx in chosen:
             finding = finding or self._compare(idx, cached.peek, load)

@@ -22,7 +22,7 @@ from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
-from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of
+from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decoders_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
@@ -54,7 +54,7 @@ class CachedDataset(DatasetProxy[_T]):
     The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
     dataset. The samples, their order and the random numbers are those of the dataset without a cache. If the dataset draws
     random numbers, what its program does before that is cached, and the rest runs each time (NOTE [ Cut programs ]). The cached
-    part must depend on the index alone. That is checked while samples are served; see ``on_change``.
+    part must depend on the index alone; see ``on_change``. Else results of decoders are cached (NOTE [ Decoders ]).
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
@@ -74,7 +74,7 @@ class CachedDataset(DatasetProxy[_T]):
     codec keep samples in a `RaggedCache`.
 
     `SampleOptions` say which samples are cached, and in which form: ``placement``, ``variable``, ``probe``, ``example``,
-    ``copy``, ``split``, ``cut``, ``store``.
+    ``copy``, ``split``, ``cut``, ``store``, ``decoders``.
 
     `AuditOptions` say how cached samples are compared with the dataset, and what happens when one differs: ``audit``,
     ``on_change``.
@@ -146,6 +146,7 @@ class CachedDataset(DatasetProxy[_T]):
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
+        self._serve_decoders()
 
     def _take(self, wrapped: "Wrapped") -> None:
         """Serve samples from a cache that was made for this dataset."""
@@ -313,7 +314,10 @@ class CachedDataset(DatasetProxy[_T]):
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
         if self._transforms.has_changed():
             self._follow_transforms()
-        return not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._loader.load)
+        if not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._loader.load):
+            return True
+        self._serve_decoders()
+        return False
 
     def _ask(self, key: Any) -> Any:
         """Return the result of the dataset for a key that is not the index of one sample."""
@@ -382,7 +386,8 @@ class CachedDataset(DatasetProxy[_T]):
             return self._last_stats
         total, disk = self._tiers.stats()
         epochs = self._epochs.stats(self.cache.counts())
-        return DatasetStats(total, epochs, disk, self._audit.compared, self._audit.changed, self.cache.ranks, cut_of(self))
+        audit, texts = self._audit, (cut_of(self), decoders_of(self))
+        return DatasetStats(total, epochs, disk, audit.compared, audit.changed, self.cache.ranks, *texts)
 
     def begin_loop(self, loader: object, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
@@ -408,6 +413,8 @@ class CachedDataset(DatasetProxy[_T]):
             super().__setattr__("_last_stats", self.stats())
         self._tiers.close()
         self._audit.close()
+        if self._decoders is not None:
+            self._decoders.close()
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -13,11 +13,14 @@ from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.datasets.audit import Audit
 from stocache.datasets.cut.tree import CONVENTIONAL
+from stocache.datasets.decoders.cache import DecoderCache, open_decoders
+from stocache.datasets.decoders.patches import install_imported
 from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, length_of
+from stocache.system.limits import parse_size
 from stocache.system.objects import attribute_of, vars_of
 from stocache.system.ranks import is_first_rank
 from stocache.system.walking import walk
@@ -46,6 +49,7 @@ class DatasetProxy(Dataset[_T]):
     _wrapping: Any
     _len: int
     _initialised: bool
+    _decoders: DecoderCache | None = None  # in place of samples that cannot be cached
     after_cache: Any
 
     def __len__(self) -> int:
@@ -61,6 +65,8 @@ class DatasetProxy(Dataset[_T]):
             if not self._audit.changed:  # on_change="keep"
                 raise DatasetError(f"{finding}. Wrap it when it is complete, or wrap it again.")
             super().__setattr__("_len", now)
+        if self._initialised and self._audit.changed:  # a sampler asks when an epoch begins
+            self._serve_decoders()
         return self._len
 
     def _check_index(self, idx: Any) -> int:
@@ -117,6 +123,15 @@ class DatasetProxy(Dataset[_T]):
                 setattr(self.dataset, name, before)
                 raise
         self._audit.doubt()
+
+    def _serve_decoders(self) -> None:
+        """Cache what decoders return, if samples are not cached any more. See NOTE [ Serving decoders ]."""
+        where, samples = self._wrapping
+        if self._decoders is not None:
+            install_imported()
+        elif self._audit.changed and samples.decoders and not self.cache.closed and (size := where.size_limit_gib):
+            limit = size if size == "auto" else f"{max(0, parse_size(size) - self.cache.stats().reserved_bytes)}B"
+            vars(self)["_decoders"] = open_decoders(limit, self._audit.share)
 
     def _has(self, name: str) -> bool:
         """Return whether the dataset has an attribute."""
@@ -192,8 +207,18 @@ def cut_of(cached: Any) -> str:
 
 
 def rest_of_cut(cached: Any) -> str:
-    """Return what runs each time for a cached sample, in brackets; empty if whole samples are cached."""
-    return f" ({rest})" if (rest := cut_of(cached).rpartition("run each time: ")[2]) else ""
+    """Return what runs each time for a cached sample, or what decoders are served, in brackets; empty if there is neither."""
+    return f" ({rest})" if (rest := cut_of(cached).rpartition("run each time: ")[2] or decoders_of(cached)) else ""
+
+
+def decoders_of(cached: Any) -> str:
+    """Return how many results of decoders came from memory; empty if none was asked for."""
+    return "" if cached is None or cached._decoders is None else str(cached._decoders)
+
+
+def has_decoders(cached: Any) -> bool:
+    """Whether results of decoders are cached in place of samples."""
+    return cached._decoders is not None
 
 
 def finding_of(cached: Any) -> str | None:

@@ -232,7 +232,7 @@ class _Parts:
         parts = {"load": self.load_s, "make": self.make_s, "collate": self.collate_s, "hand over": self.hand_over_s}
         largest = max(parts, key=lambda name: parts[name])
         if facts.left:
-            return "source", _LEFT
+            return "source", f"{_LEFT}{facts.rest}"
         if self.starting_s > 0.5 * (stats.waited_s + stats.overhead_s):
             remedy = "the next epochs use the same workers" if facts.persistent else "persistent_workers=True would do it once"
             alone = self._alone() if not facts.persistent and self.starting_s > self.alone_s else ""

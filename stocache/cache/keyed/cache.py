@@ -186,6 +186,11 @@ class KeyedCache(Attached, Generic[_K, _T]):
     def _holds(self, key: Key) -> bool:
         return self._table.find(key) >= 0 or (self._disk is not None and self._disk.read(key) is not MISSING)
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """The bytes that are free for values, and those for all values."""
+        return self._arena.capacity - self._arena.used, self._arena.capacity
+
     def __len__(self) -> int:
         """Return how many keys are cached in memory."""
         return len(self._table)

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 from stocache.cache.options import CacheOptions
 from stocache.cache.states import SlotState
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.proxy import cut_of, finding_of, peek
+from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoders, peek
 from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
 from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
 from stocache.loader.epochs import EpochLog, RunningEpoch
@@ -290,19 +290,19 @@ class ProgramLoaders:
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached() is None and not known.problem and (first or known.iterations > 1):
             self._cache(loader, known)
-        return known.cached()
+        return None if known.problem else known.cached()
 
     def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
         known.problem = _why_not(loader, self.options)
         if known.problem:
             return
         try:
-            cached = CachedDataset(loader.dataset, self._cache_options())
+            cached = CachedDataset(loader.dataset, self._cache_options(), decoders=not any(map(has_decoders, self._kept)))
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
             return
         known.problem = f"{finding_of(cached)}." if cached.is_left else _why_no_gain(cached)
-        if known.problem:
+        if known.problem and not has_decoders(cached):
             cached.close()
             return
         known.cached = weakref.ref(cached)
@@ -335,8 +335,8 @@ class ProgramLoaders:
         if self.options.cache is None:
             return ""
         cached = known.cached()
-        if cached is None:
-            return f"not cached: {known.problem}" if known.problem else "not cached: it was iterated once"
+        if cached is None or known.problem:
+            return f"not cached: {known.problem or 'it was iterated once'} {decoders_of(cached)}".rstrip()
         stats = cached.cache.stats()
         left = "the dataset makes each sample, as samples depend on more than their index" * cached.is_left
         rest = left or cut_of(cached)

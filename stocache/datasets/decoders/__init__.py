@@ -1,0 +1,1 @@
+"""What decoders of libraries return, cached by the content that they decode."""

@@ -1,0 +1,319 @@
+"""Serve what decoders return from a cache: `DecoderCache`, and `cached_decoders` for programs without a dataset.
+
+NOTE [ Serving decoders ]
+    A process looks a decoded result up by its content, in all caches of decoders that are open. If no cache has it, the decoder
+    runs. Its result is cached if decoding takes `_WORTH` times as long as a hit, and if half of the memory is free or the same
+    content has been asked for before: random frames of long videos must not take the memory of what is asked for again. A table
+    of bytes in the cache itself, one byte for many hashes, says what has been asked for.
+
+    The first result of each decoder that a process would serve, and more within a share of the time, are decoded again and
+    compared. If one differs, or if a decoder draws random numbers, no process serves results of that decoder any more.
+
+    Decoders that a decoder calls are not looked at: its result is cached as a whole. Nor are those that a signal handler
+    calls meanwhile, so no lock is taken twice.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stocache.cache.keyed.cache import KeyedCache
+from stocache.cache.options import CacheOptions
+from stocache.cache.stats import MISSING
+from stocache.datasets.decoders import patches
+from stocache.datasets.decoders.table import DECODERS, Decoder
+from stocache.errors import ClosedError, LimitError, MismatchError, SampleError, SlotError
+from stocache.shm.job import job_here, job_of_process_tree
+from stocache.system.describe import describe, difference
+from stocache.system.generators import in_worker_thread
+from stocache.system.limits import parse_size
+from stocache.system.rng import RngMonitor
+
+logger = logging.getLogger("stocache")
+
+_WORTH = 5  # times as long as a hit, for a result to be cached
+_HIT_S, _BYTE_S = 3e-5, 1.5e-10  # what a hit takes, besides the digest
+_PATIENCE = 16  # results in a row that are not worth it; then only each `_RARELY`-th call is looked at
+_RARELY = 32
+_LOOKS = 3  # calls of each decoder that are watched for random numbers
+_REQUESTS, _HITS, _OFF = range(3)  # words of each decoder in the cache
+_SHOWN = list(dict.fromkeys(each.shown for each in DECODERS))
+_WORDS = 1 + 3 * len(DECODERS)  # the first is the seed of the digests
+_SEEN_BYTES = 1 << 20
+_MARGIN = 1 << 10  # bytes of a record, besides the result
+
+_open: "list[weakref.ref[DecoderCache]]" = []  # in this process
+_local = threading.local()
+
+
+class DecoderCache:
+    """A cache for what decoders return, shared by the processes of a job.
+
+    Args:
+        limit: bytes, or a size as text.
+        number: which one it is of those that this process has made: ranks share those with one number.
+        audit: the share of the time for decoding cached results again.
+
+    It pickles as a handle, and serves in each process that gets one. It has slots to hide its attributes from libraries that
+    walk through the attributes of a dataset.
+    """
+
+    __slots__ = ("__weakref__", "_audit", "_cache", "_next_s", "_seen", "_words")
+    thread_safe = True
+
+    def __init__(self, limit: float | str, number: int, audit: float) -> None:
+        job = job_here()
+        options = CacheOptions(limit, fingerprint=f"decoders {number}")
+        self.__setstate__((KeyedCache.from_options(options, job if job.ranks > 1 else job_of_process_tree()), audit))
+
+    def __reduce__(self) -> Any:
+        return _reopened, (self._cache, self._audit)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._cache, self._audit = state
+        self._next_s = dict.fromkeys(DECODERS, 0.0 if self._audit else float("inf"))  # when to compare the next result
+        self._cache.get_or_load("control", _new_control)
+        control = self._cache.get("control", copy=False)
+        control = _new_control() if control is None else control  # the machine gives no memory
+        self._words, self._seen = control[: 8 * _WORDS].view(np.uint64), control[8 * _WORDS :]
+        _open.append(weakref.ref(self))
+        patches.install(_serve)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it serves nothing."""
+        return bool(self._cache.closed)
+
+    def close(self) -> None:
+        """Release the memory. The last one that is closed takes the patches of this process back. Twice is fine."""
+        self._words, self._seen = self._words.copy(), self._seen[:0]
+        self._cache.close()
+        _forget_closed()
+
+    def stats(self) -> dict[str, tuple[int, int]]:
+        """Return for each library how many results were asked for, and how many came from memory; of all processes."""
+        counts = dict.fromkeys(_SHOWN, (0, 0))
+        for number, row in enumerate(DECODERS):
+            words = self._words[1 + 3 * number :]
+            requests, hits = counts[row.shown]
+            counts[row.shown] = requests + int(words[_REQUESTS]), hits + int(words[_HITS])
+        return {shown: pair for shown, pair in counts.items() if pair[0]}
+
+    def __str__(self) -> str:
+        each = (f"{name} {hits / requests:.0%} of {requests:,}" for name, (requests, hits) in self.stats().items())
+        return f"decoders: {text} from memory" if (text := ", ".join(each)) else ""
+
+    def key(self, row: Decoder, call: Any) -> bytes:
+        """Return the key of a call."""
+        return f"{row.module}.{row.name} {row.version} {call.text} ".encode() + self.digest(call.content.data)
+
+    def digest(self, data: Any) -> bytes:
+        """Return the digest of a content."""
+        return xxhash.xxh3_128_digest(data, int(self._words[0]))
+
+    def is_off(self, number: int) -> bool:
+        """Whether results of a decoder are not served any more, in any process."""
+        return bool(self._words[1 + 3 * number + _OFF])
+
+    def find(self, number: int, key: bytes, copy: bool) -> Any:
+        """Return a cached result, else MISSING; and count the request."""
+        self._words[1 + 3 * number + _REQUESTS] += 1
+        found = MISSING
+        with contextlib.suppress(ClosedError):  # by another thread, now
+            found = self._cache.get(key, MISSING, copy=copy)
+        self._words[1 + 3 * number + _HITS] += found is not MISSING
+        return found
+
+    def is_due(self, row: Decoder) -> bool:
+        """Whether to compare the next result."""
+        return time.monotonic() >= self._next_s[row]
+
+    def compare(self, number: int, row: Decoder, cached: Any, fresh: Any, took_s: float) -> None:
+        """Compare a result with what the decoder returns now."""
+        self._next_s[row] = time.monotonic() + took_s / self._audit
+        place = difference(describe(cached), describe(fresh))
+        if place is not None:
+            self.refuse(number, row, f"it returns another result for the same content now ({place:.300})")
+
+    def refuse(self, number: int, row: Decoder, reason: str) -> None:
+        """Serve no results of a decoder from now on, in any process."""
+        if not self.is_off(number):
+            self._words[1 + 3 * number + _OFF] = 1
+            logger.warning("%s.%s is not cached: %s.", row.module, row.name, reason)
+
+    def admits(self, key: bytes, nbytes: int) -> bool:
+        """Return whether there is room for a result: half of the memory is free, or it was asked for before."""
+        if self.closed or not len(self._seen):
+            return False
+        place = xxhash.xxh3_64_intdigest(key) % len(self._seen)
+        again, self._seen[place] = bool(self._seen[place]), 1
+        free, capacity = self._cache.room
+        return nbytes + _MARGIN <= free and (again or 2 * free >= capacity)
+
+    def put(self, key: bytes, result: Any) -> None:
+        """Cache a result."""
+        with contextlib.suppress(ClosedError, SlotError, SampleError):  # another process has put another result
+            self._cache.put(key, result)
+
+
+def _reopened(cache: Any, audit: float) -> DecoderCache:
+    made = DecoderCache.__new__(DecoderCache)
+    made.__setstate__((cache, audit))
+    return made
+
+
+def _new_control(_: object = None) -> Any:
+    return np.concatenate([np.frombuffer(os.urandom(8), np.uint8), np.zeros(8 * (_WORDS - 1) + _SEEN_BYTES, np.uint8)])
+
+
+def _caches() -> list[DecoderCache]:
+    """Return the caches that are open in this process."""
+    return [cache for each in _open if (cache := each()) is not None and not cache.closed]
+
+
+def _forget_closed() -> None:
+    _open[:] = [each for each in _open if (cache := each()) is not None and not cache.closed]
+    if not _open:
+        patches.uninstall()
+
+
+class _Worth:
+    """Whether it pays, in this process, to look at the calls of a decoder."""
+
+    def __init__(self) -> None:
+        self._in_vain = self._calls = 0
+        self.looks = _LOOKS
+
+    def is_skipped(self) -> bool:
+        """Whether the next call is not looked at."""
+        self._calls += 1
+        return self._in_vain >= _PATIENCE and self._calls % _RARELY != 0
+
+    def note(self, worth: bool) -> bool:
+        """Note whether a result was worth caching. Return it."""
+        self._in_vain = 0 if worth else self._in_vain + 1
+        return worth
+
+
+_worth = [_Worth() for _ in DECODERS]
+
+
+def _serve(number: int, true: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a decoder, from a cache or from the decoder ``true``. See NOTE [ Serving decoders ]."""
+    if getattr(_local, "busy", False) or _worth[number].is_skipped():
+        return true(*args, **kwargs)
+    caches = [each for each in _caches() if not each.is_off(number)]
+    if not caches:
+        _forget_closed()
+        return true(*args, **kwargs)
+    _local.busy = True
+    try:
+        began, call = time.perf_counter(), None
+        with contextlib.suppress(Exception):  # of arguments that the decoder does not take; it says so
+            call = DECODERS[number].call(*args, **dict(kwargs))
+        if call is not None:
+            return _look_up(number, call, caches, lambda: true(*args, **kwargs), began)
+    finally:
+        _local.busy = False
+    return true(*args, **kwargs)
+
+
+def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callable[[], Any], began: float) -> Any:
+    """Return the result of a call that can be cached. ``began``: when its content was first looked at."""
+    row, worth = DECODERS[number], _worth[number]
+    keys = {cache: cache.key(row, call) for cache in caches}
+    call.content = call.content._replace(data=None)  # the decoder may need the buffer
+    key_s = time.perf_counter() - began
+    for cache, key in keys.items():
+        if (found := cache.find(number, key, call.copies)) is not MISSING:
+            if not cache.is_due(row):
+                return call.apply(found)
+            value, took_s = _timed(decode)
+            cache.compare(number, row, found, call.result(value), took_s)
+            return value
+    monitor = RngMonitor() if worth.looks > 0 and not in_worker_thread() else None
+    value, took_s = _timed(decode)
+    worth.looks -= 1
+    if monitor is not None and monitor.changed():
+        for cache in keys:
+            cache.refuse(number, row, "it draws random numbers")
+        return value
+    nbytes = call.nbytes(value)
+    if worth.note(nbytes > 0 and took_s >= _WORTH * (key_s + _HIT_S + _BYTE_S * nbytes)):
+        taking = next((cache for cache, key in keys.items() if cache.admits(key, nbytes)), None)
+        if taking is not None and _is_unchanged(call.content, keys[taking], taking):
+            result = call.result(value)
+            if result is not None:
+                taking.put(keys[taking], result)
+    return value
+
+
+def _timed(decode: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a result, and the seconds that it took."""
+    began = time.perf_counter()
+    return decode(), time.perf_counter() - began
+
+
+def _is_unchanged(content: Any, key: bytes, cache: DecoderCache) -> bool:
+    """Whether the content is what the key stands for, also after it was decoded."""
+    data = None if content.again is None else content.again()
+    return content.again is None or (data is not None and key.endswith(cache.digest(data)))
+
+
+_made = 0  # caches by this process, for the ranks of its job to share
+
+
+def open_decoders(limit: float | str, audit: float) -> DecoderCache:
+    """Return a cache. If the limit leaves no room, it is an empty one."""
+    global _made
+    _made += 1
+    try:
+        return DecoderCache(limit, _made, audit)
+    except (LimitError, MismatchError) as error:
+        logger.info("results of decoders are not cached: %s", str(error))
+        return DecoderCache(0, _made, audit)
+
+
+@contextlib.contextmanager
+def cached_decoders(size_limit_gib: float | str = "auto", audit: float = 0.01) -> Iterator[DecoderCache]:
+    """Cache what decoders of libraries return for the same bytes, in shared memory, within a ``with`` block.
+
+        with stocache.cached_decoders("8GiB"):
+            train()
+
+    Pillow, OpenCV, torchvision, numpy's archives, soundfile, nibabel and more (`DECODERS` lists them) decode each content once
+    for this process and all that it forks in the block. Results are equal to those of the library, and the caller's own. A
+    `CachedDataset` does so by itself if its samples cannot be cached.
+
+    Args:
+        size_limit_gib: GiB for the results on this machine; "auto" for the memory that the machine can spare.
+        audit: the share of the time for decoding cached results again, to compare them; with 0 none is.
+
+    Yields:
+        The cache. ``stats()`` returns the requests and hits of each library.
+
+    Raises:
+        LimitError: the limit is not a size.
+
+    Examples:
+        >>> with cached_decoders("64MB") as decoders:
+        ...     for _ in range(2):
+        ...         numbers = np.loadtxt([str(number) for number in range(3)])  # a list, so it is not cached
+        >>> decoders.stats()
+        {}
+    """
+    if size_limit_gib != "auto":
+        parse_size(size_limit_gib)
+    decoders = open_decoders(size_limit_gib, audit)
+    try:
+        yield decoders
+    finally:
+        decoders.close()

@@ -1,0 +1,164 @@
+"""Find what a decoder is asked to decode: the bytes, or the file if there are no bytes at hand; and its arguments as text."""
+
+import enum
+import io
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MOST_BYTES = 1 << 28  # a larger file is not read to find its digest
+_SETTLED_NS = 5_000_000_000  # a file may change again within the resolution of its time, and on other machines later
+_buffers = threading.local()
+
+
+class Content(NamedTuple):
+    """What a decoder is asked to decode.
+
+    Attributes:
+        data: the bytes; or what stands for a file.
+        again: returns the same of the file now; None if nothing can have changed.
+        stream: an open file whose position a decoder moves; else None.
+        suffix: how its path ends, by which some libraries choose a format.
+    """
+
+    data: Any
+    again: Callable[[], Any] | None = None
+    stream: Any = None
+    suffix: str = ""
+
+
+def content_of(source: Any) -> Content | None:
+    """Return the content of a path, bytes, an array of bytes or an open file; None if it cannot be read twice."""
+    if isinstance(source, str | os.PathLike):
+        return _of_path(os.fspath(source))
+    if isinstance(source, bytes):
+        return Content(source)
+    if isinstance(source, Tensor):
+        source = source.numpy() if source.dtype == torch.uint8 and source.is_cpu else None
+    if isinstance(source, np.ndarray):
+        return Content(source.data) if source.dtype == np.uint8 and source.flags.c_contiguous else None
+    if isinstance(source, bytearray | memoryview):
+        return Content(bytes(source))
+    return of_stream(source, source.tell()) if hasattr(source, "read") and hasattr(source, "tell") else None
+
+
+def _of_path(path: str | bytes, begin: int = 0, most: int = _MOST_BYTES) -> Content | None:
+    data = _read_path(path, begin, most)
+    suffix = os.path.splitext(os.fsdecode(path))[1]
+    return None if data is None else Content(data, lambda: _read_path(path, begin, most), suffix=suffix)
+
+
+def _read_path(path: str | bytes, begin: int, most: int) -> memoryview | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):  # the decoder says so; or it is a URL
+        return None
+    try:
+        return _read(descriptor, begin, most)
+    finally:
+        os.close(descriptor)
+
+
+def of_stream(stream: Any, begin: int, most: int = _MOST_BYTES) -> Content | None:
+    """Return up to ``most`` bytes of an open file from a position on; None if it cannot go back, or has more than are read."""
+    if type(stream) is io.BytesIO:
+        data = stream.getbuffer()[begin : begin + most]
+        return Content(data, stream=stream)
+    if type(stream) is io.BufferedReader and isinstance(stream.name, str):
+        found = _read(stream.fileno(), begin, most)
+        return None if found is None else Content(found, lambda: _read_path(stream.name, begin, most), stream)
+    if isinstance(stream, io.TextIOBase) or not stream.seekable() or not stream.readable():
+        return None
+    before = stream.tell()
+    stream.seek(begin)
+    data = stream.read(most)
+    stream.seek(before)
+    return Content(data, stream=stream) if isinstance(data, bytes) and len(data) < _MOST_BYTES else None
+
+
+def _read(descriptor: int, begin: int, most: int) -> memoryview | None:
+    """Return bytes of a file, in a buffer that this thread uses again; None if they are too many, or not there."""
+    status = os.fstat(descriptor)
+    size = min(most, status.st_size - begin)
+    if not stat.S_ISREG(status.st_mode) or not 0 < size < _MOST_BYTES:
+        return None
+    buffer: bytearray = getattr(_buffers, "buffer", bytearray())
+    if len(buffer) < size:
+        buffer = _buffers.buffer = bytearray(size)
+    view = memoryview(buffer)[:size]
+    return view if os.preadv(descriptor, [view], begin) == size else None
+
+
+def of_file(status: os.stat_result) -> bytes | None:
+    """Return what stands for a file whose bytes are not at hand; None if it may be changing.
+
+    Its time must be some seconds ago, and this process must not have it open for writing.
+    """
+    if time.time_ns() - status.st_mtime_ns < _SETTLED_NS or _is_written_here(status):
+        return None
+    return repr((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
+
+
+def _is_written_here(status: os.stat_result) -> bool:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found = os.stat(f"/proc/self/fd/{name}")
+            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
+                with open(f"/proc/self/fdinfo/{name}") as info:
+                    flags = int(next(line.split()[1] for line in info if line.startswith("flags:")), 8)
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+        except OSError:  # it was closed meanwhile
+            continue
+    return False
+
+
+def text_of(value: Any) -> str:
+    """Return an argument of a decoder as text.
+
+    Raises:
+        TypeError: it is not a plain value.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return repr(value)
+    if type(value) in (tuple, list):
+        return f"{type(value).__name__}({', '.join(map(text_of, value))})"
+    if isinstance(value, slice):
+        return f"slice({text_of((value.start, value.stop, value.step))})"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, np.dtype | np.generic | torch.dtype | torch.device | type(...)):
+        return repr(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise TypeError(f"{type(value).__name__} is not a plain value")
+
+
+def is_plain(value: Any, fixed: bool = False) -> bool:
+    """Whether a cached copy of a result is the same: dense arrays and tensors, numbers and texts, in containers.
+
+    ``fixed``: it may be an array that must not be written.
+    """
+    if type(value) in (tuple, list):
+        return all(map(is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and is_plain(item) for key, item in value.items())
+    if type(value) is np.ndarray:
+        return value.flags.forc and (fixed or value.flags.writeable) and not value.dtype.hasobject
+    if type(value) is Tensor:
+        return value.is_cpu and not value.requires_grad and torch.empty_like(value).stride() == value.stride()
+    return value is None or isinstance(value, np.generic) or type(value) in (bool, int, float, str, bytes)
+
+
+def nbytes_of(value: Any) -> int:
+    """Return about how many bytes a plain value takes."""
+    if isinstance(value, tuple | list | dict):
+        return sum(map(nbytes_of, value.values() if isinstance(value, dict) else value))
+    return len(value) if isinstance(value, bytes | str) else getattr(value, "nbytes", 8)

@@ -1,0 +1,399 @@
+"""What decoders of libraries return for the same content comes from memory, equal to what they return without it."""
+
+import io
+import os
+import random
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import stocache
+from stocache import CachedDataset, cached_decoders
+from stocache.datasets.decoders import cache, patches
+from stocache.datasets.decoders.table import DECODERS
+from stocache.system.describe import describe
+
+Image = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.filterwarnings("ignore")
+PIXELS = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def _everything_pays(monkeypatch):
+    """Cache whatever a decoder returns, and look at all calls: files of tests are small."""
+    monkeypatch.setattr(cache, "_WORTH", 0)
+    monkeypatch.setattr(cache, "_worth", [cache._Worth() for _ in DECODERS])
+    yield
+    assert not patches._placed, "functions of libraries are still replaced"
+
+
+def image(folder, name="a.jpg", pixels=PIXELS, **options):
+    Image.fromarray(pixels).save(folder / name, **options)
+    return str(folder / name)
+
+
+def looked_at(path):
+    """Return all that users read of an image, after it is loaded."""
+    picture = Image.open(path)
+    picture.load()
+    its = {name: getattr(picture, name) for name in ("mode", "size", "format", "info", "readonly", "fp", "tile")}
+    text = getattr(picture, "text", None)
+    return (
+        type(picture),
+        its,
+        text,
+        dict(picture.getexif()),
+        picture.getpalette(),
+        np.asarray(picture).tobytes(),
+        picture.tobytes(),
+    )
+
+
+def twice(function, *args, **kwargs):
+    """Return how often a decoder is served. All results must be equal, and the caller's own."""
+    plain = function(*args, **kwargs)
+    with cached_decoders("64MB", audit=0) as decoders:
+        first, second, third = (function(*args, **kwargs) for _ in range(3))
+        hits = sum(hits for _, hits in decoders.stats().values())
+    for each in (first, second, third):
+        assert describe(each) == describe(plain)
+    if isinstance(third, np.ndarray) and plain.flags.writeable:
+        third[...] = 0
+        assert describe(second) == describe(plain)
+    return hits
+
+
+def exif(orientation):
+    made = Image.Exif()
+    made[274], made[271] = orientation, "camera"
+    return made
+
+
+def png_with_text():
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("before", "pixels")
+    return info
+
+
+PICTURES = {
+    "jpeg": ("a.jpg", PIXELS, {}), "grey": ("a.jpg", PIXELS[..., 0], {}), "exif": ("a.jpg", PIXELS, {"exif": exif(6)}),
+    "progressive": ("a.jpg", PIXELS, {"progressive": True, "quality": 95}), "png": ("a.png", PIXELS, {}),
+    "text": ("a.png", PIXELS, {"pnginfo": png_with_text()}), "16 bits": ("a.png", PIXELS[..., 0].astype(np.uint16) * 257, {}),
+    "alpha": ("a.png", np.dstack([PIXELS, PIXELS[..., :1]]), {}), "bmp": ("a.bmp", PIXELS, {}),
+    "tiff": ("a.tiff", PIXELS, {"compression": "tiff_lzw"}), "turned": ("a.tiff", PIXELS, {"exif": exif(6)}),
+    "gif": ("a.gif", PIXELS[..., 0], {}), "webp": ("a.webp", PIXELS, {}),
+}  # fmt: skip
+SERVED = {"jpeg", "grey", "exif", "progressive", "png", "text", "16 bits", "alpha", "tiff"}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_an_image_is_what_pillow_makes_of_it(kind, tmp_path):
+    name, pixels, options = PICTURES[kind]
+    path = image(tmp_path, name, pixels, **options)
+    assert bool(twice(looked_at, path)) == (kind in SERVED)
+
+
+def palette(path):
+    with Image.open(path) as picture:
+        return picture.convert("RGB").tobytes(), picture.getpalette(), picture.info.get("transparency")
+
+
+def drafted(path):
+    picture = Image.open(path)
+    picture.draft("L", (20, 20))
+    return picture.size, picture.mode, np.asarray(picture).copy()
+
+
+def thumbnail(path):
+    picture = Image.open(path)
+    picture.thumbnail((16, 16))
+    return np.asarray(picture).copy()
+
+
+def from_bytes(path):
+    stream = io.BytesIO(Path(path).read_bytes())
+    picture = Image.open(stream)
+    picture.load()
+    return picture.tobytes(), stream.tell() if picture.format != "JPEG" else None, stream.closed
+
+
+def from_open_file(path):
+    with open(path, "rb") as file:
+        picture = Image.open(file)
+        picture.load()
+        return picture.tobytes(), file.closed
+
+
+def from_zip(path):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.write(path, "a")
+    with zipfile.ZipFile(packed) as archive, archive.open("a") as file:
+        return np.asarray(Image.open(file)).copy()
+
+
+def drawn_on(path):
+    picture = Image.open(path).convert("RGB")
+    before = picture.tobytes()
+    picture.putpixel((0, 0), (1, 2, 3))
+    return before, picture.tobytes()
+
+
+@pytest.mark.parametrize("way", [palette, drafted, thumbnail, from_bytes, from_open_file, from_zip, drawn_on])
+def test_pillow_is_served_however_an_image_is_read(way, tmp_path):
+    path = image(tmp_path)
+    if way is palette:
+        path = str(tmp_path / "p.png")
+        Image.fromarray(PIXELS).quantize(16).save(path, transparency=3)
+    assert twice(way, path)
+
+
+def made_of(folder, name):
+    """Return a call of a decoder of a library that is installed: the function, its arguments."""
+    rng, path = np.random.default_rng(1), str(folder / "file")
+    wave = (rng.integers(-9999, 9999, 800)).astype(np.int16)
+    volume = rng.random((4, 5, 6)).astype(np.float32)
+    if name in ("cv2 imread", "cv2 imdecode"):
+        cv2, path = pytest.importorskip("cv2"), image(folder)
+        return (lambda: cv2.imread(path)) if "imread" in name else (lambda: cv2.imdecode(np.fromfile(path, np.uint8), 1))
+    if name == "npz":
+        np.savez_compressed(f"{path}.npz", volume=volume)
+        return lambda: np.load(f"{path}.npz")["volume"]
+    if name in ("loadtxt", "genfromtxt"):
+        np.savetxt(path, volume[0])
+        return lambda: getattr(np, name)(path)
+    if name in ("soundfile", "wavfile", "librosa"):
+        wavfile = pytest.importorskip("scipy.io.wavfile")
+        wavfile.write(f"{path}.wav", 8000, wave)
+        if name == "wavfile":
+            return lambda: wavfile.read(f"{path}.wav")
+        module = pytest.importorskip(name)
+        return lambda: (module.read if name == "soundfile" else module.load)(f"{path}.wav")
+    if name == "loadmat":
+        scipy_io = pytest.importorskip("scipy.io")
+        scipy_io.savemat(f"{path}.mat", {"volume": volume})
+        return lambda: scipy_io.loadmat(f"{path}.mat")
+    if name in ("nibabel", "nibabel slice"):
+        nibabel = pytest.importorskip("nibabel")
+        nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), f"{path}.nii.gz")
+        opened = lambda: nibabel.load(f"{path}.nii.gz").dataobj
+        return (lambda: np.asarray(opened())) if name == "nibabel" else (lambda: opened()[..., 2])
+    if name == "h5py":
+        h5py = pytest.importorskip("h5py")
+        with h5py.File(path, "w") as file:
+            file.create_dataset("rows", data=volume, chunks=True, compression="gzip")
+        os.utime(path, (1, 1))
+        file = h5py.File(path)
+        return lambda: (file["rows"][1], file["rows"][2, :3])
+    if name == "pydicom":
+        pydicom = pytest.importorskip("pydicom")
+        from pydicom.data import get_testdata_file
+
+        return lambda: pydicom.dcmread(get_testdata_file("MR_small_RLE.dcm")).pixel_array
+    module = pytest.importorskip(
+        {"imageio": "imageio.v3", "skimage": "skimage.io", "tifffile": "tifffile", "rasterio": "rasterio"}[name]
+    )
+    path = image(folder, "a.tiff")
+    os.utime(path, (1, 1))
+    if name == "rasterio":
+        opened = module.open(path)
+        return lambda: opened.read(1)
+    return lambda: module.imread(path)
+
+
+LIBRARIES = (
+    "cv2 imread", "cv2 imdecode", "npz", "loadtxt", "genfromtxt", "soundfile", "wavfile", "librosa", "loadmat", "nibabel",
+    "nibabel slice", "h5py", "pydicom", "imageio", "skimage", "tifffile", "rasterio",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_is_served(name, tmp_path):
+    assert twice(made_of(tmp_path, name))
+
+
+@pytest.mark.parametrize("module", ["torchvision.io.image", "torchaudio"])
+def test_a_library_that_is_not_installed_is_served_as_it_would_be(module, tmp_path, monkeypatch):
+    if module in sys.modules:
+        pytest.skip("it is installed")
+    calls, row = [], next(row for row in DECODERS if row.module == module)
+
+    def decode(source):
+        calls.append(source)
+        return torch.arange(6).reshape(2, 3)
+
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], types.ModuleType("root"))
+    setattr(sys.modules[module], row.name, decode)
+    (tmp_path / "file").write_bytes(b"content")
+    with cached_decoders("64MB", audit=0):
+        results = [getattr(sys.modules[module], row.name)(str(tmp_path / "file")) for _ in range(3)]
+    assert len(calls) == 1
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+class Mixed(Dataset):
+    """Reads two random images."""
+
+    def __init__(self, paths):
+        self.paths = paths
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, idx):
+        one, other = (np.asarray(Image.open(random.choice(self.paths))) for _ in range(2))
+        return one.astype(np.float32) + other * random.random(), idx
+
+
+def epochs(dataset, workers, **options):
+    random.seed(1)
+    loader = (stocache.DataLoader if options.pop("ours", False) else DataLoader)(
+        dataset, 4, num_workers=workers, collate_fn=list, generator=torch.Generator().manual_seed(2), **options
+    )
+    return [describe(sample) for _ in range(3) for batch in loader for sample in batch], random.random()
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [(0, {}), (2, {}), (2, {"persistent_workers": True}), (2, {"ours": True}), (2, {"multiprocessing_context": "spawn"})],
+    ids=["here", "workers", "persistent", "ours", "spawn"],
+)
+def test_samples_that_cannot_be_cached_are_decoded_once(workers, options, tmp_path):
+    paths = [image(tmp_path, f"{number}.jpg", np.roll(PIXELS, number, 0)) for number in range(12)]
+    expected = epochs(Mixed(paths), workers, **dict(options))
+    with CachedDataset(Mixed(paths), 1) as cached:
+        assert epochs(cached, workers, **dict(options)) == expected
+        if "multiprocessing_context" not in options:  # where `_WORTH` is as it is
+            (requests, hits) = cached._decoders.stats()["Pillow"]
+            assert requests >= 60
+            assert hits > requests // 2
+            assert f"of {requests} from memory" in cached.stats().decoders
+    with CachedDataset(Mixed(paths), 1, decoders=False) as cached:
+        assert epochs(cached, workers, **dict(options)) == expected
+        assert cached.stats().decoders == ""
+
+
+def test_a_file_that_changes_is_decoded_again(tmp_path):
+    cv2, path = pytest.importorskip("cv2"), image(tmp_path, "a.bmp")
+    status = os.stat(path)
+    with cached_decoders("64MB", audit=0) as decoders:
+        before = [cv2.imread(path) for _ in range(2)]
+        image(tmp_path, "a.bmp", PIXELS[::-1])
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # of the same size and time
+        assert (cv2.imread(path)[::-1] == before[0]).all()
+        assert decoders.stats()["OpenCV"] == (3, 1)
+
+
+def test_a_file_that_changes_while_it_is_decoded_is_not_cached(tmp_path, monkeypatch):
+    module = types.ModuleType("torchaudio")
+    (tmp_path / "file").write_bytes(b"one")
+
+    def load(uri):
+        found = (tmp_path / "file").read_bytes()
+        (tmp_path / "file").write_bytes(b"two")
+        return np.frombuffer(found, np.uint8).copy()
+
+    module.load = load
+    monkeypatch.setitem(sys.modules, "torchaudio", module)
+    with cached_decoders("64MB", audit=0) as decoders:
+        assert bytes(module.load(str(tmp_path / "file"))) == b"one"
+        (tmp_path / "file").write_bytes(b"one")
+        assert bytes(module.load(str(tmp_path / "file"))) == b"one"
+        assert decoders.stats()["torchaudio"] == (2, 0)
+
+
+@pytest.fixture
+def decoder(monkeypatch):
+    """Return a stand-in for a library, whose decoder returns what a test sets."""
+    module = types.ModuleType("torchaudio")
+    module.results, module.load = iter(()), lambda uri: next(module.results)
+    monkeypatch.setitem(sys.modules, "torchaudio", module)
+    return module
+
+
+def test_a_decoder_with_other_results_or_that_draws_is_off(decoder, caplog):
+    decoder.results = (np.array([number]) for number in range(9))
+    with cached_decoders("64MB"):
+        assert [decoder.load(b"x")[0] for _ in range(4)] == [0, 1, 2, 3]  # the first hit is compared
+    assert "torchaudio.load is not cached: it returns another result for the same content" in caplog.text
+    decoder.results = (np.array([random.random()]) for _ in range(9))
+    with cached_decoders("64MB"):
+        assert len({decoder.load(b"x")[0] for _ in range(4)}) == 4
+    assert "torchaudio.load is not cached: it draws random numbers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "result", [None, object(), np.array([None]), np.arange(3).view(np.ndarray)[::-1], (np.ones(2), object())]
+)
+def test_results_that_a_copy_could_differ_from_are_the_library_s_own(decoder, result):
+    decoder.results = iter([result] * 4)
+    with cached_decoders("64MB", audit=0) as decoders:
+        found = [decoder.load(b"x") for _ in range(2)]
+        assert describe(found[1]) == describe(result)
+        if not isinstance(result, np.ndarray) or result.dtype.hasobject:
+            assert found[1] is result
+            assert decoders.stats()["torchaudio"][1] == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 not an image", "truncated"])
+def test_a_damaged_file_is_the_library_s_own_error(content, tmp_path):
+    path = image(tmp_path)
+    good = Path(path).read_bytes()
+    (tmp_path / "a.jpg").write_bytes(good[: len(good) // 2] if content == "truncated" else content)
+    with cached_decoders("64MB", audit=0) as decoders:
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"(?i)cannot identify|truncated|broken"):
+                looked_at(path)
+        assert all(hits == 0 for _, hits in decoders.stats().values())
+        (tmp_path / "a.jpg").write_bytes(good)
+        assert looked_at(path)[-1] == Image.open(io.BytesIO(good)).tobytes()
+
+
+def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monkeypatch):
+    true, user = decoder.load, types.ModuleType("user")
+    user.read = true
+    monkeypatch.setitem(sys.modules, "user", user)
+    decoder.results = iter([np.ones(3)] * 9)
+    with cached_decoders("64MB", audit=0) as one, cached_decoders("64MB", audit=0) as two:
+        user.read(b"x"), decoder.load(b"x")
+        assert (one.stats(), two.stats()) == ({"torchaudio": (2, 1)}, {"torchaudio": (1, 0)})
+        ours = decoder.load
+        decoder.load = patched = lambda uri: ours(uri) + 1  # by the user
+        assert decoder.load(b"x")[0] == 2
+    assert (decoder.load, user.read) == (patched, true)
+    assert decoder.load(b"x")[0] == 2
+    with cached_decoders("64MB") as decoders:
+        decoders.close()
+        assert user.read is true
+    with pytest.raises(stocache.LimitError, match="size_limit_gib"), cached_decoders("many"):
+        pass
+
+
+def test_half_of_the_memory_is_for_what_is_asked_for_again(decoder):
+    decoder.results = iter([np.zeros(1 << 20, np.uint8)] * 99)
+    with cached_decoders("8MB", audit=0) as decoders:
+        for number in range(12):
+            decoder.load(b"%d" % number)
+        assert 2 <= len(decoders._cache) - 1 <= 5
+        for number in (11, 11):
+            decoder.load(b"%d" % number)
+        assert decoders.stats()["torchaudio"][1] == 1
+
+
+def test_a_decoder_that_takes_no_time_is_left_alone(decoder, monkeypatch):
+    monkeypatch.setattr(cache, "_WORTH", 5)
+    decoder.results = iter([np.zeros(1 << 20, np.uint8)] * 99)
+    with cached_decoders("64MB") as decoders:
+        for _ in range(64):
+            decoder.load(b"x")
+        assert decoders.stats()["torchaudio"][0] <= cache._PATIENCE + 64 // cache._RARELY
