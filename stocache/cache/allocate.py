@@ -314,10 +314,10 @@ class _Opener:
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
         self._proof, self._shares = proof, proof is not None or options.fingerprint is not None
-        site = _place()
+        site = _place() if job.by_place else ""
         self._identity: dict[str, str | int | None] = {
             "job": job.key if self._shares else f"{job.key}, each rank alone",
-            "place": f"{site} ({_made[site]})",
+            "place": f"{site} ({_made[site]})" if site else "",
             "dataset_len": layout.dataset_len,
             **layout.identity,
             "size_limit_gib": str(self._size),

@@ -21,6 +21,7 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
+from stocache.datasets.decoders.cache import decoders_job
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
 from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decoders_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
@@ -141,7 +142,7 @@ class CachedDataset(DatasetProxy[_T]):
         self._fingerprint = where.fingerprint
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
-        self._wrapping, self._transforms = (where, samples), HeldTransforms(dataset)
+        self._wrapping, self._transforms, self._decoders_job = (where, samples), HeldTransforms(dataset), decoders_job()
         self._take(wrap(dataset, self._len, where, samples))
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()

@@ -50,6 +50,7 @@ class DatasetProxy(Dataset[_T]):
     _len: int
     _initialised: bool
     _decoders: DecoderCache | None = None  # in place of samples that cannot be cached
+    _decoders_job: Any
     after_cache: Any
 
     def __len__(self) -> int:
@@ -131,7 +132,7 @@ class DatasetProxy(Dataset[_T]):
             install_imported()
         elif self._audit.changed and samples.decoders and not self.cache.closed and (size := where.size_limit_gib):
             limit = size if size == "auto" else f"{max(0, parse_size(size) - self.cache.stats().reserved_bytes)}B"
-            vars(self)["_decoders"] = open_decoders(limit, self._audit.share)
+            vars(self)["_decoders"] = open_decoders(limit, self._decoders_job, self._audit.share)
 
     def _has(self, name: str) -> bool:
         """Return whether the dataset has an attribute."""

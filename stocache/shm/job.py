@@ -43,12 +43,14 @@ class Job(NamedTuple):
         launched: whether this process was started as a rank.
         ranks: how many ranks of the job this machine has, as far as the launcher says; at least 1.
         alone: whether the other ranks of this machine cannot be seen from here: they run in other containers.
+        by_place: whether processes share the caches that they make at one place of the program, and one after the other.
     """
 
     key: str
     launched: bool
     ranks: int
     alone: bool = False
+    by_place: bool = True
 
 
 def job_here() -> Job:

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.decoders import patches
 from stocache.datasets.decoders.table import DECODERS, Decoder
 from stocache.errors import ClosedError, LimitError, MismatchError, SampleError, SlotError
-from stocache.shm.job import job_here, job_of_process_tree
+from stocache.shm.job import Job, job_here
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
 from stocache.system.limits import parse_size
@@ -59,7 +60,7 @@ class DecoderCache:
 
     Args:
         limit: bytes, or a size as text.
-        number: which one it is of those that this process has made: ranks share those with one number.
+        job: the processes that share it, and a text that says which one it is of theirs.
         audit: the share of the time for decoding cached results again.
 
     It pickles as a handle, and serves in each process that gets one. It has slots to hide its attributes from libraries that
@@ -69,10 +70,8 @@ class DecoderCache:
     __slots__ = ("__weakref__", "_audit", "_cache", "_next_s", "_seen", "_words")
     thread_safe = True
 
-    def __init__(self, limit: float | str, number: int, audit: float) -> None:
-        job = job_here()
-        options = CacheOptions(limit, fingerprint=f"decoders {number}")
-        self.__setstate__((KeyedCache.from_options(options, job if job.ranks > 1 else job_of_process_tree()), audit))
+    def __init__(self, limit: float | str, job: tuple[Job, str], audit: float) -> None:
+        self.__setstate__((KeyedCache.from_options(CacheOptions(limit, fingerprint=job[1]), job[0]), audit))
 
     def __reduce__(self) -> Any:
         return _reopened, (self._cache, self._audit)
@@ -271,15 +270,22 @@ def _is_unchanged(content: Any, key: bytes, cache: DecoderCache) -> bool:
 _made = 0  # caches by this process, for the ranks of its job to share
 
 
-def open_decoders(limit: float | str, audit: float) -> DecoderCache:
-    """Return a cache. If the limit leaves no room, it is an empty one."""
+def decoders_job() -> tuple[Job, str]:
+    """Return the processes that share a cache, opened by the first that needs it: ranks, or this process and its workers."""
     global _made
     _made += 1
+    job = job_here()
+    shared = job if job.ranks > 1 else Job(uuid.uuid4().hex, True, 1)
+    return shared._replace(by_place=False), f"decoders {_made}"
+
+
+def open_decoders(limit: float | str, job: tuple[Job, str], audit: float) -> DecoderCache:
+    """Return a cache. If the limit leaves no room, it is an empty one."""
     try:
-        return DecoderCache(limit, _made, audit)
+        return DecoderCache(limit, job, audit)
     except (LimitError, MismatchError) as error:
         logger.info("results of decoders are not cached: %s", str(error))
-        return DecoderCache(0, _made, audit)
+        return DecoderCache(0, job, audit)
 
 
 @contextlib.contextmanager
@@ -312,7 +318,7 @@ def cached_decoders(size_limit_gib: float | str = "auto", audit: float = 0.01) -
     """
     if size_limit_gib != "auto":
         parse_size(size_limit_gib)
-    decoders = open_decoders(size_limit_gib, audit)
+    decoders = open_decoders(size_limit_gib, decoders_job(), audit)
     try:
         yield decoders
     finally:

@@ -283,6 +283,23 @@ def test_samples_that_cannot_be_cached_are_decoded_once(workers, options, tmp_pa
         assert cached.stats().decoders == ""
 
 
+class Rarely(Mixed):
+    def __getitem__(self, idx):
+        picture = np.asarray(Image.open(self.paths[idx]))
+        return picture + (random.random() if idx == 4 else 0), idx  # not probed
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(("workers", "options"), [(0, {}), (2, {}), (2, {"persistent_workers": True})])
+def test_decoders_are_served_also_if_samples_are_found_to_be_random_later(workers, options, tmp_path):
+    paths = [image(tmp_path, f"{number}.jpg", np.roll(PIXELS, number, 0)) for number in range(12)]
+    expected = epochs(Rarely(paths), workers, **options)
+    with CachedDataset(Rarely(paths), 1, probe=2) as cached:
+        assert epochs(cached, workers, **options) == expected
+        assert cached.is_left
+        assert cached._decoders.stats()["Pillow"][1] > 0
+
+
 def test_a_file_that_changes_is_decoded_again(tmp_path):
     cv2, path = pytest.importorskip("cv2"), image(tmp_path, "a.bmp")
     status = os.stat(path)
