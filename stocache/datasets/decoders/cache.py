@@ -236,7 +236,8 @@ def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callabl
             if not cache.is_due(row):
                 return call.apply(found)
             value, took_s = _timed(decode)
-            cache.compare(number, row, found, call.result(value), took_s)
+            if _is_unchanged(call.content, key, cache):
+                cache.compare(number, row, found, _result(call, value), took_s)
             return value
     monitor = RngMonitor() if worth.looks > 0 and not in_worker_thread() else None
     value, took_s = _timed(decode)
@@ -249,10 +250,17 @@ def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callabl
     if worth.note(nbytes > 0 and took_s >= _WORTH * (key_s + _HIT_S + _BYTE_S * nbytes)):
         taking = next((cache for cache, key in keys.items() if cache.admits(key, nbytes)), None)
         if taking is not None and _is_unchanged(call.content, keys[taking], taking):
-            result = call.result(value)
+            result = _result(call, value)
             if result is not None:
                 taking.put(keys[taking], result)
     return value
+
+
+def _result(call: Any, value: Any) -> Any:
+    """Return what is cached of a result; None if nothing is."""
+    with contextlib.suppress(Exception):  # of a stream that the decoder has closed
+        return call.result(value)
+    return None
 
 
 def _timed(decode: Callable[[], Any]) -> tuple[Any, float]:

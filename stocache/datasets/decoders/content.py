@@ -77,9 +77,11 @@ def of_stream(stream: Any, begin: int, most: int = _MOST_BYTES) -> Content | Non
     if isinstance(stream, io.TextIOBase) or not stream.seekable() or not stream.readable():
         return None
     before = stream.tell()
-    stream.seek(begin)
-    data = stream.read(most)
-    stream.seek(before)
+    try:
+        stream.seek(begin)
+        data = stream.read(most)
+    finally:
+        stream.seek(before)
     return Content(data, stream=stream) if isinstance(data, bytes) and len(data) < _MOST_BYTES else None
 
 

@@ -362,6 +362,23 @@ def test_results_that_a_copy_could_differ_from_are_the_library_s_own(decoder, re
             assert decoders.stats()["torchaudio"][1] == 0
 
 
+def test_a_stream_is_left_where_the_decoder_leaves_it(decoder):
+    def load(stream):
+        found = np.frombuffer(stream.read(4), np.uint8).copy()
+        if closes:
+            stream.close()
+        return found
+
+    decoder.load = load
+    with cached_decoders("64MB", audit=0) as decoders:
+        for closes in (False, False, True, True):
+            stream = io.BytesIO(b"01234567" + b"x" * closes)
+            stream.seek(2)
+            assert bytes(decoder.load(stream)) == b"2345"
+            assert stream.closed if closes else stream.tell() == 6
+        assert decoders.stats()["torchaudio"] == (4, 1)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 not an image", "truncated"])
 def test_a_damaged_file_is_the_library_s_own_error(content, tmp_path):
     path = image(tmp_path)
