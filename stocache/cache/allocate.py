@@ -35,7 +35,7 @@ from stocache.cache.stats import OOB
 from stocache.errors import BusyError, CacheNameError, LimitError, SegmentError
 from stocache.samples.spec import Structure
 from stocache.shm import claims, named, registry, siblings
-from stocache.shm.job import Job, job_here
+from stocache.shm.job import ANYWHERE, Job, job_here
 from stocache.shm.layout import Layout
 from stocache.shm.named import Descriptor, Identity, NewSegment
 from stocache.shm.registry import ForeignError
@@ -314,7 +314,7 @@ class _Opener:
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
         self._proof, self._shares = proof, proof is not None or options.fingerprint is not None
-        site = _place() if job.by_place else ""
+        site = "" if job.key.startswith(ANYWHERE) else _place()
         self._identity: dict[str, str | int | None] = {
             "job": job.key if self._shares else f"{job.key}, each rank alone",
             "place": f"{site} ({_made[site]})" if site else "",

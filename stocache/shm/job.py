@@ -35,6 +35,10 @@ _ROOT = "STOCACHE_ROOT"  # of a tree of processes: the number and the start time
 _STARTS_ONE_JOB = "python"  # programs with such a name start one job each
 
 
+ANYWHERE = "anywhere "
+"""The key of a job begins so if its processes share a cache wherever in the program they make it."""
+
+
 class Job(NamedTuple):
     """The job of this process.
 
@@ -43,14 +47,12 @@ class Job(NamedTuple):
         launched: whether this process was started as a rank.
         ranks: how many ranks of the job this machine has, as far as the launcher says; at least 1.
         alone: whether the other ranks of this machine cannot be seen from here: they run in other containers.
-        by_place: whether processes share the caches that they make at one place of the program, and one after the other.
     """
 
     key: str
     launched: bool
     ranks: int
     alone: bool = False
-    by_place: bool = True
 
 
 def job_here() -> Job:

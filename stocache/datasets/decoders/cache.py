@@ -32,7 +32,7 @@ from stocache.cache.stats import MISSING
 from stocache.datasets.decoders import patches
 from stocache.datasets.decoders.table import DECODERS, Decoder
 from stocache.errors import ClosedError, LimitError, MismatchError, SampleError, SlotError
-from stocache.shm.job import Job, job_here
+from stocache.shm.job import ANYWHERE, Job, job_here
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
 from stocache.system.limits import parse_size
@@ -284,7 +284,7 @@ def decoders_job() -> tuple[Job, str]:
     _made += 1
     job = job_here()
     shared = job if job.ranks > 1 else Job(uuid.uuid4().hex, True, 1)
-    return shared._replace(by_place=False), f"decoders {_made}"
+    return shared._replace(key=ANYWHERE + shared.key), f"decoders {_made}"
 
 
 def open_decoders(limit: float | str, job: tuple[Job, str], audit: float) -> DecoderCache:
