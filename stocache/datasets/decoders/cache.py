@@ -79,7 +79,8 @@ class DecoderCache:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._cache, self._audit = state
         self._next_s = dict.fromkeys(DECODERS, 0.0 if self._audit else float("inf"))  # when to compare the next result
-        self._cache.get_or_load("control", _new_control)
+        if "control" not in self._cache:
+            self._cache.put("control", _new_control())  # of several processes, the first wins
         control = self._cache.get("control", copy=False)
         control = _new_control() if control is None else control  # the machine gives no memory
         self._words, self._seen = control[: 8 * _WORDS].view(np.uint64), control[8 * _WORDS :]
@@ -169,7 +170,7 @@ def _reopened(cache: Any, audit: float) -> DecoderCache:
     return made
 
 
-def _new_control(_: object = None) -> Any:
+def _new_control() -> Any:
     return np.concatenate([np.frombuffer(os.urandom(8), np.uint8), np.zeros(8 * (_WORDS - 1) + _SEEN_BYTES, np.uint8)])
 
 
