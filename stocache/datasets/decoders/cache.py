@@ -15,12 +15,14 @@ NOTE [ Serving decoders ]
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,11 @@ from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import MISSING
 from stocache.datasets.decoders import patches
-from stocache.datasets.decoders.table import DECODERS, Decoder
+from stocache.datasets.decoders.table import DECODERS
 from stocache.errors import ClosedError, LimitError, MismatchError, SampleError, SlotError
 from stocache.shm.job import ANYWHERE, Job, job_here
 from stocache.system.describe import describe, difference
 from stocache.system.generators import in_worker_thread
-from stocache.system.limits import parse_size
 from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
@@ -46,9 +47,9 @@ _PATIENCE = 16  # results in a row that are not worth it; then only each `_RAREL
 _RARELY = 32
 _LOOKS = 3  # calls of each decoder that are watched for random numbers
 _REQUESTS, _HITS, _OFF = range(3)  # words of each decoder in the cache
-_SHOWN = list(dict.fromkeys(each.shown for each in DECODERS))
-_WORDS = 1 + 3 * len(DECODERS)  # the first is the seed of the digests
+_HEAD_BYTES = 8 + 8 * 3 * len(DECODERS)  # the seed of the digests, and these words
 _SEEN_BYTES = 1 << 20
+_SHOWN = list(dict.fromkeys(each.shown for each in DECODERS))
 _MARGIN = 1 << 10  # bytes of a record, besides the result
 
 _open: "list[weakref.ref[DecoderCache]]" = []  # in this process
@@ -59,33 +60,30 @@ class DecoderCache:
     """A cache for what decoders return, shared by the processes of a job.
 
     Args:
-        limit: bytes, or a size as text.
-        job: the processes that share it, and a text that says which one it is of theirs.
+        cache: holds the results.
         audit: the share of the time for decoding cached results again.
 
     It pickles as a handle, and serves in each process that gets one. It has slots to hide its attributes from libraries that
     walk through the attributes of a dataset.
     """
 
-    __slots__ = ("__weakref__", "_audit", "_cache", "_next_s", "_seen", "_words")
+    __slots__ = ("__weakref__", "_audit", "_cache", "_counts", "_next_s", "_seed", "_seen")
     thread_safe = True
 
-    def __init__(self, limit: float | str, job: tuple[Job, str], audit: float) -> None:
-        self.__setstate__((KeyedCache.from_options(CacheOptions(limit, fingerprint=job[1]), job[0]), audit))
-
-    def __reduce__(self) -> Any:
-        return _reopened, (self._cache, self._audit)
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._cache, self._audit = state
-        self._next_s = dict.fromkeys(DECODERS, 0.0 if self._audit else float("inf"))  # when to compare the next result
-        if "control" not in self._cache:
-            self._cache.put("control", _new_control())  # of several processes, the first wins
-        control = self._cache.get("control", copy=False)
+    def __init__(self, cache: KeyedCache[Any, Any], audit: float) -> None:
+        self._cache, self._audit = cache, audit
+        self._next_s = [0.0 if audit else math.inf] * len(DECODERS)  # when to compare the next result
+        if "control" not in cache:
+            cache.put("control", _new_control())  # of several processes, the first wins
+        control = cache.get("control", copy=False)
         control = _new_control() if control is None else control  # the machine gives no memory
-        self._words, self._seen = control[: 8 * _WORDS].view(np.uint64), control[8 * _WORDS :]
+        self._seed, self._seen = int(control[:8].view(np.uint64)[0]), control[_HEAD_BYTES:]
+        self._counts = control[8:_HEAD_BYTES].view(np.uint64).reshape(len(DECODERS), -1)
         _open.append(weakref.ref(self))
         patches.install(_serve)
+
+    def __reduce__(self) -> Any:
+        return DecoderCache, (self._cache, self._audit)
 
     @property
     def closed(self) -> bool:
@@ -94,60 +92,60 @@ class DecoderCache:
 
     def close(self) -> None:
         """Release the memory. The last one that is closed takes the patches of this process back. Twice is fine."""
-        self._words, self._seen = self._words.copy(), self._seen[:0]
+        self._counts, self._seen = self._counts.copy(), np.zeros(0, np.uint8)
         self._cache.close()
         _forget_closed()
 
     def stats(self) -> dict[str, tuple[int, int]]:
         """Return for each library how many results were asked for, and how many came from memory; of all processes."""
         counts = dict.fromkeys(_SHOWN, (0, 0))
-        for number, row in enumerate(DECODERS):
-            words = self._words[1 + 3 * number :]
+        for row, found in zip(DECODERS, self._counts.tolist(), strict=True):
             requests, hits = counts[row.shown]
-            counts[row.shown] = requests + int(words[_REQUESTS]), hits + int(words[_HITS])
+            counts[row.shown] = requests + found[_REQUESTS], hits + found[_HITS]
         return {shown: pair for shown, pair in counts.items() if pair[0]}
 
     def __str__(self) -> str:
         each = (f"{name} {hits / requests:.0%} of {requests:,}" for name, (requests, hits) in self.stats().items())
         return f"decoders: {text} from memory" if (text := ", ".join(each)) else ""
 
-    def key(self, row: Decoder, call: Any) -> bytes:
+    def key(self, number: int, call: Any) -> bytes:
         """Return the key of a call."""
+        row = DECODERS[number]
         return f"{row.module}.{row.name} {row.version} {call.text} ".encode() + self.digest(call.content.data)
 
     def digest(self, data: Any) -> bytes:
         """Return the digest of a content."""
-        return xxhash.xxh3_128_digest(data, int(self._words[0]))
+        return xxhash.xxh3_128_digest(data, self._seed)
 
     def is_off(self, number: int) -> bool:
         """Whether results of a decoder are not served any more, in any process."""
-        return bool(self._words[1 + 3 * number + _OFF])
+        return bool(self._counts[number, _OFF])
 
     def find(self, number: int, key: bytes, copy: bool) -> Any:
         """Return a cached result, else MISSING; and count the request."""
-        self._words[1 + 3 * number + _REQUESTS] += 1
+        self._counts[number, _REQUESTS] += 1
         found = MISSING
         with contextlib.suppress(ClosedError):  # by another thread, now
             found = self._cache.get(key, MISSING, copy=copy)
-        self._words[1 + 3 * number + _HITS] += found is not MISSING
+        self._counts[number, _HITS] += found is not MISSING
         return found
 
-    def is_due(self, row: Decoder) -> bool:
-        """Whether to compare the next result."""
-        return time.monotonic() >= self._next_s[row]
+    def is_due(self, number: int) -> bool:
+        """Whether to compare the next result of a decoder."""
+        return time.monotonic() >= self._next_s[number]
 
-    def compare(self, number: int, row: Decoder, cached: Any, fresh: Any, took_s: float) -> None:
+    def compare(self, number: int, cached: Any, fresh: Any, took_s: float) -> None:
         """Compare a result with what the decoder returns now."""
-        self._next_s[row] = time.monotonic() + took_s / self._audit
+        self._next_s[number] = time.monotonic() + took_s / self._audit
         place = difference(describe(cached), describe(fresh))
         if place is not None:
-            self.refuse(number, row, f"it returns another result for the same content now ({place:.300})")
+            self.refuse(number, f"it returns another result for the same content now ({place:.300})")
 
-    def refuse(self, number: int, row: Decoder, reason: str) -> None:
+    def refuse(self, number: int, reason: str) -> None:
         """Serve no results of a decoder from now on, in any process."""
         if not self.is_off(number):
-            self._words[1 + 3 * number + _OFF] = 1
-            logger.warning("%s.%s is not cached: %s.", row.module, row.name, reason)
+            self._counts[number, _OFF] = 1
+            logger.warning("%s.%s is not cached: %s.", DECODERS[number].module, DECODERS[number].name, reason)
 
     def admits(self, key: bytes, nbytes: int) -> bool:
         """Return whether there is room for a result: half of the memory is free, or it was asked for before."""
@@ -164,14 +162,8 @@ class DecoderCache:
             self._cache.put(key, result)
 
 
-def _reopened(cache: Any, audit: float) -> DecoderCache:
-    made = DecoderCache.__new__(DecoderCache)
-    made.__setstate__((cache, audit))
-    return made
-
-
 def _new_control() -> Any:
-    return np.concatenate([np.frombuffer(os.urandom(8), np.uint8), np.zeros(8 * (_WORDS - 1) + _SEEN_BYTES, np.uint8)])
+    return np.concatenate([np.frombuffer(os.urandom(8), np.uint8), np.zeros(_HEAD_BYTES - 8 + _SEEN_BYTES, np.uint8)])
 
 
 def _caches() -> list[DecoderCache]:
@@ -228,24 +220,24 @@ def _serve(number: int, true: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callable[[], Any], began: float) -> Any:
     """Return the result of a call that can be cached. ``began``: when its content was first looked at."""
-    row, worth = DECODERS[number], _worth[number]
-    keys = {cache: cache.key(row, call) for cache in caches}
+    worth = _worth[number]
+    keys = {cache: cache.key(number, call) for cache in caches}
     call.content = call.content._replace(data=None)  # the decoder may need the buffer
     key_s = time.perf_counter() - began
     for cache, key in keys.items():
         if (found := cache.find(number, key, call.copies)) is not MISSING:
-            if not cache.is_due(row):
+            if not cache.is_due(number):
                 return call.apply(found)
             value, took_s = _timed(decode)
             if _is_unchanged(call.content, key, cache):
-                cache.compare(number, row, found, _result(call, value), took_s)
+                cache.compare(number, found, _result(call, value), took_s)
             return value
     monitor = RngMonitor() if worth.looks > 0 and not in_worker_thread() else None
     value, took_s = _timed(decode)
     worth.looks -= 1
     if monitor is not None and monitor.changed():
         for cache in keys:
-            cache.refuse(number, row, "it draws random numbers")
+            cache.refuse(number, "it draws random numbers")
         return value
     nbytes = call.nbytes(value)
     if worth.note(nbytes > 0 and took_s >= _WORTH * (key_s + _HIT_S + _BYTE_S * nbytes)):
@@ -289,12 +281,18 @@ def decoders_job() -> tuple[Job, str]:
 
 
 def open_decoders(limit: float | str, job: tuple[Job, str], audit: float) -> DecoderCache:
-    """Return a cache. If the limit leaves no room, it is an empty one."""
+    """Return a cache. If the limit leaves no room, it is an empty one.
+
+    Raises:
+        LimitError: the limit is not a size.
+    """
+    options = CacheOptions(limit, fingerprint=job[1])
     try:
-        return DecoderCache(limit, job, audit)
+        cache = KeyedCache.from_options(options, job[0])
     except (LimitError, MismatchError) as error:
         logger.info("results of decoders are not cached: %s", str(error))
-        return DecoderCache(0, job, audit)
+        cache = KeyedCache.from_options(replace(options, size_limit_gib=0), job[0])
+    return DecoderCache(cache, audit)
 
 
 @contextlib.contextmanager
@@ -325,8 +323,6 @@ def cached_decoders(size_limit_gib: float | str = "auto", audit: float = 0.01) -
         >>> decoders.stats()
         {}
     """
-    if size_limit_gib != "auto":
-        parse_size(size_limit_gib)
     decoders = open_decoders(size_limit_gib, decoders_job(), audit)
     try:
         yield decoders

@@ -1,5 +1,6 @@
 """Find what a decoder is asked to decode: the bytes, or the file if there are no bytes at hand; and its arguments as text."""
 
+import contextlib
 import enum
 import io
 import os
@@ -13,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.system.platform import here
+
 _MOST_BYTES = 1 << 28  # a larger file is not read to find its digest
+_KEPT_BYTES = 1 << 24  # of the buffer that a thread uses again
 _SETTLED_NS = 5_000_000_000  # a file may change again within the resolution of its time, and on other machines later
 _buffers = threading.local()
 
@@ -69,8 +73,8 @@ def _read_path(path: str | bytes, begin: int, most: int) -> memoryview | None:
 def of_stream(stream: Any, begin: int, most: int = _MOST_BYTES) -> Content | None:
     """Return up to ``most`` bytes of an open file from a position on; None if it cannot go back, or has more than are read."""
     if type(stream) is io.BytesIO:
-        data = stream.getbuffer()[begin : begin + most]
-        return Content(data, stream=stream)
+        view = stream.getbuffer()[begin : begin + most]
+        return Content(view, stream=stream) if len(view) < _MOST_BYTES else None
     if type(stream) is io.BufferedReader and isinstance(stream.name, str):
         found = _read(stream.fileno(), begin, most)
         return None if found is None else Content(found, lambda: _read_path(stream.name, begin, most), stream)
@@ -86,14 +90,16 @@ def of_stream(stream: Any, begin: int, most: int = _MOST_BYTES) -> Content | Non
 
 
 def _read(descriptor: int, begin: int, most: int) -> memoryview | None:
-    """Return bytes of a file, in a buffer that this thread uses again; None if they are too many, or not there."""
+    """Return bytes of a file, in a buffer that this thread may use again; None if they are too many, or not there."""
     status = os.fstat(descriptor)
     size = min(most, status.st_size - begin)
     if not stat.S_ISREG(status.st_mode) or not 0 < size < _MOST_BYTES:
         return None
     buffer: bytearray = getattr(_buffers, "buffer", bytearray())
     if len(buffer) < size:
-        buffer = _buffers.buffer = bytearray(size)
+        buffer = bytearray(size)
+        if size <= _KEPT_BYTES:
+            _buffers.buffer = buffer
     view = memoryview(buffer)[:size]
     return view if os.preadv(descriptor, [view], begin) == size else None
 
@@ -109,16 +115,10 @@ def of_file(status: os.stat_result) -> bytes | None:
 
 
 def _is_written_here(status: os.stat_result) -> bool:
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found = os.stat(f"/proc/self/fd/{name}")
-            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
-                with open(f"/proc/self/fdinfo/{name}") as info:
-                    flags = int(next(line.split()[1] for line in info if line.startswith("flags:")), 8)
-                if flags & os.O_ACCMODE != os.O_RDONLY:
-                    return True
-        except OSError:  # it was closed meanwhile
-            continue
+    for fd in map(int, os.listdir(here.OPEN_FILES)):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if os.path.samestat(os.fstat(fd), status) and here.open_mode(fd) & os.O_ACCMODE != os.O_RDONLY:
+                return True
     return False
 
 

@@ -145,7 +145,7 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder("torchvision.io.image", "decode_png", _by("input"), "torchvision"),
     Decoder("torchvision.io.image", "decode_webp", _by("input"), "torchvision"),
     Decoder("torchvision.io.image", "read_image", _by("path"), "torchvision"),
-    Decoder("numpy.lib._npyio_impl", "NpzFile.__getitem__", _member, "numpy"),
+    Decoder("numpy.lib.npyio", "NpzFile.__getitem__", _member, "numpy"),
     Decoder("numpy", "loadtxt", _by("fname"), "numpy"),
     Decoder("numpy", "genfromtxt", _by("fname"), "numpy"),
     Decoder("soundfile", "read", _by("file"), "soundfile"),
