@@ -26,7 +26,8 @@ nbformat.write(client.execute(), "done.ipynb")
 def cells_of(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     shown = lambda each: (VARIES.sub("…", "".join(each.get("text") or each["data"]["text/plain"])), [*each.get("data", ())])
-    return [("".join(cell["source"]), [shown(each) for each in cell["outputs"]]) for cell in cells]
+    outputs = lambda cell: [shown(each) for each in cell["outputs"] if "nvImageCodec" not in str(each)]  # MONAI beside pydicom
+    return [("".join(cell["source"]), outputs(cell)) for cell in cells]
 
 
 @pytest.mark.parametrize("name", ["detector_with_mosaic", *SLOW])

@@ -67,6 +67,7 @@ while line := sys.stdin.readline():
     os.chdir(folder)
     for number, file in enumerate((os.devnull, "stdout", "stderr")):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    sys.modules["pydicom"] = None  # beside it, MONAI warns of a decoder that is not installed
     sys.path[:1] = [folder, *path]
     runpy.run_path(f"{folder}/example.py", run_name="__main__")
     break
