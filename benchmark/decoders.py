@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import operator
+import os
 import random
 import statistics
 import tempfile
@@ -28,9 +29,10 @@ from stocache import CachedDataset, cached
 from tests.support.epochs import LOADERS, epochs
 
 CLAIM = "Samples that are drawn before they are read decode each file once, and stay the same."
-NEEDS = (("cv2", '-e ".[test]"'), ("soundfile", '-e ".[test]"'))
+NEEDS = (("cv2", '-e ".[test]"'), ("lmdb", '-e ".[test]"'), ("soundfile", '-e ".[test]"'))
 
-N, SIDE = 24, 480
+N, SIDE, FRAMES = 24, 480, 40
+_environments: dict[Any, Any] = {}
 
 
 def pillow(path: str) -> Any:
@@ -67,6 +69,32 @@ def sound(path: str) -> Any:
     import soundfile
 
     return soundfile.read(Path(path).with_suffix(".flac"), dtype="float32")[0]
+
+
+def lmdb_image(path: str) -> Any:
+    """Read a picture in LMDB, of one environment in a process."""
+    import cv2
+    import lmdb
+
+    place = (os.getpid(), str(Path(path).with_name("lmdb")))
+    if place not in _environments:
+        _environments[place] = lmdb.open(place[1], readonly=True, lock=False)
+    with _environments[place].begin() as transaction:
+        return cv2.imdecode(np.frombuffer(transaction.get(Path(path).name.encode()), np.uint8), 1)
+
+
+def scaled(path: str) -> Any:
+    """Read a picture with Pillow at one of three scales."""
+    from PIL import Image
+
+    picture = Image.open(path)
+    picture.draft("RGB", random.choice([(640, 480), (320, 240), (160, 120)]))
+    return np.asarray(picture.convert("RGB").resize((320, 240)))
+
+
+def frame(path: str) -> Any:
+    """Read a random frame, of which each is a member of an archive."""
+    return np.load(Path(path).with_name("frames.npz"))[str(random.randrange(FRAMES))]
 
 
 def archive(path: str) -> Any:
@@ -109,14 +137,16 @@ class Drawn(Dataset[Any]):
 
 CASES = {
     "pair, Pillow": (pillow, "pair"), "mosaic, Pillow": (pillow, "mosaic"), "window, Pillow": (pillow, "window"),
-    "pair, bytes": (pillow_of_bytes, "pair"), "pair, zip": (pillow_of_zip, "pair"), "pair, OpenCV": (opencv, "pair"),
+    "pair, bytes": (pillow_of_bytes, "pair"), "pair, zip": (pillow_of_zip, "pair"), "pair, LMDB": (lmdb_image, "pair"),
+    "scales, Pillow": (scaled, "pair"), "rewritten, OpenCV": (opencv, "pair"), "pair, OpenCV": (opencv, "pair"),
     "mosaic, OpenCV": (opencv, "mosaic"), "window, OpenCV": (opencv, "window"), "window, FLAC": (sound, "window"),
-    "pair, npz": (archive, "pair"), "window, npz": (archive, "window"),
+    "pair, npz": (archive, "pair"), "window, npz": (archive, "window"), "frame, npz": (frame, "pair"),
 }  # fmt: skip
 
 
 def files(folder: Path) -> list[str]:
     """Make the files, and return the paths of the pictures."""
+    import lmdb
     import soundfile
     from PIL import Image
 
@@ -126,10 +156,23 @@ def files(folder: Path) -> list[str]:
         small.resize((SIDE * 4 // 3, SIDE)).save(path, quality=92)
         soundfile.write(Path(path).with_suffix(".flac"), rng.normal(0, 0.1, 160_000), 16_000)
         np.savez_compressed(Path(path).with_suffix(".npz"), picture=pillow(path))
+    np.savez_compressed(folder / "frames.npz", **{str(n): np.roll(pillow(paths[n % N]), n, 0) for n in range(FRAMES)})
+    with lmdb.open(str(folder / "lmdb"), map_size=1 << 26) as environment, environment.begin(write=True) as transaction:
+        for path in paths:
+            transaction.put(Path(path).name.encode(), Path(path).read_bytes())
     with zipfile.ZipFile(folder / "all.zip", "w") as made:
         for path in paths:
             made.write(path, Path(path).name)
     return paths
+
+
+def rewrite(dataset: Any, inner: Any, epoch: int) -> None:
+    """Give the files the contents of others, of equal times; after three epochs all have their own again."""
+    paths, moved = inner.paths, [Path(path).read_bytes() for path in inner.paths]
+    for number, path in enumerate(paths):
+        times = os.stat(path)
+        Path(path).write_bytes(moved[(number + (1, 1, -2)[epoch]) % N])
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def per_sample(dataset: Any) -> float:
@@ -143,11 +186,12 @@ def per_sample(dataset: Any) -> float:
 def row(name: str, paths: list[str], loaders: list[str], rounds: int) -> str:
     """Return what becomes of a case."""
     read, kind = CASES[name]
+    change = rewrite if "rewritten" in name else None
     plain, wrong, text = Drawn(paths, read, kind), 0, ""
     for loader in loaders:
-        expected = epochs(plain, loader)
+        expected = epochs(plain, loader, inner=plain, change=change)
         with CachedDataset(Drawn(paths, read, kind), 1) as served:
-            found = epochs(served, loader)
+            found = epochs(served, loader, inner=plain, change=change)
             text = text or served.stats().decoders.removeprefix("decoders: ").removesuffix(" from memory")
         for one, other in zip(found, expected, strict=True):
             wrong += sum(map(operator.ne, map(repr, one.samples), map(repr, other.samples)))

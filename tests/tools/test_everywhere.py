@@ -266,6 +266,15 @@ def test_what_cannot_be_cached_is_listed_with_the_reason_and_iterated_as_it_is(e
         assert f"not cached: {reason}" in report
 
 
+def test_datasets_of_one_place_are_reported_if_one_is_cached_and_another_is_not(everywhere):
+    for kind in (Squares, type("Squares", (Stateful,), {})):
+        loader = data.DataLoader(kind(), shuffle=True)
+        list(loader), list(loader)
+    (lines,) = everywhere.lines()
+    assert "cached: 24 of 24 samples" in lines.state
+    assert "\n  not cached: it has a state_dict" in lines.state
+
+
 def test_the_report_says_what_each_loader_waited_for(everywhere):
     loader = data.DataLoader(Squares(), shuffle=True, batch_size=6)
     list(loader), next(iter(loader))

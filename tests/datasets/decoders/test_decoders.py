@@ -1,11 +1,15 @@
 """What decoders of libraries return for the same content comes from memory, equal to what they return without it."""
 
+import errno
 import io
 import os
 import random
+import signal
 import sys
+import time
 import types
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -431,3 +435,98 @@ def test_a_decoder_that_takes_no_time_is_left_alone(decoder, monkeypatch):
         for _ in range(64):
             decoder.load(b"x")
         assert decoders.stats()["torchaudio"][0] <= cache._PATIENCE + 64 // cache._RARELY
+
+
+def content(uri):
+    """Decode a name: return its bytes many times."""
+    return np.frombuffer(uri * 1000, np.uint8).copy()
+
+
+def test_a_decoder_that_a_signal_handler_calls_at_any_moment_returns_what_it_decodes(decoder):
+    decoder.load, found = content, []
+    before = signal.signal(signal.SIGALRM, lambda *_: found.append(bytes(decoder.load(b"handler")) == b"handler" * 1000))
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+    try:
+        with cached_decoders("64MB") as decoders:
+            for number in range(4000):
+                assert bytes(decoder.load(b"%d" % (number % 7))) == b"%d" % (number % 7) * 1000
+            assert decoders.stats()["torchaudio"][1] > 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert found
+    assert all(found)
+
+
+def test_threads_are_served_together(tmp_path):
+    paths = [image(tmp_path, f"{number}.png", np.roll(PIXELS, number, 0)) for number in range(8)]
+    read = lambda path: np.asarray(Image.open(path)).tobytes()
+    expected = [read(path) for path in paths * 40]
+    with cached_decoders("64MB") as decoders, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(read, paths * 40)) == expected
+        assert decoders.stats()["Pillow"][1] > 100
+
+
+@pytest.mark.linux
+def test_a_child_of_a_child_is_served_and_one_that_is_killed_harms_nobody(decoder):
+    decoder.load = content
+    with cached_decoders("64MB") as decoders:
+        if (child := os.fork()) == 0:
+            if (grandchild := os.fork()) == 0:
+                os._exit(sum(bytes(decoder.load(b"a")) != b"a" * 1000 for _ in range(5)))
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert decoders.stats()["torchaudio"] == (5, 4)
+        for killed in range(10):
+            if (child := os.fork()) == 0:
+                for number in range(10**9):
+                    decoder.load(b"%d %d" % (killed, number))
+            time.sleep(random.random() / 50)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            for name in (b"%d %d" % (killed, number) for number in range(300)):
+                assert bytes(decoder.load(name)) == name * 1000
+
+
+def test_what_was_found_before_the_close_decodes_after_it(decoder):
+    decoder.load = content
+    with cached_decoders("64MB") as decoders:
+        ours = decoder.load
+        assert ours(b"x")[0] == ours(b"x")[0] == ord("x")
+        requests = decoders.stats()
+    assert bytes(ours(b"x")) == b"x" * 1000
+    assert decoders.stats() == requests
+
+
+@pytest.mark.linux
+def test_memory_that_ends_and_results_that_are_larger_than_it_leave_the_decoder_alone(decoder, monkeypatch, tmp_path):
+    decoder.load = content
+    with cached_decoders("64MB") as decoders:
+        decoder.load(b"before")
+
+        def is_full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", is_full)
+        for name in [b"%d" % number for number in range(9000)]:
+            assert decoder.load(name)[0] == name[0]
+        assert bytes(decoder.load(b"before")) == b"before" * 1000
+    monkeypatch.undo()
+    monkeypatch.setattr(cache, "_WORTH", 0)
+    np.savez_compressed(tmp_path / "bomb.npz", zeros=np.zeros(1 << 26, np.uint8))
+    with cached_decoders("8MB") as decoders:
+        assert [int(np.load(tmp_path / "bomb.npz")["zeros"].sum()) for _ in range(2)] == [0, 0]
+        assert decoders.stats()["numpy"] == (2, 0)
+
+
+def test_a_decompression_bomb_and_a_file_that_is_no_image_are_as_without_a_cache(tmp_path, monkeypatch):
+    cv2, path = pytest.importorskip("cv2"), image(tmp_path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with cached_decoders("64MB") as decoders:
+        for _ in range(2):
+            with pytest.raises(Image.DecompressionBombError):
+                looked_at(path)
+        for damaged in (b"", b"no image", Path(path).read_bytes()[:100]):
+            (tmp_path / "b.jpg").write_bytes(damaged)
+            assert [cv2.imread(str(tmp_path / "b.jpg")) for _ in range(2)] == [None, None]
+        assert all(hits == 0 for _, hits in decoders.stats().values())
