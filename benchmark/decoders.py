@@ -32,7 +32,6 @@ CLAIM = "Samples that are drawn before they are read decode each file once, and 
 NEEDS = (("cv2", '-e ".[test]"'), ("lmdb", '-e ".[test]"'), ("soundfile", '-e ".[test]"'))
 
 N, SIDE, FRAMES = 24, 480, 40
-_environments: dict[Any, Any] = {}
 
 
 def pillow(path: str) -> Any:
@@ -72,14 +71,11 @@ def sound(path: str) -> Any:
 
 
 def lmdb_image(path: str) -> Any:
-    """Read a picture in LMDB, of one environment in a process."""
+    """Read a picture in LMDB."""
     import cv2
     import lmdb
 
-    place = (os.getpid(), str(Path(path).with_name("lmdb")))
-    if place not in _environments:
-        _environments[place] = lmdb.open(place[1], readonly=True, lock=False)
-    with _environments[place].begin() as transaction:
+    with lmdb.open(str(Path(path).with_name("lmdb")), readonly=True, lock=False) as opened, opened.begin() as transaction:
         return cv2.imdecode(np.frombuffer(transaction.get(Path(path).name.encode()), np.uint8), 1)
 
 

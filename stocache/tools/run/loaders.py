@@ -8,7 +8,6 @@ import sysconfig
 import time
 import traceback
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -322,18 +321,15 @@ class ProgramLoaders:
     def lines(self) -> list[LoaderLines]:
         """Return what the report says of each loader; one that the program makes again and again counts as one."""
         found: dict[tuple[str, str, int | None], LoaderLines] = {}
-        states: dict[Any, dict[bool, str]] = defaultdict(dict)  # the last ones of datasets that are cached, and that are not
+        states: dict[Any, dict[bool, str]] = {}  # the last ones of datasets that are cached, and that are not
         for seen in self._loaders:
             if seen.reference() is None:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
             epochs = seen.log.epochs()[seen.skipped :]
             if epochs or seen.note:
-                key = seen.name
-                before = found[key].epochs if key in found else ()
-                state = self._state_of(seen.dataset)
-                states[key][state.startswith("cached")] = state
-                text = "\n  ".join(states[key].values())
-                found[key] = LoaderLines(*key, (*before, *epochs), text, seen.note)
+                before = found[seen.name].epochs if seen.name in found else ()
+                (told := states.setdefault(seen.name, {}))[not seen.dataset.problem] = self._state_of(seen.dataset)
+                found[seen.name] = LoaderLines(*seen.name, (*before, *epochs), "\n  ".join(told.values()), seen.note)
         return list(found.values())
 
     def _state_of(self, known: _Dataset) -> str:
@@ -343,8 +339,7 @@ class ProgramLoaders:
         if cached is None or known.problem:
             return f"not cached: {known.problem or 'it was iterated once'} {decoders_of(cached)}".rstrip()
         stats = cached.cache.stats()
-        left = "the dataset makes each sample, as samples depend on more than their index." * cached.is_left
-        rest = f"{left} {decoders_of(cached)}".rstrip() if left else cut_of(cached)
+        rest = f"{'samples are random or change (W05).' * cached.is_left} {decoders_of(cached)}".strip() or cut_of(cached)
         return (
             f"cached: {stats.filled} of {stats.dataset_len} samples, {format_size(stats.reserved_bytes)}, hit rate "
             f"{stats.hit_rate:.0%}{rest and f'; {rest}'}"
