@@ -339,7 +339,7 @@ class ProgramLoaders:
         if cached is None or known.problem:
             return f"not cached: {known.problem or 'it was iterated once'} {decoders_of(cached)}".rstrip()
         stats = cached.cache.stats()
-        rest = f"{'samples are random or change (W05).' * cached.is_left} {decoders_of(cached)}".strip() or cut_of(cached)
+        rest = f"{'samples depend on more than their index.' * cached.is_left} {decoders_of(cached)}".strip() or cut_of(cached)
         return (
             f"cached: {stats.filled} of {stats.dataset_len} samples, {format_size(stats.reserved_bytes)}, hit rate "
             f"{stats.hit_rate:.0%}{rest and f'; {rest}'}"

@@ -500,19 +500,19 @@ def test_what_was_found_before_the_close_decodes_after_it(decoder):
 
 @pytest.mark.linux
 def test_memory_that_ends_and_results_that_are_larger_than_it_leave_the_decoder_alone(decoder, monkeypatch, tmp_path):
-    decoder.load = content
-    with cached_decoders("64MB") as decoders:
+    decoder.load, asked = content, []
+
+    def is_full(*arguments):
+        asked.append(arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with cached_decoders("64MB") as decoders, monkeypatch.context() as patch:
         decoder.load(b"before")
-
-        def is_full(*_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "posix_fallocate", is_full)
+        patch.setattr(os, "posix_fallocate", is_full)
         for name in [b"%d" % number for number in range(9000)]:
             assert decoder.load(name)[0] == name[0]
         assert bytes(decoder.load(b"before")) == b"before" * 1000
-    monkeypatch.undo()
-    monkeypatch.setattr(cache, "_WORTH", 0)
+    assert asked
     np.savez_compressed(tmp_path / "bomb.npz", zeros=np.zeros(1 << 26, np.uint8))
     with cached_decoders("8MB") as decoders:
         assert [int(np.load(tmp_path / "bomb.npz")["zeros"].sum()) for _ in range(2)] == [0, 0]
