@@ -269,7 +269,13 @@ def epochs(dataset, workers, **options):
 @pytest.mark.linux
 @pytest.mark.parametrize(
     ("workers", "options"),
-    [(0, {}), (2, {}), (2, {"persistent_workers": True}), (2, {"ours": True}), (2, {"multiprocessing_context": "spawn"})],
+    [
+        (0, {}),
+        (2, {}),
+        (2, {"persistent_workers": True}),
+        (2, {"ours": True}),
+        (2, {"multiprocessing_context": "spawn", "persistent_workers": True}),  # each start imports torch
+    ],
     ids=["here", "workers", "persistent", "ours", "spawn"],
 )
 def test_samples_that_cannot_be_cached_are_decoded_once(workers, options, tmp_path):
