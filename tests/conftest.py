@@ -1,13 +1,16 @@
 """Fixtures and hooks of all tests; see `tests.support.traces` for what each test must leave as it found it."""
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
 import os
 import random
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +21,7 @@ from typing import Any
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="stocache-tests-")  # removed at exit
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`; children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,6 +56,8 @@ for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # where one is not in u
 
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
+
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 QUICK = {  # files of units and contracts that start few processes
     "function_hash", "limits", "states", "histogram", "spec", "round_trips", "columns", "record_encoder",

@@ -182,7 +182,7 @@ def _check_source(source: object, folder: str, shuffle_seed: int | None, on_erro
     if on_error == "skip":
         raise DatasetError(
             f"on_error='skip' is for datasets, whose samples are loaded one by one: {type(source).__name__} yields them, and "
-            f"an error ends it. Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed (--shuffle-seed)."
+            f"an error ends it. Leave out on_error='skip' (--on-error skip)."
         )
     if shuffle_seed is not None and is_url(folder):
         raise StorageError(

@@ -3,7 +3,7 @@
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Generic
@@ -71,10 +71,6 @@ class Source(Dataset[Any], ABC):
         """
         return self._sample(check_index(idx, len(self), "__getitem__"))
 
-    def for_shuffling(self) -> "Source | DataPreparer[Any, Any]":
-        """Return the source to prepare from in random order: itself, unless random access is slow."""
-        return self
-
     @abstractmethod
     def _sample(self, idx: int) -> Any:
         """Return sample ``idx``, which is in range."""
@@ -117,32 +113,6 @@ class Source(Dataset[Any], ABC):
         return {name: value for name, value in vars(self).items() if name != "_opened"}
 
 
-class InOrder(DataPreparer[Any, Any]):
-    """A preparer that yields the samples of a source in order."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def prepare_data(self) -> Iterator[Any]:
-        """Yield all samples."""
-        yield from (self._source[idx] for idx in range(len(self._source)))
-
-    def get_dataset_info(self) -> Any:
-        """Return the info of the source."""
-        return self._source.info
-
-    def describe_files(self) -> dict[str, Any]:
-        """Return facts that identify the files of the source."""
-        return self._source.describe_files()
-
-
-def check_columns(names: Sequence[str]) -> None:
-    """Raise ValueError if two columns have one name."""
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if list(names).count(name) > 1)
-        raise ValueError(f"it has two columns {twice!r}")
-
-
 def import_library(name: str, package: str) -> Any:
     """Return a module. Raises StorageError: it is not installed."""
     try:
@@ -159,5 +129,5 @@ def reading(path: str, kind: str) -> Iterator[None]:
     except (MemoryError, StorageError):
         raise
     except Exception as error:  # each library has its own errors
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
         raise StorageError(f"{path} cannot be read as {kind}: {reason}. Repair, convert or remove it.") from error

@@ -1,14 +1,7 @@
 """Open images, tables, arrays and datasets on disk as map-style datasets, to prepare from."""
 
-import csv
-import io
-import logging
 import os
-import re
-from array import array
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,33 +11,34 @@ import torch
 from torch import Tensor
 
 from stocache.errors import LimitError, StorageError
-from stocache.samples.indices import check_indices
-from stocache.storage.files import File
-from stocache.storage.preparation.source import DataPreparer, InOrder, Source, check_columns, import_library, reading
-
-logger = logging.getLogger("stocache")
+from stocache.storage.preparation.source import Source, import_library, reading
 
 IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as torchvision's ImageFolder
 _ACCEPTED = (
-    "a folder of images, with or without a subfolder for each class; a .csv, .tsv, .npy or .parquet file; a folder of .parquet "
-    "files; a folder that save_to_disk of Hugging Face datasets has written"
+    "a folder of images, with or without a subfolder for each class; a .csv, .tsv, .json, .jsonl, .npy or .parquet file; a "
+    "folder of .parquet files; a folder that save_to_disk of Hugging Face datasets has written"
 )
+_CSV = {"keep_default_na": False, "index_col": False, "chunksize": 1 << 20}
+_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    ".csv": ("from_csv", _CSV), ".tsv": ("from_csv", _CSV | {"sep": "\t"}), ".json": ("from_json", {}),
+    ".jsonl": ("from_json", {}), ".parquet": ("from_parquet", {"batch_size": 1000}),  # by default 0 if a file is empty
+}  # fmt: skip
+"""How the library reads a table: a method of its ``Dataset``, and options, by the suffix of the file."""
 
 
-def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes: bool = False, nan: bool = False) -> Source:
+def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes: bool = False) -> Source:
     """Open a file or folder as a map-style dataset.
 
     Args:
         path: one of
             a folder of images, with or without a subfolder for each class. Samples: {"image": bytes of the file, "name": its
             path in the folder, "label": index of its class}; without "label" if there are no classes.
-            a .csv or .tsv file in UTF-8 whose first line names the columns. Samples: a dict of the columns, see `CsvFile`.
             a .npy file. Samples: the rows of its array.
-            a .parquet file, or a folder of them (needs pyarrow). Samples: a dict of the columns.
-            a folder that ``save_to_disk`` of Hugging Face datasets has written (needs datasets). Samples: as in that dataset.
+            a .csv or .tsv file whose first line names the columns, a .json, .jsonl or .parquet file, a folder of .parquet
+            files, or a folder that ``save_to_disk`` of Hugging Face datasets has written (all need ``pip install datasets``).
+            Samples: a dict of the columns, as that library reads them. Images, audio and video stay encoded. A column of a
+            .csv file is numeric if all its cells are numbers; a blank cell is an empty str.
         size: decode images to uint8 tensors of shape (3, size, size) (needs Pillow).
-        nan: blank cells of a table are NaN where all other cells of their column are numbers; the column is then float. Without
-            it such a column is str, and a warning says so.
         hashes: `prepare` identifies the source by the contents of its files, not by sizes and times of change.
 
     Raises:
@@ -54,7 +48,7 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes
     path = os.fspath(path)
     if size is not None and (type(size) is not int or size < 1):
         raise LimitError(f"size={size!r} is not the size of an image. Use 1 or more pixels.")
-    source = _open(path, size, nan)
+    source = _open(path, size)
     source.hashes = hashes
     if size is not None and not isinstance(source, ImageFolder):
         raise StorageError(f"{path} is not a folder of images, and size={size} is for images. Leave it out.")
@@ -63,7 +57,7 @@ def open_source(path: str | os.PathLike[str], *, size: int | None = None, hashes
     return source
 
 
-def _open(path: str, size: int | None, nan: bool) -> Source:
+def _open(path: str, size: int | None) -> Source:
     if not os.path.exists(path):
         raise StorageError(f"{path} does not exist. Accepted: {_ACCEPTED}.")
     if os.path.isdir(path):
@@ -73,16 +67,14 @@ def _open(path: str, size: int | None, nan: bool) -> Source:
             splits = [name for name in names if os.path.exists(os.path.join(path, name, "state.json"))]
             raise StorageError(f"{path} holds several datasets. Give one of them: {path}/ and one of {', '.join(splits)}.")
         if {"state.json", "dataset_info.json"} <= set(names):
-            return SavedDataset(path)
+            return Table(path)
         parquet = [os.path.join(path, name) for name in names if name.endswith(".parquet") and name[0] not in "._"]
-        return ParquetFiles(parquet) if parquet else ImageFolder(path, size)
+        return Table(path, parquet) if parquet else ImageFolder(path, size)
     suffix = os.path.splitext(path)[1].lower()
-    if suffix in (".csv", ".tsv"):
-        return CsvFile(path, nan)
     if suffix == ".npy":
         return NpyFile(path)
-    if suffix == ".parquet":
-        return ParquetFiles([path])
+    if suffix in _TABLES:
+        return Table(path, [path])
     raise StorageError(f"{path} is not a file that can be prepared. Accepted: {_ACCEPTED}.")
 
 
@@ -169,96 +161,6 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-_KINDS: list[tuple[Any, Any]] = [
-    (int, re.compile(r"-?(0|[1-9][0-9]*)\Z")),
-    (float, re.compile(r"-?(((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]+)?|nan|inf)\Z", re.IGNORECASE)),
-    (str, re.compile("")),
-]
-
-
-class CsvFile(Source):
-    """The rows of a table. Columns with numbers only are int or float, the others str.
-
-    A column with an empty cell is str; or float, with NaN there, if its other cells are numbers and ``nan`` is True.
-    A column with a number such as 007 or +49, which would not come back as written, is str.
-    Quoted cells may hold line breaks. Opening reads the file once, and keeps 8 bytes for each row in memory: its offset.
-    """
-
-    def __init__(self, path: str, nan: bool = False) -> None:
-        super().__init__(path)
-        self._nan, self.options = nan, {"blank cells": "NaN" if nan else "str"}
-        self._format: dict[str, Any] = {"delimiter": "\t" if path.lower().endswith(".tsv") else ",", "strict": True}
-        self._begins = array("q")
-        with reading(path, "a table"), open(path, "rb") as file, _long_cells():
-            if file.read(len(BOM_UTF8)) != BOM_UTF8:
-                file.seek(0)
-            rows = csv.reader((line.decode() for line in file), **self._format)  # it reads only the lines of the current row
-            columns = next(rows, [])
-            check_columns(columns)
-            kinds, blanks, begin = [0] * len(columns), [0] * len(columns), file.tell()
-            try:
-                for row in rows:
-                    if row:  # not a blank line
-                        self._begins.append(begin)
-                        for number, cell in enumerate(_check_row(row, columns)):
-                            blanks[number] += not cell
-                            while cell and not _KINDS[kinds[number]][1].match(cell):
-                                kinds[number] += 1
-                    begin = file.tell()
-            except (csv.Error, ValueError) as error:
-                raise ValueError(f"line {rows.line_num}: {error}") from error
-            self._begins.append(begin)
-        self._columns = dict(zip(columns, map(self._kind, columns, kinds, blanks), strict=True))
-        self.info = {"columns": columns}
-
-    def _kind(self, name: str, kind: int, blanks: int) -> Any:
-        """Return how the cells of a column are read."""
-        if not blanks:
-            return _KINDS[kind][0]
-        if _KINDS[kind][0] is str or blanks == len(self):
-            return str
-        if self._nan:
-            return _float_or_nan
-        logger.warning(
-            "%s: the column %r holds numbers and blank cells (%d of %d), so it is str. With nan=True, --nan, these are NaN.",
-            self._path, name, blanks, len(self),
-        )  # fmt: skip
-        return str
-
-    def __len__(self) -> int:
-        return len(self._begins) - 1
-
-    def _sample(self, idx: int) -> dict[str, Any]:
-        with reading(self._path, "a table"), _long_cells():
-            if self._opened is None:
-                self._opened = File(self._path)
-            begin, end = self._begins[idx : idx + 2]
-            text = str(self._opened.read(begin, end - begin)[0], "utf-8")
-            row = next(csv.reader(io.StringIO(text, newline=""), **self._format))
-            cells = zip(self._columns.items(), _check_row(row, list(self._columns)), strict=True)
-            return {name: kind(cell) for (name, kind), cell in cells}
-
-
-def _float_or_nan(cell: str) -> float:
-    return float(cell or "nan")
-
-
-def _check_row(row: list[str], columns: Sequence[str]) -> list[str]:
-    if len(row) != len(columns):
-        raise ValueError(f"{len(row)} cells, in a table of {len(columns)} columns")
-    return row
-
-
-@contextmanager
-def _long_cells() -> Iterator[None]:
-    """Let the csv module read cells of more than 128 KiB."""
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
-
-
 class NpyFile(Source):
     """The rows of an array, along its first dimension. Each is a copy; the file is mapped into memory."""
 
@@ -281,94 +183,45 @@ class NpyFile(Source):
         return self._opened
 
 
-class ParquetFiles(Source):
-    """The rows of Parquet files, one file after the other.
+class Table(Source):
+    """The rows of a dataset that the library Hugging Face datasets reads: of a table, or of a folder that it has saved.
 
-    A process keeps the row group that it has read last. So reading in order, or many rows at once, is fast; a row of another
-    row group costs reading that row group.
+    A process opens the dataset when the process first reads a row. The library converts a table to Arrow files in its cache.
+
+    Args:
+        path: of the table, or of the folder.
+        paths: the files of the table; none for a folder that was saved.
     """
 
-    def __init__(self, paths: list[str]) -> None:
-        super().__init__(paths[0])
-        parquet = import_library("pyarrow.parquet", "pyarrow")
-        self._groups: list[tuple[str, Any, int]] = []  # of each row group: its file, that file's metadata, its number there
-        rows = []
-        for path in paths:
-            with reading(path, "parquet"):
-                footer = parquet.read_metadata(path)
-                columns = footer.schema.to_arrow_schema().names
-                check_columns(columns)
-                if path == paths[0]:
-                    self.info = {"columns": columns}
-                elif columns != self.info["columns"]:
-                    raise ValueError(f"its columns are {columns}, those of {paths[0]} are {self.info['columns']}")
-            self._groups += [(path, footer, number) for number in range(footer.num_row_groups)]
-            rows += [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
-        self._ends = np.cumsum([0, *rows])[1:]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def for_shuffling(self) -> DataPreparer[Any, Any]:
-        """Return a preparer that reads in order: random access would read a row group for each row."""
-        return InOrder(self)
-
-    def files(self) -> list[str]:
-        """Return the paths of the files."""
-        return list(dict.fromkeys(path for path, _, _ in self._groups))
-
-    def describe_sample(self, idx: int) -> str:
-        """Return the file of a row, and its number in it."""
-        group = int(np.searchsorted(self._ends, idx, side="right"))
-        path = self._groups[group][0]
-        first = next(number for number, (other, _, _) in enumerate(self._groups) if other == path)
-        return f"{path}, row {idx - (int(self._ends[first - 1]) if first else 0)}"
-
-    def _sample(self, idx: int) -> Any:
-        return self.__getitems__([idx])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return many samples; reads each row group once."""
-        wanted = check_indices(indices, len(self), "__getitems__")
-        groups = np.searchsorted(self._ends, wanted, side="right")
-        samples: dict[int, Any] = {}
-        for group in np.unique(groups).tolist():
-            table, positions = self._table(group), np.flatnonzero(groups == group)
-            rows = wanted[positions] - (self._ends[group] - table.num_rows)
-            in_order = (np.diff(rows) == 1).all()
-            table = table.slice(rows[0], len(rows)) if in_order else table.take(rows)  # take is four times as slow
-            samples.update(zip(positions.tolist(), table.to_pylist(), strict=True))
-        return [samples[position] for position in range(len(wanted))]
-
-    def _table(self, group: int) -> Any:
-        if self._opened is None or self._opened[0] != group:
-            self._opened = None  # free its memory before the next one is read
-            path, footer, number = self._groups[group]
-            with reading(path, "parquet"):
-                with import_library("pyarrow.parquet", "pyarrow").ParquetFile(path, metadata=footer) as file:
-                    self._opened = group, file.read_row_group(number, use_threads=False)  # worker processes run in parallel
-        return self._opened[1]
-
-
-class SavedDataset(Source):
-    """A Hugging Face dataset that was saved to disk. Images, audio and video stay encoded: {"bytes": ..., "path": ...}."""
-
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, paths: Sequence[str] = ()) -> None:
         super().__init__(path)
-        library = import_library("datasets", "datasets")
-        with reading(path, "a Hugging Face dataset"):
-            self._dataset = library.load_from_disk(path)
-            for name, feature in self._dataset.features.items():
-                if getattr(feature, "decode", False):
-                    self._dataset = self._dataset.cast_column(name, replace(feature, decode=False))
-            self.info = {"columns": self._dataset.column_names, "features": self._dataset.features.to_dict()}
+        self._paths = list(paths)
+        self.info = {"columns": self._dataset.column_names, "features": self._dataset.features.to_dict()}
+        self._len = len(self._dataset)
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return self._len
+
+    @property
+    def _dataset(self) -> Any:
+        if self._opened is None:
+            library = import_library("datasets", "datasets")
+            with reading(self._path, "a table" if self._paths else "a Hugging Face dataset"):
+                self._opened = self._open(library)
+                for name, feature in self._opened.features.items():
+                    if getattr(feature, "decode", False):
+                        self._opened = self._opened.cast_column(name, replace(feature, decode=False))
+        return self._opened
+
+    def _open(self, library: Any) -> Any:
+        if not self._paths:
+            return library.load_from_disk(self._path)
+        read, options = _TABLES[os.path.splitext(self._paths[0])[1].lower()]
+        return getattr(library.Dataset, read)(self._paths, **options)
 
     def files(self) -> list[str]:
-        """Return the paths of the files in the folder."""
-        return sorted(entry.path for entry in os.scandir(self._path) if entry.is_file())
+        """Return the paths of the files of the table, or of those in the folder."""
+        return self._paths or sorted(entry.path for entry in os.scandir(self._path) if entry.is_file())
 
     def _sample(self, idx: int) -> Any:
         return self._dataset[idx]

@@ -29,7 +29,7 @@ def prepare(
         typer.Argument(
             metavar="SRC",
             readable=False,  # the source says it in one line
-            help="Folder of images, .csv, .tsv, .npy, .parquet, or saved Hugging Face dataset.",
+            help="Folder of images, .csv, .tsv, .json, .jsonl, .npy, .parquet, or saved Hugging Face dataset.",
         ),
     ],
     dst: Annotated[
@@ -62,9 +62,6 @@ def prepare(
             "places of skipped ones.",
         ),
     ] = _OnError.STOP,
-    nan: Annotated[
-        bool, flag("--nan", "Blank cells of a table are NaN where the other cells of the column are numbers.")
-    ] = False,
     hash_contents: Annotated[
         bool, flag("--hash", "Compare the contents of the source's files, not their sizes and times of change.")
     ] = False,
@@ -89,12 +86,11 @@ def prepare(
     if isinstance(nbytes, str) and nbytes.isdecimal():
         nbytes = int(nbytes)  # a bare number is in bytes here; in a str it would be in GiB
     with errors_in_one_line():
-        source = sources.open_source(
-            src.absolute() if ray else src, size=size, hashes=hash_contents, nan=nan
-        )  # Ray's workers run in other directories
+        # Ray's workers run in other directories
+        source = sources.open_source(src.absolute() if ray else src, size=size, hashes=hash_contents)
         before = OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
         storage = prepare_folder(
-            source if shuffle_seed is None else source.for_shuffling(),
+            source,
             dst,
             num_workers=workers,
             block_size=block_size,

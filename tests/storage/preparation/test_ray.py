@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 from unittest.mock import ANY
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -219,8 +220,8 @@ def test_a_ray_that_is_not_there_or_not_installed_is_an_error(tmp_path, monkeypa
 def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray, arguments, wanted):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray.initialized, ray.connected = False, ()
-    table = tmp_path / "table.csv"
-    table.write_text("number,text\n" + "".join(f"{number},row {number}\n" for number in range(20)))
+    table = tmp_path / "table.npy"
+    np.save(table, np.arange(20))
     result = CliRunner().invoke(app, ["prepare", str(table), str(tmp_path / "out"), *arguments, "--block-size", "3"])
     assert wanted in " ".join(result.output.split())
     assert (result.exit_code == 0) == ("20 samples" in wanted) == (tmp_path / "out" / "index.json").exists()

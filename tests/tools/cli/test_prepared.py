@@ -181,26 +181,6 @@ def test_a_broken_image_stops_or_is_skipped_which_one_line_of_stderr_says(run, p
     assert not (out / "skipped.json").exists()
 
 
-def test_rows_of_a_broken_part_of_a_parquet_file_are_skipped_and_named(place, out):
-    arrow = pytest.importorskip("pyarrow", reason="comes with the extra test")
-    from pyarrow.parquet import read_metadata, write_table
-
-    path = place / "table.parquet"
-    write_table(arrow.table({"n": list(range(100))}), path, row_group_size=20, use_dictionary=False)
-    begin = read_metadata(path).row_group(2).column(0).data_page_offset
-    with path.open("r+b") as file:
-        file.seek(begin)
-        file.write(bytes(20))
-    assert fails(run_prepare(path, out), "table.parquet cannot be read as parquet")
-    shuffled = run_prepare(path, out, "--on-error", "skip", "--shuffle-seed", 3)
-    assert fails(shuffled, "Leave out on_error='skip' (--on-error skip); for Parquet files, shuffle_seed")
-    assert run_prepare(path, out, "--on-error", "skip", blocks=16)[0] == 0
-    assert sorted(sample["n"] for sample in everything(out)) == [*range(40), *range(60, 100)]
-    with OnDiskBlockDataStorage(out) as storage:
-        skipped = storage.load_skipped()
-    assert [skipped[0].name, skipped[-1].name] == [f"{path}, row 40", f"{path}, row 59"]
-
-
 def as_another_user(place, *commands):
     """Run commands as a user who is not root; return their exit codes and lines."""
     command("prepare", place / "photos", place / "photos")  # imports what that user may not be able to read
