@@ -60,7 +60,7 @@ settings.load_profile("seeded")
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 QUICK = {  # files of units and contracts that start few processes
-    "function_hash", "limits", "states", "histogram", "spec", "round_trips", "columns", "record_encoder",
+    "function_hash", "limits", "states", "histogram", "spec", "round_trips", "blocks", "record_encoder",
     "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "order", "storage",
     "verdict", "measure", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
     "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",

@@ -29,7 +29,7 @@ from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
 from stocache.errors import SampleError, SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.leaves.type_lookup import NotImported
-from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_decoder import RecordReader, reader_of_cache
 from stocache.samples.record_encoder import HEAD, EncodedRecord, RecordEncoder
 from stocache.shm.segment import MOST_BUFFERS, Segment
 
@@ -192,7 +192,7 @@ class RecordStore:
         """Return the reader for records of a treedef. Raises NotImported: it needs a module that is not imported here."""
         if len(self._readers) >= _READERS:
             self._readers.clear()
-        reader = self._readers[number] = RecordReader(self.arena.treedef(number), self._allow_pickle, self._codec)
+        reader = self._readers[number] = reader_of_cache(self.arena.treedef(number), self._allow_pickle, self._codec)
         return reader
 
     def clear(self) -> None:

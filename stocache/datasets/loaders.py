@@ -51,7 +51,7 @@ from stocache.cache.shared import SharedCache
 from stocache.cache.states import SlotState
 from stocache.cache.stats import MISSING
 from stocache.errors import StorageError
-from stocache.samples.column_encoder import Tree, tree_of
+from stocache.samples.rows import RowLayout
 from stocache.storage.dataset import StorageDataset
 from stocache.system.background import start_daemon
 from stocache.system.objects import attribute_of, get_many_of, newer_of, static_attribute
@@ -108,14 +108,14 @@ class BlockLoader:
         disk: the cache behind that one, or None. It keeps samples, not blocks; but of a block that has been fetched, all.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_trees", "_whole")
+    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_layouts", "_whole")
     _holds_dataset = True
 
     def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
         self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
         self._bounds: NDArray[Any] = dataset.block_bounds
         self._whole = bool(attribute_of(attribute_of(dataset, "storage"), "reads_whole_blocks", False))
-        self._trees: list[Tree] = []  # the structure of blocks whose columns can be copied into slots, when it is known
+        self._layouts: list[RowLayout | None] = []  # that of the slots of the cache, when it is known
 
     def __reduce__(self) -> Any:
         return BlockLoader, (self._dataset, self._cache, self._chosen, self._disk)
@@ -143,15 +143,14 @@ class BlockLoader:
                 self._cache.set_if_empty(indices, samples)
 
     @property
-    def _tree(self) -> Tree:
-        """The structure of blocks whose columns can be copied into slots; None where there is no such structure."""
-        if not self._trees:
-            tree: Tree = None
+    def _layout(self) -> RowLayout | None:
+        """The layout of rows that can be copied into slots; None if there is none."""
+        if not self._layouts:
+            layout = None
             if isinstance(self._cache, SharedCache) and issubclass(type(self._dataset), StorageDataset):
-                with contextlib.suppress(Exception):  # of a class that refuses the zeros of an example
-                    tree = tree_of(self._cache.structure.example())
-            self._trees.append(tree)
-        return self._trees[0]
+                layout = RowLayout(self._cache.structure)
+            self._layouts.append(layout)
+        return self._layouts[0]
 
     def copy_samples(self, indices: Sequence[int]) -> None:
         """Cache those of some samples of one block that can be cached without making them."""
@@ -179,9 +178,9 @@ class BlockLoader:
         """Return the bytes of samples of one block as the cache stores them; None where the samples must be made."""
         dataset, cache = self._dataset, self._cache
         as_records = issubclass(type(dataset), StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses
-        if not as_records and self._tree is None:
+        if not as_records and self._layout is None:
             return None
-        encoded: Mapping[int, Any] | None = dataset.load_encoded(indices, None if as_records else self._tree)
+        encoded: Mapping[int, Any] | None = dataset.load_encoded(indices, None if as_records else self._layout)
         return encoded
 
     def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
@@ -320,20 +319,19 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
     blocks ]. None if their sizes in the cache are not known before they are read.
 
     Args:
-        samples: some samples of the dataset. All records are assumed to have as much besides values as the largest of these.
+        samples: some samples of the dataset.
     """
     if not isinstance(cache, RaggedCache) or not issubclass(type(dataset), StorageDataset):
         return None
     try:
-        value_bytes = dataset.value_bytes()
+        record_bytes = dataset.record_bytes()
     except (StorageError, OSError):  # the error is raised when a sample of that block is requested
         return None
     overhead, block_bounds = cache.overhead_of(samples), dataset.block_bounds
-    if overhead is None or value_bytes is None or block_bounds is None:
+    if overhead is None or record_bytes is None or block_bounds is None:
         return None
-    each, once = overhead
-    bounds = np.append(0, np.cumsum(np.ceil(value_bytes + each * np.diff(block_bounds)).astype(np.int64)))
-    room = max(0, cache.stats().capacity_bytes - once)
+    bounds = np.append(0, np.cumsum(np.ceil(record_bytes).astype(np.int64)))
+    room = max(0, cache.stats().capacity_bytes - overhead[1])
     chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room)
     return np.asarray(chosen.resident(bounds[:-1]), bool)
 

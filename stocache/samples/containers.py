@@ -1,6 +1,6 @@
-"""Containers as records and blocks describe them: the name of the class, the keys and the extra, written and read.
+"""Containers as records describe them: the name of the class, the keys and the extra, written and read.
 
-Records write keys as Python literals, blocks as JSON. Either way 1, 1.0 and True stay apart.
+Keys are written as Python literals, so that 1, 1.0 and True stay apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -162,39 +162,3 @@ def _from_literal(code: Any, trusted: bool) -> Any:
     if kind == "enum":
         return member_of(enum_class(value, trusted), *rest)
     return _READERS[kind](value)
-
-
-def keys_to_json(keys: tuple[object, ...]) -> list[Any]:
-    """Return keys as a block writes them. Raises Unfit where one cannot be written down."""
-    return list(map(_to_json, keys))
-
-
-def keys_from_json(keys: Any, trusted: bool) -> tuple[Any, ...]:
-    """Undo `keys_to_json`. Raises as `keys_from_literals`."""
-    return tuple(_from_json(key, trusted) for key in keys)
-
-
-def _to_json(key: object) -> Any:
-    _check_key(key)
-    if isinstance(key, Enum):
-        name, data = member_bytes(key)
-        return {"enum": [name, data.decode()]}
-    if type(key) is bytes:
-        return {"bytes": key.hex()}
-    if type(key) is complex:
-        return {"complex": [key.real, key.imag]}
-    return {"tuple": list(map(_to_json, key))} if type(key) is tuple else key
-
-
-def _from_json(key: object, trusted: bool) -> Any:
-    if not isinstance(key, dict):
-        return key
-    ((kind, value),) = key.items()
-    if kind == "enum":
-        name, member = value
-        return member_of(enum_class(name, trusted), member)
-    if kind == "tuple":
-        return keys_from_json(value, trusted)
-    if kind not in ("bytes", "complex"):
-        raise ValueError(f"{key!r:.80} is not a key")
-    return bytes.fromhex(value) if kind == "bytes" else complex(*value)

@@ -35,34 +35,28 @@ class RecordReader:
         codec: reads compressed records.
 
     Raises:
-        SegmentError: the text is not a treedef, or names classes that are not here or have changed; or something was pickled,
-            and ``allow_pickle`` is False.
-        NotImported: it names a class whose module is not imported, and ``allow_pickle`` is False.
+        Unresolved: the text names classes that are not here or have changed; or something was pickled, and ``allow_pickle`` is
+            False.
+        ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError: it is not a
+            treedef.
     """
 
     def __init__(self, text: bytes, allow_pickle: bool, codec: Codec | None = None) -> None:
         self._codec = codec
-        try:
-            treedef = parse_treedef(text.decode("utf-8", "surrogatepass"))
-            streams = set[int]()
-            self._program = _Program(treedef, allow_pickle, streams)
-            self._steps, self._join = self._program.steps, self._program.join
-            *self._streams, self._last = sorted(streams) or [0]
-        except Unresolved as error:
-            if error.module:
-                raise NotImported(f"the cache holds samples that cannot be read here: {error}") from None
-            raise _unreadable(error, text) from error
-        except _UNREADABLE as error:
-            raise _unreadable(error, text) from error
+        streams = set[int]()
+        self._program = _Program(parse_treedef(text.decode("utf-8", "surrogatepass")), allow_pickle, streams)
+        self._steps, self._join = self._program.steps, self._program.join
+        *self._streams, self._last = sorted(streams) or [0]
 
-    def read(self, memory: Any, start: int, nbytes: int, packed: int, copy: bool) -> Any:
+    def read(self, memory: Any, start: int, nbytes: int, packed: int, copy: bool | None) -> Any:
         """Return a sample.
 
         Args:
             memory: a buffer that holds the leaves, and the integers behind them.
             start, nbytes: where the leaves are.
             packed: the number that describes the integers; see `record_encoder.pack_integers`.
-            copy: True for a private sample; False for one whose tensors and arrays are views of ``memory``.
+            copy: True for a private sample; False for one whose tensors and arrays are views of ``memory``. None for memory of
+                the sample's own: only large leaves are views, because the user may keep a small one, such as a label.
 
         Raises:
             SegmentError: the record is damaged.
@@ -72,6 +66,11 @@ class RecordReader:
         if packed & COMPRESSED:
             memory = self._decompressed(memory[start : start + nbytes], integers)
             start, nbytes, copy = 0, len(memory), True
+        return self.read_leaves(memory, start, nbytes, integers, copy)
+
+    def read_leaves(self, memory: Any, start: int, nbytes: int, integers: tuple[int, ...], copy: bool | None) -> Any:
+        """Return a sample as `read` does, given its integers."""
+        least = nbytes + 1 if copy else 0 if copy is False else nbytes >> 2
         streams = self._streams
         at = [start, start, start, start, start + nbytes, BARE_NODES + nbytes + len(integers), len(streams)]
         for length, stream in zip(integers, streams):  # noqa: B905  there are more integers
@@ -79,7 +78,7 @@ class RecordReader:
             start += length
         at[self._last] = start
         try:
-            sample = self._join(_read(self._steps, memory, at, integers, copy))
+            sample = self._join(_read(self._steps, memory, at, integers, least))
             if at[_USED] != len(integers):
                 raise SegmentError(DAMAGED_RECORD)
             return sample
@@ -100,6 +99,24 @@ class RecordReader:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
 
+def reader_of_cache(text: bytes, allow_pickle: bool, codec: Codec | None = None) -> RecordReader:
+    """Return the reader of the records of a cache; arguments as for `RecordReader`.
+
+    Raises:
+        SegmentError: the text is not a treedef, or names classes that are not here or have changed; or something was pickled,
+            and ``allow_pickle`` is False.
+        NotImported: it names a class whose module is not imported, and ``allow_pickle`` is False.
+    """
+    try:
+        return RecordReader(text, allow_pickle, codec)
+    except Unresolved as error:
+        if error.module:
+            raise NotImported(f"the cache holds samples that cannot be read here: {error}") from None
+        raise _unreadable(error, text) from error
+    except _UNREADABLE as error:
+        raise _unreadable(error, text) from error
+
+
 def _unreadable(error: Exception, text: bytes) -> SegmentError:
     return SegmentError(f"the cache holds samples that cannot be read here: {str(error).rstrip('.')}. Treedef: {text[:200]!r}")
 
@@ -109,8 +126,11 @@ _END, _BARE, _USED = 4, 5, 6
 [ Items without bytes ]); how many integers are used."""
 
 
-def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ...], copy: bool) -> list[Any]:
-    """Return the leaves of one value. One loop for all of them takes less time than a call for each."""
+def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ...], least: int) -> list[Any]:
+    """Return the leaves of one value. One loop for all of them takes less time than a call for each.
+
+    ``least``: bytes of a tensor or array, from which on it is a view of ``memory``.
+    """
     values: list[Any] = []
     end, used = at[_END], at[_USED]
     for stream, dims, size, make in steps:
@@ -128,7 +148,7 @@ def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ..
             values += make(memory, begin)
         elif dims == ITEMS:
             at[_USED] = used
-            values.append(make(memory, at, integers, copy))
+            values.append(make(memory, at, integers, least))
             used = at[_USED]
         else:
             shape = integers[used : used + dims]
@@ -137,7 +157,7 @@ def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ..
             after = at[stream] = begin + count * size
             if after > end or len(shape) != dims:
                 raise SegmentError(DAMAGED_RECORD)
-            values.append(make(memory, begin, count, shape, copy))
+            values.append(make(memory, begin, count, shape, after - begin < least))
     at[_USED] = used
     return values
 
@@ -208,7 +228,7 @@ class _Items:
     def __init__(self, cls: Any, programs: list[_Program], bare: int) -> None:
         self._cls, self._programs, self._bare = cls, programs, bare
 
-    def __call__(self, memory: Any, at: list[int], integers: tuple[int, ...], copy: bool) -> Any:
+    def __call__(self, memory: Any, at: list[int], integers: tuple[int, ...], least: int) -> Any:
         count = integers[at[_USED]]
         at[_USED] += 1
         at[_BARE] -= count * self._bare  # items that are not bare take bytes or an integer
@@ -217,12 +237,12 @@ class _Items:
         first, *others = self._programs
         if not others:
             steps, join = first.steps, first.join
-            return self._cls([join(_read(steps, memory, at, integers, copy)) for _ in range(count)])
+            return self._cls([join(_read(steps, memory, at, integers, least)) for _ in range(count)])
         items = []
         for _ in range(count):
             program = self._programs[integers[at[_USED]]]
             at[_USED] += 1
-            items.append(program.join(_read(program.steps, memory, at, integers, copy)))
+            items.append(program.join(_read(program.steps, memory, at, integers, least)))
         return self._cls(items)
 
     def nbytes(self, integers: Iterator[int]) -> int:
@@ -254,7 +274,7 @@ class Records:
     def __init__(self, allow_pickle: bool, codec: Codec | None = None) -> None:
         self.unreadable = ""
         self._encoder = RecordEncoder(allow_pickle, codec)
-        self._reader = functools.lru_cache(_READERS)(lambda text: RecordReader(text, allow_pickle, codec))
+        self._reader = functools.lru_cache(_READERS)(lambda text: reader_of_cache(text, allow_pickle, codec))
 
     def encode(self, sample: object, where: str) -> list[Any]:
         """Return the bytes of a sample, in buffers that may be its own memory. Raises SampleError, which names ``where``."""
@@ -262,8 +282,8 @@ class Records:
         foot = _FOOT.pack(record.nbytes, record.packed, len(record.treedef))
         return [*record.leaves, record.tail, record.treedef, foot]
 
-    def decode(self, data: Any, nbytes: int, copy: bool = False) -> Any:
-        """Return the sample in the first ``nbytes`` of memory that the sample may keep, unless ``copy``.
+    def decode(self, data: Any, nbytes: int, copy: bool | None = None) -> Any:
+        """Return the sample in the first ``nbytes`` of memory; ``copy`` as for `RecordReader.read`.
 
         Raises:
             SegmentError: it is damaged.

@@ -25,7 +25,7 @@ NOTE [ Items without bytes ]
     A list of None, or of empty dicts, has a length and nothing else, so a forged length could make objects without end. So the
     bytes of a record limit its lists. A *bare* node is a container, or a leaf without bytes and sizes. All lists of a record
     may make `BARE_NODES` (samples/leaves/layout.py) of them, and one more for each byte and integer in it. If a sample has
-    more, zeros are put behind its leaves. Blocks count in the same way (see NOTE [ Columns ]).
+    more, zeros are put behind its leaves.
 """
 
 import ast

@@ -1,59 +1,67 @@
 """Encode samples as one file, a block, and read single samples from it; checksums cover every byte.
 
 NOTE [ Blocks ]
-    A block is a safetensors file: eight bytes with the length of the header, the header, the columns (see NOTE [ Columns ]) and
-    one more column, ":checks", with the checksum of each sample. ``__metadata__`` has one entry, "stocache", a JSON object:
+    A block is a safetensors file: eight bytes with the length of the header, the header, and these columns:
 
-        checksum    16 hexadecimal digits: the XXH3-64 of the file up to the end of the header, with zeros in place of these
-                    digits, followed by the column ":checks"
-        version     1
+        checks     (n,) the XXH3-64 of the bytes of each sample, as int64
+        offsets    (n + 1,) where the record of each sample begins, and where the last one ends; int64; not for rows
+        samples    the bytes of the samples: rows (n, bytes of a row), or records one after the other; uint8
+
+    Samples are *rows* if all of them have one treedef and the same integers. A row has the leaves of a record
+    (NOTE [ Records ]) and ends at a multiple of 8 bytes. Other samples are *records*, as they are in memory.
+
+    ``__metadata__`` has one entry, "stocache", a JSON object:
+
+        checksum    16 hexadecimal digits: the XXH3-64 of the file up to the column "samples", with zeros in their place
+        version     2
         samples     number of samples
-        structure   the tree of the columns
+        treedefs    the treedefs of the samples; the head of a record has the number of one
+        row         of rows: the bytes of the leaves, and the integers; null for records
 
-    So the checksum of a block covers the header and the checksums of the samples. These cover the rest. Reading one sample
-    finds damage in it; there is no need to read the whole block.
+    So the checksum of a block covers everything but the samples, and the checksums of the samples cover the rest. Reading one
+    sample finds damage in it; there is no need to read the whole block.
 
     Blocks are read by pread, not through a mapping. Another process may truncate the file, and the disk may fail: pread then
     raises an error, where a mapping ends the process by SIGBUS. From a cold disk a mapping reads what lies around each page,
-    or, with MADV_RANDOM, one page after the other; the parts of a batch of samples are requested together
-    (POSIX_FADV_WILLNEED), which is several times as fast. A warm read takes a microsecond more.
+    or, with MADV_RANDOM, one page after the other; the samples of a batch are requested together (POSIX_FADV_WILLNEED), which
+    is several times as fast. A warm read takes a microsecond more.
 """
 
-import contextlib
+import functools
 import json
-import math
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
-from numpy.typing import NDArray
-from torch import Tensor
 
 from stocache.errors import DamagedError, StorageError
-from stocache.samples.column_decoder import Read, Walk, reader, union_rows, value_columns
-from stocache.samples.column_encoder import CHECKS_COLUMN, Columns, Tree, bytes_of_rows
 from stocache.samples.leaves.type_lookup import Unresolved, check_size
-from stocache.storage.copying import NotCopied, RowGroup, RowTable, row_groups
-from stocache.storage.files import HEAD_BYTES, BytesFile, ByteSource
+from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_encoder import COMPRESSED, HEAD, EncodedRecord, RecordEncoder, integers_codec, pack_integers
+from stocache.samples.rows import RowLayout
+from stocache.storage.files import ByteSource
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 
-BLOCK_VERSION = 1
+BLOCK_VERSION = 2
 PREPARE_AGAIN = "Prepare the folder again: 'stocache prepare SRC DIR --again', or prepare(..., again=True)."
 """The remedy for damage of any file."""
 LIST_DAMAGE = f"'stocache check DIR' lists all damage. {PREPARE_AGAIN}"
 """The end of messages about a damaged block."""
 
-_DTYPES = {  # in the order in which safetensors writes the columns
-    **{torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16"},
-    **{torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
-}
 _MARK = b'\\"checksum\\": \\"'
-_SMALL = 4 << 10  # bytes of a sample, below which many are made at a time: larger ones are read into memory of their own
-_TOGETHER = 32  # small samples, from which it takes less time to make them together (measured)
+_SMALL = 4 << 10  # bytes of a sample, below which its leaves are copied: those of larger ones are read in place
+_READERS = 1024  # readers of treedefs that a process keeps
+
+
+def version_error(version: object, own: int) -> str:
+    """Return the text about a file of another version."""
+    is_older = type(version) is int and version < own
+    remedy = f"An earlier stocache wrote it. {PREPARE_AGAIN}" if is_older else "Update stocache."
+    return f"has version {version!r:.20}; this stocache reads version {own}. {remedy}"
 
 
 def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False) -> tuple[list[BytesLike], str]:
@@ -67,42 +75,137 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
     Raises:
         SampleError: a sample cannot be stored, or would not come back the same.
     """
-    columns = Columns(samples, first, allow_pickle)
-    columns.tensors[CHECKS_COLUMN] = torch.zeros(len(samples), dtype=torch.int64, device="cpu")
-    facts = {"checksum": ZEROS, "version": BLOCK_VERSION, "samples": len(samples), "structure": columns.tree}
-    order = list(_DTYPES)
-    tensors = dict(sorted(columns.tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0])))
-    head = _header(tensors, json.dumps(facts))
-    pieces = {name: tensor.reshape(-1).view(torch.uint8).numpy().data for name, tensor in tensors.items()}
-    block = Block(BytesFile(head, *pieces.values()), "a new block", decode=False, verify=False)
-    rows = bytes_of_rows(columns.tree, pieces, len(samples))
-    checks = list(map(_digest, zip(*rows, strict=True))) if rows else [block.check(row) for row in range(len(samples))]
-    pieces[CHECKS_COLUMN] = memoryview(np.array(checks, dtype="<u8").tobytes())
-    head = embed_checksum(head, _MARK, pieces[CHECKS_COLUMN])
-    return [head, *pieces.values()], read_checksum(head, _MARK, pieces[CHECKS_COLUMN])
+    encoder, texts = RecordEncoder(allow_pickle), dict[bytes, int]()
+    records = [encoder.pack(sample, f"sample {first + row}") for row, sample in enumerate(samples)]
+    for record in records:
+        texts.setdefault(record.treedef, len(texts))
+    facts: dict[str, Any] = {"checksum": ZEROS, "version": BLOCK_VERSION, "samples": len(samples), "row": None}
+    facts["treedefs"] = [text.decode("utf-8", "surrogatepass") for text in texts]
+    columns: dict[str, BytesLike] = {}
+    if len({(record.treedef, record.nbytes, record.packed, record.tail) for record in records}) == 1:
+        facts["row"] = [records[0].nbytes, integers_of(records[0])]
+        width, gap = records[0].nbytes + (-records[0].nbytes & 7), bytes(-records[0].nbytes & 7)
+        bounds = range(0, width * len(samples) + 1, width) if width else [0] * (len(samples) + 1)
+        pieces = [piece for record in records for piece in (*record.leaves, gap)]
+    else:
+        bounds = list(accumulate([record.room for record in records], initial=0))
+        columns["offsets"] = np.array(bounds, "<i8").tobytes()
+        pieces = []
+        for record in records:
+            pieces += (HEAD.pack(record.nbytes, texts[record.treedef], record.packed), *record.leaves, record.tail)
+    data = memoryview(b"".join(pieces))
+    digests = map(xxhash.xxh3_64_intdigest, map(data.__getitem__, map(slice, bounds, bounds[1:])))
+    columns = {"checks": np.fromiter(digests, "<u8", len(samples)).tobytes(), **columns, "samples": data}
+    shape = [len(samples), width] if facts["row"] else [len(data)]
+    head, covered = _header(columns, shape, json.dumps(facts)), b"".join(list(columns.values())[:-1])
+    head = embed_checksum(head, _MARK, covered)
+    return [head, *columns.values()], read_checksum(head, _MARK, covered)
 
 
-def _digest(parts: Iterable[BytesLike]) -> int:
-    """Return the checksum of a sample, as `Block.check` does, from all bytes that a walk meets."""
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
+def integers_of(record: EncodedRecord) -> tuple[int, ...]:
+    """Return the integers of a record."""
+    return integers_codec(record.packed).unpack_from(record.tail)
 
 
-def _header(tensors: dict[str, Tensor], facts: str) -> bytes:
-    """Return the beginning of a file of these columns, as safetensors writes it.
-
-    Not by safetensors, which copies the columns: the file has them as they are.
-    """
+def _header(columns: dict[str, BytesLike], shape: list[int], facts: str) -> bytes:
+    """Return the beginning of a file of these columns, as safetensors writes it. ``shape``: that of the samples."""
     header: dict[str, Any] = {"__metadata__": {"stocache": facts}}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, column in columns.items():
+        begin, end = end, end + len(column)
+        kind = {"dtype": "U8", "shape": shape} if name == "samples" else {"dtype": "I64", "shape": [len(column) // 8]}
+        header[name] = kind | {"data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
+
+
+class _Rows:
+    """The rows of a block.
+
+    Attributes:
+        bounds: where the samples begin in their column, and where the last one ends.
+
+    Args:
+        text: their treedef.
+        row: the bytes of the leaves, and the integers.
+        count: number of rows.
+        allow_pickle: as for `Block`.
+    """
+
+    def __init__(self, text: str, row: Any, count: int, allow_pickle: bool) -> None:
+        self._text, self._reader = text, partial(_reader, text, allow_pickle)
+        self._leaves, self._integers = check_size(row[0]), tuple(map(check_size, row[1]))
+        width = self._leaves + (-self._leaves & 7)
+        self.bounds: Sequence[int] = range(0, (count + 1) * width, width) if width else [0] * (count + 1)
+
+    def make(self, memory: Any, copy: bool | None) -> Any:
+        """Return the sample in a row. ``copy``: as for `RecordReader.read`."""
+        return self._reader().read_leaves(memory, 0, self._leaves, self._integers, copy)
+
+    @cached_property
+    def _tail(self) -> tuple[bytes, int]:
+        tail, packed = pack_integers(list(self._integers))
+        return tail + bytes(-(self._leaves + len(tail)) & 7), packed
+
+    def record(self, memory: memoryview) -> EncodedRecord:
+        """Return a row as a record."""
+        tail, packed = self._tail
+        return EncodedRecord(_encoded(self._text), [memory[: self._leaves]], self._leaves, packed, tail)
+
+    def are_of(self, layout: RowLayout) -> bool:
+        """Return whether these are rows of a layout."""
+        return layout.row == (_encoded(self._text), self._leaves, self._integers)
+
+
+class _Records:
+    """The records of a block. It has the attributes and methods of `_Rows`.
+
+    Args:
+        texts: the treedefs.
+        offsets: where the records begin, and where the last one ends.
+        allow_pickle: as for `Block`.
+
+    Raises:
+        ValueError: a record begins within another one.
+    """
+
+    def __init__(self, texts: list[str], offsets: memoryview, allow_pickle: bool) -> None:
+        self._texts, self._allow_pickle, self.bounds = texts, allow_pickle, offsets
+        if offsets[0] or (np.diff(offsets) < HEAD.size).any():
+            raise ValueError("its records do not follow each other")
+
+    def make(self, memory: Any, copy: bool | None) -> Any:
+        """Return the sample in a record."""
+        text, leaves, _, integers = self._parts(memory)
+        return _reader(text, self._allow_pickle).read_leaves(memory, HEAD.size, leaves, integers, copy)
+
+    def _parts(self, memory: Any) -> tuple[str, int, int, tuple[int, ...]]:
+        """Return the treedef of a record, the bytes of its leaves, and its integers, packed and unpacked."""
+        leaves, number, packed = HEAD.unpack_from(memory)
+        codec, end = integers_codec(packed), HEAD.size + leaves
+        if end + codec.size > len(memory) or packed & COMPRESSED:
+            raise ValueError("a record ends before its leaves")
+        return self._texts[number], leaves, packed, codec.unpack_from(memory, end)
+
+    def record(self, memory: memoryview) -> EncodedRecord:
+        """Return a record without its head."""
+        text, leaves, packed, _ = self._parts(memory)
+        end = HEAD.size + leaves
+        return EncodedRecord(_encoded(text), [memory[HEAD.size : end]], leaves, packed, bytes(memory[end:]))
+
+    def are_of(self, layout: RowLayout) -> bool:
+        """Return False: these are no rows."""
+        return False
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@functools.lru_cache(_READERS)
+def _reader(text: str, allow_pickle: bool) -> RecordReader:
+    return RecordReader(_encoded(text), allow_pickle)
 
 
 class Block:
@@ -111,134 +214,86 @@ class Block:
     Attributes:
         samples: number of samples.
         checksum: checksum of the block, as in the index of a storage.
-        structure: the tree of its columns.
-        begin: offset of the columns in the file.
+        treedefs: the treedefs of its samples, as texts.
+        row: of rows: the bytes of their leaves, and their integers; else None.
         nbytes: bytes of the file.
 
     Args:
         source: the file.
         name: its name in errors.
         allow_pickle: whether to load pickled values. Loading runs the code that a pickle names.
-        decode: False to check samples only, never to build them; no pickle is loaded then.
-        verify: False while the file has no checksums yet.
 
     Raises:
         DamagedError: the file is not a block, or not as it was written.
-        StorageError: it cannot be read here: it has another version, needs classes that are missing, or pickles that are not
-            allowed.
+        StorageError: it has another version.
     """
 
-    def __init__(
-        self, source: ByteSource, name: str, allow_pickle: bool = False, *, decode: bool = True, verify: bool = True
-    ) -> None:
+    def __init__(self, source: ByteSource, name: str, allow_pickle: bool = False) -> None:
         self._source, self._name, self._reads = source, name, 0
-        self._integers: dict[str, memoryview] = {}
-        self._unions: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self._ascending = set[str]()
         self.nbytes = source.nbytes
         try:
-            facts = self._open(verify)
-            self.samples, self.structure = check_size(facts["samples"]), facts["structure"]
-            self._most_reads = 1 + self.samples // 4  # then the rest is read ahead: a smaller part costs less by itself
-            if len(self._checks) != self.samples:
-                raise ValueError(f"it claims {self.samples} samples, and has checksums of {len(self._checks)}")
-            if decode:
-                self._check = self._read = reader(self.structure, self, allow_pickle=allow_pickle)
-            # Pickles are checked before they are loaded; however the JSON of the file is written, this finds them
-            if not decode or (allow_pickle and '"kind": "pickle"' in json.dumps(self.structure)):
-                self._check = reader(self.structure, self, decode=False)
-        except Unresolved as error:
-            raise StorageError(f"{name}: {error}") from None
+            self._open(allow_pickle)
         except StorageError as error:
             raise type(error)(f"{name}: {error}") from None
-        except Exception as error:  # forged bytes may lead numpy, torch and classes to raise anything
+        except Exception as error:  # forged bytes may lead numpy to raise anything
             raise self._damaged(error) from error
+        self._most_reads = 1 + self.samples // 4  # then the rest is read ahead: a smaller part costs less by itself
 
-    def _open(self, verify: bool) -> Any:
-        """Read and check the header; return the facts in its metadata."""
-        source = self._source
+    def _open(self, allow_pickle: bool) -> None:
+        """Read and check the header, the checksums of the samples and their offsets."""
         length = int.from_bytes(self._bytes(0, 8), "little")
-        if length > source.nbytes - 8:
-            raise ValueError(f"its header claims {length} bytes, the file has {source.nbytes}")
-        self.begin = 8 + length
+        if length > self.nbytes - 8:
+            raise ValueError(f"its header claims {length} bytes, the file has {self.nbytes}")
+        head = self._bytes(0, 8 + length)
         try:
-            header = json.loads(self._bytes(8, length))
-            text = header.pop("__metadata__")["stocache"]
-            facts = json.loads(text)
+            header = json.loads(head[8:])
+            facts = json.loads(header.pop("__metadata__")["stocache"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError("its header is not one of a block") from error
         if facts["version"] != BLOCK_VERSION:
-            raise StorageError(
-                f"it has version {facts['version']!r:.20}; this stocache reads version {BLOCK_VERSION}. Update stocache."
-            )
-        self._spans: dict[str, tuple[int, int]] = {}
-        end = 0
-        for first, last, column in sorted((*map(check_size, entry["data_offsets"]), name) for name, entry in header.items()):
-            if first != end or last < first:
-                raise ValueError(f"its column {column!r:.80} does not begin where the one before it ends")
-            self._spans[column] = self.begin + first, last - first
-            end = last
-        if self.begin + end != source.nbytes:
-            raise ValueError(f"its columns end at {self.begin + end}, the file has {source.nbytes} bytes")
-        checks = self._column(CHECKS_COLUMN)
-        self._checks = checks.cast("Q")
-        if verify:
-            self.checksum = read_checksum(self._bytes(0, self.begin), _MARK, checks)
-        return facts
+            raise StorageError(f"it {version_error(facts['version'], BLOCK_VERSION)}")
+        names = ["checks", "samples"] if facts["row"] else ["checks", "offsets", "samples"]
+        bounds = [0, *(header[name]["data_offsets"][1] for name in names)]
+        if list(header) != names or len(head) + bounds[-1] != self.nbytes or sorted(map(check_size, bounds)) != bounds:
+            raise ValueError(f"its {self.nbytes} bytes are not the columns of a block")
+        covered = memoryview(self._bytes(len(head), bounds[-2]))
+        self.checksum = read_checksum(head, _MARK, covered)
+        self.samples, self.treedefs, self.row = check_size(facts["samples"]), facts["treedefs"], facts["row"]
+        if 8 * self.samples != bounds[1]:
+            raise ValueError(f"it claims {self.samples} samples, and has checksums of {bounds[1] // 8}")
+        if not all(type(text) is str for text in self.treedefs):
+            raise ValueError("its treedefs are not texts")
+        self._begin, self._checks = len(head) + bounds[-2], covered[: bounds[1]].cast("Q")
+        self._layout: _Rows | _Records
+        if self.row:
+            self._layout = _Rows(self.treedefs[0], self.row, self.samples, allow_pickle)
+        else:
+            self._layout = _Records(self.treedefs, covered[bounds[1] :].cast("q"), allow_pickle)
+        self._bounds = self._layout.bounds
+        if len(self._bounds) != self.samples + 1 or self._bounds[-1] != bounds[-1] - bounds[-2]:
+            raise ValueError("its samples have more or fewer bytes than they should")
 
     def _bytes(self, at: int, nbytes: int) -> bytes:
         buffer, begin = self._source.read(at, nbytes, writable=False)
         return bytes(memoryview(buffer)[begin : begin + nbytes])
 
-    def _column(self, name: str) -> memoryview:
-        return memoryview(self._bytes(*self.span(name)))
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Return the offset of a column in the file, and its bytes."""
-        return self._spans[name]
-
-    def integers(self, name: str) -> memoryview:
-        """Return a whole column of int64, which is read once."""
-        if name not in self._integers:
-            self._integers[name] = self._column(name).cast("q")
-        return self._integers[name]
-
-    def union(self, name: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `ColumnTable`."""
-        if name not in self._unions:
-            kinds = np.asarray(self.integers(name), np.int64)
-            self._unions[name] = kinds, union_rows(kinds, count)
-        return self._unions[name]
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of the columns that hold values: the others hold checksums, offsets, shapes and kinds."""
-        return sum(self.span(column)[1] for column in value_columns(self.structure))
+    def record_bytes(self, samples: int, nbytes: int) -> int:
+        """Return about how many bytes the samples of a block like this one, a file of ``nbytes``, take as records."""
+        each = 8 if self.row else 16  # the checksum and the offset
+        size: int = nbytes - self._begin + each * (self.samples - samples)
+        if self.row:
+            size += samples * (self._layout.record(memoryview(b"")).room - self._bounds[1])
+        return max(0, size)
 
     def close(self) -> None:
-        """Close the file until a sample is read again. Columns that were read with its header stay in memory."""
-        self._source.close(self._head_bytes)
-
-    @cached_property
-    def _head_bytes(self) -> int:
-        ends = [at + nbytes for at, nbytes in self._spans.values()]
-        return max((end for end in ends if end <= HEAD_BYTES), default=0)
+        """Close the file until a sample is read again. The checksums and offsets of the samples stay in memory."""
+        self._source.close(0)
 
     def prefetch(self, row: int) -> None:
-        """Ask for the bytes of a sample to be read ahead, unless the whole block was asked for.
-
-        Raises:
-            DamagedError: the block is damaged.
-        """
+        """Ask for the bytes of a sample to be read ahead, unless the whole block was asked for."""
         if self._reads < self._most_reads:
-            try:
-                self._request(Walk(self._source, ahead=True), row)
-            except Exception as error:  # as in __init__
-                raise self._damaged(error) from error
-
-    @cached_property
-    def _request(self) -> Read:
-        return reader(self.structure, self, decode=False)
+            begin, end = self._bounds[row : row + 2]
+            self._source.prefetch(self._begin + begin, end - begin)
 
     def sample(self, row: int) -> Any:
         """Return a sample; the caller may change it.
@@ -247,9 +302,11 @@ class Block:
 
         Raises:
             DamagedError: the sample is not as it was written.
+            StorageError: it needs classes that are missing, or pickles that are not allowed.
         """
         self._note_reads(1)
-        return self._sample(row)
+        is_small = self._bounds[row + 1] - self._bounds[row] < _SMALL
+        return self._make(row, self._read(row, row + 1, not is_small), is_small or None)
 
     def _note_reads(self, count: int) -> None:
         before = self._reads
@@ -261,101 +318,92 @@ class Block:
         """Return all samples; the caller may change them.
 
         Raises:
-            DamagedError: a sample is not as it was written.
+            DamagedError, StorageError: as `sample`.
         """
         self._source.prefetch()
-        return self._made(range(self.samples))
+        return self.some(range(self.samples))
 
     def some(self, rows: range) -> list[Any]:
         """Return samples that follow each other; the caller may change them. Small ones are read together.
 
         Raises:
-            DamagedError: a sample is not as it was written.
+            DamagedError, StorageError: as `sample`.
         """
-        if len(rows) >= self._together:
+        if self._bounds[rows.stop] - self._bounds[rows.start] < _SMALL * len(rows):
             self._note_reads(len(rows))
-            return self._made(rows)
+            return [self._make(row, memory, True) for row, memory in self._pieces(rows)]
         for row in rows:
             self.prefetch(row)
         return list(map(self.sample, rows))
 
-    @cached_property
-    def _together(self) -> float:
-        """From how many samples on they are made together; those of different kinds in a union are not."""
-        unions = json.dumps(self.structure).count('"kind": "union"')
-        return _TOGETHER << unions if self.value_bytes < _SMALL * self.samples else math.inf
+    def encoded(self, rows: Sequence[int], layout: RowLayout | None = None) -> dict[int, Any] | None:
+        """Return the bytes of samples by row, as a cache stores them: leaves if there is a ``layout``, else records.
 
-    def _made(self, rows: range) -> list[Any]:
-        made: dict[int, Any] = {}
-        if len(rows) >= self._together:
-            with contextlib.suppress(Exception):  # found again, and raised, when the sample is made by itself
-                for group in self._groups(np.arange(rows.start, rows.stop))[1]:
-                    group.compare(self._checks)
-                    made.update(group.samples())
-        if len(made) < len(rows):
-            made |= {row: self._sample(row) for row in rows if row not in made}
-        return list(map(made.__getitem__, rows))
-
-    def encoded(self, rows: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
-        """Return the bytes of samples by row, without making the samples: for a slot if there is a ``tree``, else as records.
-
-        For a slot there is a buffer for each tensor, array and number. A sample that is not as it was written is left out. If
-        ``rows`` are half of the block or more, the file is read at once.
+        A sample that is not as it was written is left out. If ``rows`` are half of the block or more, it is read at once.
 
         Returns:
-            None if the samples must be made, see NOTE [ Copying rows ]; or do not all have the structure ``tree``.
+            None if the samples must be made: they are not rows of ``layout``, or pickles.
 
         Raises:
-            Exception: the block cannot be read.
+            DamagedError, StorageError: the block cannot be read, or none of its samples can be made here.
         """
-        if tree not in (None, self.structure):
+        if any("'pickle'" in text for text in self.treedefs) or not (layout is None or self._layout.are_of(layout)):
             return None
-        with contextlib.suppress(NotCopied):
-            source, groups = self._groups(np.unique(rows))
-            found: dict[int, Any] = {}
-            for group in groups:
-                group.check(self._checks, lambda row: self._read(Walk(source), row))
-                found.update(group.buffers() if tree else group.records())
-            return found
-        return None
-
-    def _groups(self, rows: NDArray[np.int64]) -> tuple[ByteSource, Iterator[RowGroup]]:
-        """Return where rows are read, the whole file in memory if they are half of it or more, and groups of them."""
-        source, whole = self._source, None
         if 2 * len(rows) >= self.samples:
-            whole, _ = source.read(0, source.nbytes, writable=False)
-            source = BytesFile(whole)
-        return source, row_groups(self.structure, RowTable(self, source.read, whole, self._ascending), rows)
-
-    def check(self, row: int) -> int:
-        """Compute the checksum of a sample from its bytes."""
-        walk = Walk(self._source)
-        self._check(walk, row)
-        return walk.hash.intdigest()
+            pieces = dict(self._pieces(range(self.samples), writable=True))
+        else:
+            pieces = {row: self._read(row, row + 1, writable=True) for row in rows}
+        sound = [row for row in rows if xxhash.xxh3_64_intdigest(pieces[row]) == self._checks[row]]
+        if sound:
+            self._make(sound[0], pieces[sound[0]], False)
+        encode = self._layout.record if layout is None else layout.leaves_of
+        try:
+            return {row: encode(pieces[row]) for row in sound}
+        except Exception as error:  # forged heads
+            raise self._damaged(error) from error
 
     def verify(self) -> None:
-        """Read the whole block and check every sample.
+        """Read the whole block and check every sample, without building it.
 
         Raises:
             DamagedError: a sample is not as it was written.
         """
         self._source.prefetch()
         for row in range(self.samples):
-            self._checked(row)
+            self._check(row, self._read(row, row + 1))
 
-    def _sample(self, row: int) -> Any:
-        value = self._checked(row)
-        return value if self._check is self._read else self._read(Walk(self._source), row)
-
-    def _checked(self, row: int) -> Any:
-        walk = Walk(self._source)
+    def _read(self, first: int, last: int, writable: bool = False) -> Any:
+        """Return the bytes of the samples from ``first`` up to ``last``, read at once. Raises DamagedError."""
+        begin = self._bounds[first]
+        nbytes = self._bounds[last] - begin
         try:
-            value = self._check(walk, row)
-            if walk.hash.intdigest() != self._checks[row]:
-                raise ValueError(f"sample {row} in it has the checksum {walk.hash.hexdigest()}, not {self._checks[row]:016x}")
-        except Exception as error:  # as in __init__
+            buffer, at = self._source.read(self._begin + begin, nbytes, writable)
+        except (ValueError, OSError) as error:
             raise self._damaged(error) from error
-        return value
+        return buffer if type(buffer) is bytes and len(buffer) == nbytes else memoryview(buffer)[at : at + nbytes]
 
-    def _damaged(self, error: Exception) -> DamagedError:
+    def _pieces(self, rows: range, writable: bool = False) -> Iterator[tuple[int, Any]]:
+        """Yield samples that follow each other, each with its bytes; they are read at once. Raises DamagedError."""
+        data, bounds = self._read(rows.start, rows.stop, writable), self._bounds[rows.start : rows.stop + 1]
+        begin = bounds[0]
+        for row, (one, other) in zip(rows, pairwise(bounds), strict=True):
+            yield row, data[one - begin : other - begin]
+
+    def _check(self, row: int, memory: Any) -> None:
+        """Raise DamagedError unless a sample is as it was written."""
+        if xxhash.xxh3_64_intdigest(memory) != self._checks[row]:
+            found = xxhash.xxh3_64_hexdigest(memory)
+            raise self._damaged(f"sample {row} in it has the checksum {found}, not {self._checks[row]:016x}")
+
+    def _make(self, row: int, memory: Any, copy: bool | None) -> Any:
+        """Return a sample after checking its bytes. ``copy``: as for `RecordReader.read`."""
+        self._check(row, memory)
+        try:
+            return self._layout.make(memory, copy)
+        except Unresolved as error:
+            raise StorageError(f"{self._name}: {error}") from None
+        except Exception as error:  # whatever a class raises for parts it does not expect
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: object) -> DamagedError:
         return DamagedError(f"{self._name} is damaged ({error}). {LIST_DAMAGE}")

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from stocache.errors import DamagedError, DatasetError
-from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_indices
+from stocache.samples.rows import RowLayout
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.objects import has_methods, newer_of
 
@@ -87,15 +87,14 @@ class StorageDataset(Dataset[TSample]):
             prefetch(wanted)
         return [self.storage.load_sample(idx) for idx in wanted]
 
-    def load_encoded(self, indices: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
+    def load_encoded(self, indices: Sequence[int], layout: RowLayout | None = None) -> dict[int, Any] | None:
         """Return the bytes of the samples at local ``indices``, all of one block, by index, without making the samples.
 
-        If there is a structure ``tree``, these are a buffer for each of its tensors, arrays and numbers; else records. A
-        damaged sample is left out.
+        If there is a ``layout``, these are the leaves of rows; else records. A damaged sample is left out.
 
         Returns:
-            None where the samples must be made: they have another structure, lists of varying length or pickles, or are not
-            made by this class and the storage's, but by methods of a subclass.
+            None if the samples must be made: they are not rows of this layout, or pickles, or are not made by this class and
+            the storage's, but by methods of a subclass.
 
         Raises:
             Exception: the block cannot be read.
@@ -105,11 +104,11 @@ class StorageDataset(Dataset[TSample]):
         size = self.storage.block_size  # type: ignore[attr-defined]
         block = int(self.indices[indices[0]]) // size
         rows = [int(self.indices[idx]) - block * size for idx in indices]
-        found = self.storage.load_encoded(block, rows, tree)  # type: ignore[attr-defined]
+        found = self.storage.load_encoded(block, rows, layout)  # type: ignore[attr-defined]
         return None if found is None else {idx: found[row] for idx, row in zip(indices, rows, strict=True) if row in found}
 
-    def value_bytes(self) -> NDArray[np.float64] | None:
-        """Return about how many bytes the values of the samples of each block have, in the order of `block_bounds`.
+    def record_bytes(self) -> NDArray[np.float64] | None:
+        """Return about how many bytes the samples of each block take as records, in the order of `block_bounds`.
 
         Of a block of which this dataset has a part, the samples count as equally large.
 
@@ -124,7 +123,7 @@ class StorageDataset(Dataset[TSample]):
             return None
         blocks = self._blocks[bounds[:-1]]
         sizes = np.array([entry.samples for entry in storage.index.blocks])[blocks]
-        nbytes: NDArray[np.float64] = np.array(storage.value_bytes())[blocks] * np.diff(bounds) / sizes
+        nbytes: NDArray[np.float64] = np.array(storage.record_bytes())[blocks] * np.diff(bounds) / sizes
         return nbytes
 
     @property

@@ -1,13 +1,15 @@
 """Describe the samples of a prepared folder, and find its damage."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 
 from stocache.errors import DamagedError
+from stocache.samples.leaves.kinds import kind_of
+from stocache.samples.record_encoder import parse_treedef
 from stocache.storage.block import LIST_DAMAGE
 from stocache.storage.manifest import block_name
 from stocache.storage.storage import OnDiskBlockDataStorage
@@ -47,32 +49,52 @@ def _check_block(storage: OnDiskBlockDataStorage[Any, Any], number: int) -> str:
         return f"{storage.base_folder}/{block_name(number)} cannot be read: {error}."
 
 
-def describe_structure(node: object, name: str = "structure", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield a structure, as an index has it, as lines of two columns: an indented name, and a description."""
-    text, parts = _describe(node)
-    yield "  " * depth + name, text
-    for inner, part in parts:
-        yield from describe_structure(part, inner, depth + 1)
+def describe_structure(structure: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the structure of samples, as an index has it, as lines of two columns: an indented name, and a description."""
+    treedefs = [parse_treedef(text) for text in structure["treedefs"]]
+    if not treedefs:
+        yield "structure", "no samples"
+    for number, treedef in enumerate(treedefs):
+        sizes = iter(() if structure["integers"] is None else _shapes(treedef, structure["integers"]))
+        yield from _describe(treedef, "or" if number else "structure", 0, sizes)
 
 
-def _describe(node: Any) -> tuple[str, list[tuple[str, Any]]]:
-    """Return the description of a part of a structure, and its own parts by name."""
-    if node is None:
-        return "no samples", []
-    kind = node["kind"]
+def _leaves(treedef: Any) -> Iterator[Any]:
+    """Yield the leaves and lists of a treedef."""
+    if treedef[0] == "in":
+        for child in treedef[5]:
+            yield from _leaves(child)
+    else:
+        yield treedef
+
+
+def _shapes(treedef: Any, integers: list[int]) -> list[int]:
+    """Return the integers of a row without those that say how long its streams are; none if it has lists."""
+    leaves = list(_leaves(treedef))
+    if any(leaf[0] == "items" for leaf in leaves):
+        return []
+    return integers[len({kind_of(leaf).stream for leaf in leaves} or {0}) - 1 :]
+
+
+def _describe(treedef: Any, name: str, depth: int, sizes: Iterator[int]) -> Iterator[tuple[str, str]]:
+    kind, *facts = treedef
+    children: Iterable[tuple[str, Any]] = ()
     if kind == "in":
-        cls = node["class"].removeprefix("builtins:")
-        return cls.replace("NoneType", "None"), list(zip(map(repr, node["keys"]), node["children"], strict=True))
-    if kind == "union":
-        return "one of", [("or", child) for child in node["children"]]
-    if kind in ("list", "tuple"):
-        return f"{kind} of any length", [("each", node["items"])]
-    if "dtype" not in node and "type" not in node:  # str, bytes, dates and so on; members of an enum, which has a class
-        return {"long": "int", "pickle": "pickled"}.get(kind, node.get("class", kind)), []
-    words = [node["class"], "of", node["type"]] if kind == "numbers" else [node["type"] if kind == "number" else kind]
-    if "dtype" in node:
-        words.append(str(node["dtype"]))
-    sizes = ["?"] * node["dims"] if "dims" in node else list(map(str, node["shape"]))  # "?": the size varies
-    if sizes:
-        words.append("x".join(sizes))
-    return " ".join(words), []
+        text = facts[1].removeprefix("builtins:").replace("NoneType", "None")
+        children = zip(map(repr, facts[2]), facts[4], strict=True)
+    elif kind == "items":
+        text, children = f"{facts[0]} of any length", [("each", item) for item in facts[1]]
+    else:
+        text = _text_of(treedef, [str(next(sizes, "?")) for _ in range(kind_of(treedef).dims)])  # "?": the size varies
+    yield "  " * depth + name, text
+    for key, child in children:
+        yield from _describe(child, key, depth + 1, sizes)
+
+
+def _text_of(leaf: Any, sizes: list[str]) -> str:
+    kind, *facts = leaf
+    if kind in ("tensor", "array", "scalar"):
+        return " ".join([kind, str(facts[0]), *["x".join(sizes)] * bool(sizes)])
+    if kind == "numbers":
+        return " ".join([facts[0], "of", facts[1], *sizes])
+    return str(facts[0]) if facts else {"long": "int", "pickle": "pickled"}.get(kind, kind)  # a number, a member of an enum

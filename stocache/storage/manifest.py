@@ -19,11 +19,11 @@ NOTE [ Storage folders ]
 
         checksum      16 hexadecimal digits: the XXH3-64 of the file with zeros in place of these digits
         format        "stocache blocks"
-        version       1
+        version       2
         samples       number of samples
         block_size    samples in each block but the last
         blocks        number of samples, number of bytes and checksum of each block
-        structure     structure of the samples of the first block, for information
+        structure     of the first block, for information: its treedefs, the first 16 of them, and the integers of rows
         info          info of the dataset; or info_checksum, the checksum of info.safetensors
         plan          how it was prepared
 """
@@ -37,16 +37,17 @@ from typing import Any, NamedTuple
 
 from stocache.errors import DamagedError, StorageError
 from stocache.samples.leaves.type_lookup import check_size
-from stocache.storage.block import LIST_DAMAGE, PREPARE_AGAIN, Block, encode
+from stocache.storage.block import LIST_DAMAGE, PREPARE_AGAIN, Block, encode, version_error
 from stocache.storage.files import ByteSource
 from stocache.storage.local import Folder, open_file
 from stocache.storage.skipped import SKIPPED
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 from stocache.system.limits import EXHAUSTED
 
-FORMAT, INDEX_VERSION = "stocache blocks", 1
+FORMAT, INDEX_VERSION = "stocache blocks", 2
 INDEX, _PREPARING, INFO, _BLOCKS, STAGING = "index.json", "preparing.json", "info.safetensors", "blocks", "staging"
 _MARK = b'"checksum": "'
+_MOST_TREEDEFS = 16  # in the index
 _OURS = re.compile(r"(index\.json|skipped\.json|preparing\.json|info\.safetensors|blocks|staging)(\.\d+\.tmp)?")
 _BLOCK = re.compile(r"(\d{6,})\.safetensors")
 
@@ -107,9 +108,7 @@ def parse_index(text: bytes, path: str) -> Index:
     try:
         version = facts.pop("version")
         if version != INDEX_VERSION:
-            raise StorageError(
-                f"{path} has version {version!r:.20}; this stocache reads version {INDEX_VERSION}. Update stocache."
-            )
+            raise StorageError(f"{path} {version_error(version, INDEX_VERSION)}")
         read_checksum(text, _MARK)
         blocks = [_entry_of(entry) for entry in facts.pop("blocks")]
         index = Index(blocks=blocks, **{"info": None, "info_checksum": None} | facts)
@@ -141,7 +140,6 @@ def open_block(
     entry: Entry | None,
     allow_pickle: bool = False,
     *,
-    decode: bool = True,
     open_source: Callable[[str], ByteSource] = open_file,
 ) -> Block:
     """Open the block in the file ``path``.
@@ -150,7 +148,7 @@ def open_block(
         path: the file.
         name: its name in errors.
         entry: its entry in the index, which the block must match; None to skip that check.
-        allow_pickle, decode: as for `Block`.
+        allow_pickle: as for `Block`.
         open_source: opens the file.
 
     Raises:
@@ -158,7 +156,7 @@ def open_block(
         StorageError: it cannot be read here.
     """
     try:
-        block = Block(open_source(path), name, allow_pickle, decode=decode)
+        block = Block(open_source(path), name, allow_pickle)
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing. {LIST_DAMAGE}") from None
     except OSError as error:
@@ -244,7 +242,7 @@ class BlockFolderWriter:
         return found
 
     def _open_to_check(self, name: str, entry: Entry | None) -> Block:
-        return open_block(name, f"{self.path}/{name}", entry, decode=False, open_source=self.folder.open)
+        return open_block(name, f"{self.path}/{name}", entry, open_source=self.folder.open)
 
     def write_block(self, number: int, samples: Sequence[object], first: int) -> tuple[int, Entry]:
         """Write a block, and return its number and entry. Its first sample is number ``first`` in errors.
@@ -280,9 +278,10 @@ class BlockFolderWriter:
         self._check_blocks(len(entries))
         facts: dict[str, Any] = {"checksum": ZEROS, "format": FORMAT, "version": INDEX_VERSION}
         facts |= {"samples": sum(entry.samples for entry in entries), "block_size": block_size, "blocks": entries, "plan": plan}
-        facts["structure"] = None
+        facts["structure"] = {"treedefs": [], "integers": None}
         if entries:
-            facts["structure"] = self._open_to_check(block_name(0), entries[0]).structure
+            block = self._open_to_check(block_name(0), entries[0])
+            facts["structure"] = {"treedefs": block.treedefs[:_MOST_TREEDEFS], "integers": block.row and block.row[1]}
         if is_plain(info):
             facts["info"] = info
         else:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, SampleIndexError, StorageError
-from stocache.samples.column_encoder import Tree
 from stocache.samples.indices import check_index
+from stocache.samples.rows import RowLayout
 from stocache.storage.block import Block
 from stocache.storage.files import HEAD_BYTES, ByteSource, File
 from stocache.storage.local import folder_at, open_file
@@ -87,7 +87,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         StorageError: ``base_folder`` is a URL, and fsspec or a package that it needs is not installed.
 
     Any number of processes and threads may read. A pickle of a storage holds the arguments only.
-    The format: NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Columns ] in the source, and the README.
+    The format: NOTE [ Storage folders ], NOTE [ Blocks ] and NOTE [ Records ] in the source, and the README.
 
     Examples:
         >>> prepared = prepare(TensorDataset(torch.arange(10)), "numbers", block_size=4, progress=False)
@@ -264,14 +264,14 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._last_block = b
         return block.all()
 
-    def load_encoded(self, b: int, rows: Sequence[int], tree: Tree = None) -> dict[int, Any] | None:
+    def load_encoded(self, b: int, rows: Sequence[int], layout: RowLayout | None = None) -> dict[int, Any] | None:
         """Return the bytes of samples of block ``b``, as `Block.encoded`. Raises as that, and DamagedError."""
-        return self._open(check_index(b, len(self.index.blocks), "load_encoded")).encoded(rows, tree)
+        return self._open(check_index(b, len(self.index.blocks), "load_encoded")).encoded(rows, layout)
 
-    def value_bytes(self) -> list[float]:
-        """Return about how many bytes the values of the samples of each block have. Opens the first block.
+    def record_bytes(self) -> list[float]:
+        """Return about how many bytes the samples of each block take as records. Opens the first block.
 
-        The other bytes for each sample (checksums, offsets) are assumed to be as many as in the first block.
+        The other blocks are assumed to be of the same layout as the first one.
 
         Raises:
             DamagedError: that block is damaged.
@@ -280,8 +280,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         if not entries:
             return []
         first = self._open(0)
-        each = (first.nbytes - first.begin - first.value_bytes) / first.samples
-        return [max(0.0, entry.nbytes - first.begin - each * entry.samples) for entry in entries]
+        return [first.record_bytes(entry.samples, entry.nbytes) for entry in entries]
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Ask the kernel to read blocks ahead. Blocks that cannot be read are skipped. Does nothing for a URL."""
@@ -322,7 +321,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     def _damage_of(self, name: str, entry: Entry) -> str | None:
         try:
-            self._open_file(name, entry, decode=False).verify()
+            self._open_file(name, entry).verify()
         except StorageError as error:
             return str(error)
         return None
@@ -380,11 +379,11 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
                     self._closed_blocks.popitem(last=False)
         return block
 
-    def _open_file(self, name: str, entry: Entry, decode: bool = True) -> Block:
+    def _open_file(self, name: str, entry: Entry) -> Block:
         path, mirror = os.path.join(self.base_folder, name), self._mirror
 
         def open_at(local: str) -> Block:
-            return open_block(local, path, entry, self.allow_pickle, decode=decode, open_source=self._open_source)
+            return open_block(local, path, entry, self.allow_pickle, open_source=self._open_source)
 
         if mirror is None:
             return open_at(path)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from stocache.errors import LimitError
-from stocache.samples.column_encoder import Columns
+from stocache.storage.block import encode
 from stocache.storage.local import Folder
 from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.system.limits import MIB, parse_size
@@ -35,9 +35,8 @@ def check_block_bytes(block_size: int | None, block_bytes: int | str) -> int:
 
 def estimate_block_size(samples: Sequence[object], block_bytes: int, allow_pickle: bool) -> int:
     """Return how many samples like these make a block of ``block_bytes``."""
-    tensors = Columns(samples, 0, allow_pickle).tensors.values()
-    each = sum(tensor.nbytes for tensor in tensors) / max(1, len(samples)) + 8  # its checksum
-    return max(1, round(block_bytes / each))
+    nbytes = sum(map(len, encode(samples, 0, allow_pickle)[0][1:]))  # without the header
+    return max(1, round(block_bytes * len(samples) / max(1, nbytes)))
 
 
 def copy_sample(sample: object) -> Any:

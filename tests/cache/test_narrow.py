@@ -16,7 +16,7 @@ from stocache.samples.leaves.fixed import NarrowLeaf
 from stocache.samples.leaves.kinds import kind_of
 from stocache.samples.leaves.narrow import find
 from stocache.samples.leaves.type_lookup import Unfit
-from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_decoder import reader_of_cache
 from stocache.samples.record_encoder import pack_integers
 from stocache.samples.spec import Structure
 from tests.support.equality import same
@@ -263,7 +263,7 @@ def test_a_forged_way_to_make_numbers_is_refused(facts):
 
 
 def test_a_forged_record_with_other_channels_is_refused():
-    reader = RecordReader(repr(("narrow", WIDE, "|u1", 255, 1, (0.5, 0.5), (0.5, 0.5), False)).encode(), False)
+    reader = reader_of_cache(repr(("narrow", WIDE, "|u1", 255, 1, (0.5, 0.5), (0.5, 0.5), False)).encode(), False)
     tail, packed = pack_integers([2, 3])
     assert reader.read(bytes(6) + tail, 0, 6, packed, True).shape == (2, 3)
     tail, packed = pack_integers([3, 2])

@@ -71,9 +71,9 @@ def prepared(tmp_path):
 @pytest.fixture
 def made(monkeypatch):
     """A list with an item for each sample that was made of a block."""
-    count, sample, all_samples = [], Block.sample, Block.all
+    count, sample, some = [], Block.sample, Block.some
     monkeypatch.setattr(Block, "sample", lambda self, row: count.append(1) or sample(self, row))
-    monkeypatch.setattr(Block, "all", lambda self: count.extend([1] * self.samples) or all_samples(self))
+    monkeypatch.setattr(Block, "some", lambda self, rows: count.extend(rows) or some(self, rows))
     return count
 
 
@@ -126,11 +126,12 @@ def text(idx):
 
 FIXED = {
     "columns": columns, "large": lambda idx: tensor(idx, (3, 200, 120)), "scalar": lambda idx: np.float32(idx / 7),
-    "without bytes": lambda idx: (torch.empty(0), {}),
+    "long list": lambda idx: [array(idx + n, 2) for n in range(17)], "without bytes": lambda idx: (torch.empty(0), {}),
 }  # fmt: skip
 RAGGED = {
     "text": text,
-    "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),  # more kinds are in tests/storage/test_copying.py
+    "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),  # more kinds are in tests/storage/test_blocks.py
+    "a structure each": lambda idx: {f"key {idx}": bytes(idx)},
 }
 SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
 
@@ -151,8 +152,6 @@ def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices
 NOT_COPIED = {
     "another order of keys": (lambda idx: {"a": idx, "b": 1.5} if idx < 10 else {"b": 1.5, "a": idx}, {"variable": False}),
     "another order of dimensions": (lambda idx: array(idx, (3, 4), "i4", "C" if idx < 10 else "F"), {"variable": False}),
-    "a long list of arrays": (lambda idx: [array(idx + n, 2) for n in range(17)], {"variable": False}),
-    "a structure each": (lambda idx: {f"key {idx}": bytes(idx)}, {}),
     "compressed": (lambda idx: bytes(9 * idx), {"codec": "zstd"}),
     "pickled": (lambda idx: [bytes(idx), {frozenset(): idx}], {"allow_pickle": True}),
 }
@@ -191,10 +190,11 @@ def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
 @pytest.mark.parametrize("make", [tensor, lambda idx: bytes([idx]) * 15 + bytes(idx)], ids=["fixed", "ragged"])
 def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, caplog, make):
     storage = prepared(make)
-    begin, _ = storage._open(1).span("sample")
+    block = storage._open(1)
+    begin = block._begin + block._bounds[2]  # of sample 10
     storage.close()
     with open(Path(storage.base_folder) / block_name(1), "r+b") as file:
-        file.seek(begin + (34 if make is tensor else 53))  # in sample 10
+        file.seek(begin + (3 if make is tensor else 17))
         file.write(b"\xff")
     with CachedDataset(StorageDataset(storage), "100MB") as cached:
         assert identical(cached[12], make(12))

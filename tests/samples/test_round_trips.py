@@ -22,10 +22,8 @@ from hypothesis import strategies as st
 from stocache import RaggedCache, SampleError, SegmentError, SharedCache, StorageError
 from stocache.samples.leaves.kind import BYTES, Kind
 from stocache.samples.leaves.kinds import ENCODERS, KINDS
-from stocache.samples.record_decoder import RecordReader
+from stocache.samples.record_decoder import reader_of_cache
 from stocache.samples.record_encoder import EncodedSample, write_treedef
-from stocache.storage.block import Block
-from stocache.storage.files import BytesFile
 from stocache.system.describe import describe
 from tests.support import samples as some
 from tests.support.containers import Box, Point
@@ -183,11 +181,13 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
 )
 def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(value, message):
     data = file_of([0, value], True)
+    block = opened(data)
+    block.verify()
     with pytest.raises(StorageError, match=f"a block: its samples .*{message}"):
-        opened(data)
-    Block(BytesFile(data), "a block", decode=False).verify()
+        block.sample(1)
+    assert block.sample(0) == 0
     with pytest.raises(SegmentError, match=f"{message}.*, pass allow_pickle=True"):
-        RecordReader(write_treedef(EncodedSample([value], allow_pickle=True).treedef), allow_pickle=False)
+        reader_of_cache(write_treedef(EncodedSample([value], allow_pickle=True).treedef), allow_pickle=False)
 
 
 class Part:

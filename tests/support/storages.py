@@ -135,9 +135,21 @@ COPIED = {
 }  # fmt: skip
 """Samples of varying size, of all kinds whose records are copied from blocks: functions of their index."""
 
-MADE = {
+STRUCTURES = {
     "lists of texts": lambda idx: ["x" * n for n in range(idx % 5)],
     "lists of tensors": lambda idx: {"points": [torch.full((n,), idx) for n in range(1 + idx % 4)], "text": "x" * idx},
     "a structure each": lambda idx: {f"key {idx}": bytes(idx)},
+    "one of two": lambda idx: torch.full((3,), idx) if idx % 2 else "x",
 }
-"""Samples whose records are not copied: they must be made."""
+"""Samples that vary in their structure."""
+ROWS = {
+    "image and label": lambda idx: {"image": torch.from_numpy(pixels(idx, 3, 5, 4)), "label": idx},
+    "all alignments": lambda idx: (
+        idx % 2 == 0, np.float32(idx), idx, torch.full((3,), idx, dtype=torch.int16), 1j * idx, [0.5 * idx, 2.0],
+        np.full(2, idx, "f8"),
+    ),
+    "permuted": lambda idx: torch.from_numpy(pixels(idx, 4, 5, 3)).permute(2, 0, 1),
+    "text of one length": lambda idx: f"{idx:4}",
+    "nothing": lambda idx: (torch.zeros(0, 2), {}),
+}  # fmt: skip
+"""Samples of one structure."""

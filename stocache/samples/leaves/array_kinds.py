@@ -4,11 +4,20 @@ import functools
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.lib.format import dtype_to_descr
 from torch import Tensor
 
-from stocache.samples.leaves.kind import BYTES, KNOWN, Description, Encoded, Kind, Leaves, Write, hashable, no_bytes, stream_of
+from stocache.samples.leaves.kind import (
+    Description,
+    Encoded,
+    Kind,
+    Leaves,
+    Write,
+    hashable,
+    no_bytes,
+    stream_of,
+    stream_of_dtype,
+)
 from stocache.samples.leaves.layout import (
     DimOrder,
     Make,
@@ -36,13 +45,11 @@ class TensorKind(Kind):
     """Tensors of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
 
     name, types, base = "tensor", (Tensor,), Tensor
-    fields, writable = ("dtype", "dims", "order"), True
 
     def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
         self._dtype, self.dims = torch_dtype(dtype), check_dims(dims)
         self.itemsize = self._dtype.itemsize
         self.stream = stream_of(self.itemsize)
-        self.stored_as = (self._dtype, ()) if self._dtype in KNOWN else (torch.uint8, (self.itemsize,))
         self._back = None if order is None else inverse(order, dims)
 
     @classmethod
@@ -91,13 +98,11 @@ class ArrayKind(Kind):
     name = "array"
     types: ClassVar[tuple[type, ...]] = (np.ndarray,)
     base = np.ndarray
-    fields = ("dtype", "dims", "order")
-    writable = True
 
     def __init__(self, dtype: Any, dims: Any, order: Any = None) -> None:
         self._dtype, self.dims = dtype_from_key(dtype), check_dims(dims)
         self.itemsize = self._dtype.itemsize
-        self.stream, self.stored_as = _array_stream(self._dtype), stored_dtype(self._dtype)
+        self.stream = stream_of_dtype(self._dtype)
         self._back = None if order is None else inverse(order, dims)
 
     @classmethod
@@ -109,7 +114,7 @@ class ArrayKind(Kind):
         key, order = _dtype_to_key(value.dtype), array_dim_order_of(value)
         if order is not None:
             value = value.transpose(order)
-        return (cls.name, key, value.ndim, *_given(order)), _array_stream(value.dtype), array_bytes(value), value.shape
+        return (cls.name, key, value.ndim, *_given(order)), stream_of_dtype(value.dtype), array_bytes(value), value.shape
 
     def writer(self, description: Description) -> Write:
         rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self._dtype
@@ -140,7 +145,6 @@ class ScalarKind(ArrayKind):
     name = "scalar"
     types = ()
     base = np.generic
-    writable = False
 
     def __init__(self, dtype: Any, dims: Any) -> None:
         super().__init__(dtype, dims)
@@ -155,19 +159,6 @@ class ScalarKind(ArrayKind):
 
     def maker(self, trusted: bool) -> Make:
         return scalar_maker(self._dtype)
-
-
-def _array_stream(dtype: np.dtype[Any]) -> int:
-    return BYTES if dtype.kind == "V" else stream_of(dtype.alignment)  # fields of records need not be aligned
-
-
-def stored_dtype(dtype: np.dtype[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype of torch in whose column numbers of a dtype are kept, and the shape of one number there."""
-    if dtype.kind in "biuf" and dtype.isnative:
-        known: Any = getattr(torch, dtype.name, None)
-        if known in KNOWN:
-            return known, ()
-    return torch.uint8, (dtype.itemsize,)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stocache.samples.leaves.kind import stream_of_dtype
 from stocache.samples.leaves.layout import (
     DimOrder,
     Make,
@@ -52,6 +53,11 @@ class _FixedLeaf:
     def batch_bytes(self) -> int:
         """Bytes of one value in a batch."""
         return self.nbytes
+
+    @property
+    def stream(self) -> int:
+        """The stream of a record or row that holds the value."""
+        return stream_of_dtype(self.dtype)
 
     @property
     def stored(self) -> tuple[int, ...]:

@@ -1,11 +1,9 @@
-"""What the kinds of leaves have in common: how a value becomes bytes, and is read from a record or a column."""
+"""What the kinds of leaves have in common: how a value becomes bytes, and is read from a record."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
-
-import torch
 
 from stocache.samples.leaves.layout import (
     BARE_NODES,
@@ -35,12 +33,6 @@ BYTES = 3  # the stream of values that need no alignment
 
 
 DAMAGED_RECORD = "the cache is damaged: a sample reaches beyond its record."
-
-
-KNOWN = {  # to safetensors, in all its versions
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
 
 
 class Differs(Exception):
@@ -109,16 +101,12 @@ class Kind(ABC):
     """A kind of leaf, as its constructor's arguments describe it.
 
     Attributes:
-        name: the name of the kind in records and blocks.
+        name: the name of the kind in records.
         types: its values are of these exact types,
         base: or of any subclass of this one.
-        fields: the constructor's arguments as a block names them; "dims" is not written, "order" only where it is given.
         stream: the stream of a record that holds the bytes.
         itemsize: bytes of one value.
         dims: how many sizes a record holds for each leaf.
-        writable: whether a value that is read from a column keeps the buffer, and the user may write to it.
-        stored_as: the dtype of its column, and the dimensions that one value takes there.
-        of_any_bytes: whether any bytes of the right number make a value.
 
     Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
     """
@@ -126,13 +114,9 @@ class Kind(ABC):
     name: ClassVar[str]
     types: ClassVar[tuple[type, ...]] = ()
     base: ClassVar[type | None] = None
-    fields: ClassVar[tuple[str, ...]] = ()
-    writable: ClassVar[bool] = False
     stream = BYTES
     itemsize = 1
     dims = 1
-    stored_as: tuple[torch.dtype, tuple[int, ...]] = torch.uint8, ()
-    of_any_bytes = True
 
     @classmethod
     @abstractmethod
@@ -164,15 +148,11 @@ class Kind(ABC):
 
     @abstractmethod
     def maker(self, trusted: bool) -> Make:
-        """Return the function that makes a leaf of a part of a column; ``trusted`` as in `type_lookup.resolve`.
+        """Return the function that makes a leaf of bytes; ``trusted`` as in `type_lookup.resolve`.
 
         Raises:
             Unresolved: its class is not here, or may not be used.
         """
-
-    def make_all(self, pieces: list[Any]) -> list[Any] | None:
-        """Return the leaves of buffers, faster than one by one; None where there is no faster way. It may raise anything."""
-        return None
 
     def bare(self, shape: tuple[int, ...]) -> int:
         """Return 1 where leaves of one shape have no bytes, else 0; see NOTE [ Items without bytes ]."""
@@ -189,6 +169,13 @@ def no_bytes(value: object) -> Unfit:
 def stream_of(alignment: int) -> int:
     """Return the stream of values whose addresses should be multiples of ``alignment``."""
     return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
+
+
+def stream_of_dtype(dtype: Any) -> int:
+    """Return the stream of values of a dtype of torch or numpy."""
+    if getattr(dtype, "kind", "") == "V":  # fields of records need not be aligned
+        return BYTES
+    return stream_of(getattr(dtype, "alignment", dtype.itemsize))
 
 
 def hashable(descr: Any) -> Any:

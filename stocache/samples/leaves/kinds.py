@@ -1,13 +1,9 @@
-"""Describe the kinds of leaves: each class turns values of one kind into bytes, and reads them from records and columns.
+"""Describe the kinds of leaves: each class turns values of one kind into bytes, and reads them from records.
 
 NOTE [ Kinds of leaves ]
     A leaf is a part of a sample that has no parts. An object of a class below describes leaves that are alike: tensors of one
-    dtype, number of dimensions and order of these. Records and blocks write the same facts:
-
-        record   ("tensor", "float32", 2)                                         in a treedef, see NOTE [ Records ]
-        block    {"kind": "tensor", "dtype": "float32", "shape": [3, 4], ...}     in a structure, see NOTE [ Columns ]
-
-    A tensor or array that is made of small integers is stored as these where that is asked for, only in records:
+    dtype, number of dimensions and order of these. A treedef has the same facts: ("tensor", "float32", 2), see
+    NOTE [ Records ]. A tensor or array that is made of small integers is stored as these if that is asked for:
     ("narrow", ("tensor", "float32", 2), ...), see NOTE [ Narrow values ].
 
     To add a kind, write a class, and list it in `_ALL`. A value that has a text needs only a row in texts.py.
@@ -16,12 +12,12 @@ NOTE [ Kinds of leaves ]
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from stocache.samples.leaves.array_kinds import ArrayKind, ScalarKind, TensorKind, dtype_of
-from stocache.samples.leaves.kind import Description, Differs, Encoded, Kind, Leaves, Write, hashable, no_bytes, stream_of
+from stocache.samples.leaves.kind import Description, Differs, Encoded, Kind, Leaves, Write, no_bytes, stream_of
 from stocache.samples.leaves.layout import (
     Make,
 )
@@ -42,22 +38,6 @@ def kind_of(description: Description) -> Kind:
     """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError where it is not one."""
     name, *facts = description
     return KINDS[name](*facts) if name in KINDS else TextKind(name, *facts)
-
-
-def kind_in(tree: dict[str, Any]) -> Kind:
-    """Return the kind of a leaf in the structure of a block. Raises as `kind_of`."""
-    return kind_of(description_in(tree))
-
-
-def description_in(tree: dict[str, Any]) -> Description:
-    """Return the description in a treedef of a leaf in a block's structure. Raises LookupError or TypeError for no leaf."""
-    name = tree["kind"]
-    facts = [
-        tree[field] if field != "dims" else len(tree["shape"]) if "shape" in tree else tree["dims"]
-        for field in (KINDS[name].fields if name in KINDS else ())
-        if field != "order" or field in tree
-    ]
-    return (name, *map(hashable, facts))
 
 
 def encode_other(value: object) -> Encoded:
@@ -163,27 +143,6 @@ KINDS: dict[str, type[Any]] = {kind.name: kind for kind in _ALL if kind is not T
 
 ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _ALL for cls in kind.types}
 """The functions that encode leaves, by exact type; `encode_other` takes those of other types."""
-
-
-_Leaves: TypeAlias = tuple[Description, list[tuple[bytes, tuple[int, ...]]]]
-
-
-def _encode_texts(values: Sequence[str]) -> _Leaves:
-    data = [value.encode("utf-8", "surrogatepass") for value in values]
-    return ("str",), [(each, (len(each),)) for each in data]
-
-
-def _encode_integers(values: Sequence[int]) -> _Leaves | None:
-    try:
-        words = np.array(values, np.int64)
-    except OverflowError:
-        return None
-    return ("number", "int"), [(each, ()) for each in words.view("V8").tolist()]
-
-
-BULK_ENCODERS: dict[type, Callable[[Any], _Leaves | None]] = {str: _encode_texts, int: _encode_integers}
-"""Functions that encode many leaves of one type at once, as `ENCODERS` do: they return the key of their kind, and their bytes
-and shapes; None where they cannot."""
 
 
 def encoder_of(value: Any) -> Callable[[Any], Encoded] | None:

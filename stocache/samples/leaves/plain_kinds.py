@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from stocache.samples.leaves.array_kinds import stored_dtype
 from stocache.samples.leaves.kind import BYTES, NUMBER, TEXT, Description, Differs, Encoded, Kind, Leaves, Step, Write, no_bytes
 from stocache.samples.leaves.layout import (
     NUMBER_CODECS,
@@ -40,12 +39,11 @@ _NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
 class NumberKind(Kind):
     """A Python int of 64 bits, float, bool or complex. A larger int is encoded as the kind "long"."""
 
-    name, types, fields, dims = "number", tuple(NUMBERS), ("type",), 0
+    name, types, dims = "number", tuple(NUMBERS), 0
 
     def __init__(self, type_name: Any) -> None:
         self._type = _NUMBER_TYPES[type_name]
-        dtype, self.stream = NUMBERS[self._type]
-        self._codec, self.stored_as = NUMBER_CODECS[self._type], stored_dtype(np.dtype(dtype))
+        self.stream, self._codec = NUMBERS[self._type][1], NUMBER_CODECS[self._type]
         self.itemsize = self._codec.size
 
     @classmethod
@@ -76,21 +74,17 @@ class NumberKind(Kind):
     def maker(self, trusted: bool) -> Make:
         return number_maker(self._type)
 
-    def make_all(self, pieces: list[Any]) -> list[Any] | None:
-        values: list[Any] = np.frombuffer(b"".join(pieces), NUMBERS[self._type][0]).tolist()
-        return values
-
 
 class NumbersKind(Kind):
     """A list or tuple of Python numbers of one type, stored as an array."""
 
-    name, fields = "numbers", ("class", "type")
+    name = "numbers"
 
     def __init__(self, class_name: Any, type_name: Any) -> None:
         self._class = sequence_class(class_name)
         dtype, self.stream = NUMBERS[_NUMBER_TYPES[type_name]]
         self._dtype = np.dtype(dtype)
-        self.itemsize, self.stored_as = self._dtype.itemsize, stored_dtype(self._dtype)
+        self.itemsize = self._dtype.itemsize
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
@@ -141,8 +135,6 @@ def sequence_class(name: object) -> type:
 class _BytesKind(Kind):
     """Values that are made of any number of bytes."""
 
-    of_any_bytes = False
-
     @abstractmethod
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         """Return the function that makes a value of a buffer; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
@@ -166,7 +158,6 @@ class TextKind(_BytesKind):
 
     def __init__(self, name: Any) -> None:
         self._cls, self._to_bytes, self._from_bytes = TEXTS[name]
-        self.of_any_bytes = self._cls in (bytes, bytearray, int)
 
     @classmethod
     def encode(cls, value: object) -> Encoded:
@@ -191,14 +182,11 @@ class TextKind(_BytesKind):
     def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
         return self._from_bytes
 
-    def make_all(self, pieces: list[Any]) -> list[Any] | None:
-        return list(map(bytes.decode, pieces)) if self._cls is str and type(pieces[0]) is bytes else None
-
 
 class EnumKind(_BytesKind):
     """The members of one enum class. Their bytes are their names."""
 
-    name, base, fields = "enum", Enum, ("class",)
+    name, base = "enum", Enum
 
     def __init__(self, class_name: Any) -> None:
         self._class = class_name

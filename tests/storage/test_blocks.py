@@ -1,0 +1,241 @@
+"""Blocks: their bytes are what is specified, their samples are copied into caches, and forged ones are errors without harm."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stocache import RaggedCache
+from stocache.errors import DamagedError, StocacheError, StorageError
+from stocache.samples.record_decoder import pack_sample
+from stocache.samples.rows import RowLayout
+from stocache.samples.spec import Structure
+from stocache.storage.block import Block, encode
+from stocache.storage.files import File
+from tests.support.equality import same
+from tests.support.samples import Kind, samples, takes_little_memory
+from tests.support.storages import COPIED, ROWS, STRUCTURES, apart, file_of, opened
+
+N = 25
+ALL = COPIED | STRUCTURES | ROWS
+
+
+def in_cache(records):
+    with RaggedCache("1MB", max(records) + 1) as cache:
+        cache.set_encoded_if_empty(records)
+        return {row: pack_sample(cache.get_slot(row, allow_empty_slot=False)) for row in records}
+
+
+def outcome(make):
+    """What a function makes, packed, or the type of its error."""
+    try:
+        return list(map(pack_sample, make()))
+    except StocacheError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_samples_come_back_one_by_one_and_together_and_their_records_are_copied(kind):
+    values = [*map(ALL[kind], range(N))]
+    expected = list(map(pack_sample, values))
+    block = opened(file_of(values))
+    assert bool(block.row) == (kind in ROWS or kind == "scalars")
+    assert outcome(block.all) == outcome(lambda: map(block.sample, range(N))) == expected
+    assert outcome(lambda: block.some(range(5, 20))) == expected[5:20]
+    assert in_cache(block.encoded(range(N))) == dict(enumerate(expected))
+    assert in_cache(block.encoded([7, 2, 24])) == {row: expected[row] for row in (7, 2, 24)}
+
+
+@pytest.mark.parametrize("kind", ["image and label", "all alignments", "permuted", "nothing"])
+def test_the_leaves_of_rows_are_those_of_slots(kind):
+    values = [*map(ROWS[kind], range(N))]
+    structure = Structure.of(values[0], exact=True)
+    layout, block = RowLayout(structure), opened(file_of(values))
+    found = block.encoded(range(N), layout)
+    for row, value in enumerate(values):
+        wanted = [b"".join([leaf]) for leaf in structure.encode(value)]
+        assert [bytes(leaf) for leaf in found[row]] == wanted
+    assert block.encoded(range(N), RowLayout(Structure.of((values[0],)))) is None
+    assert opened(file_of([*values, "x"])).encoded(range(N), layout) is None
+
+
+@settings(max_examples=30)
+@given(st.lists(samples, min_size=1, max_size=3), st.integers(1, 4))
+def test_any_samples_come_back(values, times):
+    block = opened(file_of(values * times))
+    assert outcome(block.all) == outcome(lambda: [block.sample(row) for row in range(block.samples)])
+    records = block.encoded(range(block.samples))
+    assert not records or in_cache(records) == dict(enumerate(outcome(block.all)))
+
+
+def test_a_block_of_rows_is_what_is_specified():
+    values = [(torch.tensor([n, 2], dtype=torch.int16), n, "ab") for n in range(2)]
+    header, facts, data = apart(file_of(values))
+    assert facts["treedefs"] == [
+        "('in', 'tuple', 'builtins:tuple', (0, 1, 2), (), (('tensor', 'int16', 1), ('number', 'int'), ('str',)))"
+    ]
+    assert (facts["version"], facts["samples"], facts["row"]) == (2, 2, [14, [8, 4, 2, 2]])  # bytes of two streams; shapes
+    assert [name for name in header if name != "__metadata__"] == ["checks", "samples"]
+    rows = [n.to_bytes(8, "little") + bytes([n, 0, 2, 0]) + b"ab" + bytes(2) for n in range(2)]
+    assert bytes(data) == b"".join(xxhash.xxh3_64_intdigest(row).to_bytes(8, "little") for row in rows) + b"".join(rows)
+    assert encode(values)[1] == facts["checksum"]
+
+
+def test_a_block_of_records_is_what_is_specified():
+    header, facts, data = apart(file_of(["abc", 5]))
+    assert (facts["treedefs"], facts["row"]) == (["('str',)", "('number', 'int')"], None)
+    assert [name for name in header if name != "__metadata__"] == ["checks", "offsets", "samples"]
+    heads = [
+        (3).to_bytes(8, "little") + bytes(4) + bytes([8, 0, 0, 0]),
+        (8).to_bytes(8, "little") + bytes([1, 0, 0, 0]) + bytes(4),
+    ]
+    records = [heads[0] + b"abc\3" + bytes(4), heads[1] + (5).to_bytes(8, "little")]
+    checks = b"".join(xxhash.xxh3_64_intdigest(record).to_bytes(8, "little") for record in records)
+    assert bytes(data) == checks + np.array([0, 24, 48], "<i8").tobytes() + b"".join(records)
+
+
+def test_a_block_is_a_file_of_safetensors_from_which_labels_are_read_without_the_samples(tmp_path):
+    safetensors = pytest.importorskip("safetensors", reason="comes with the extra test")
+    values = [{"image": torch.zeros(3, 4, dtype=torch.uint8), "label": n} for n in range(N)]
+    (tmp_path / "block").write_bytes(file_of(values))
+    with safetensors.safe_open(tmp_path / "block", "np") as file:
+        assert set(file.keys()) == {"checks", "samples"}
+        begin = RowLayout(Structure.of(values[0])).begins[1]
+        labels = file.get_slice("samples")[:, begin : begin + 8]
+    assert labels.copy().view("<i8").ravel().tolist() == list(range(N))
+
+
+def test_blocks_are_the_same_in_each_process():
+    values = [{"a": n, "b": [str(n)] * n, "c": {"x", "y", "z", str(n)}} for n in range(20)]  # the order of sets differs
+    assert encode(values)[1] == "b00a7de68e7d2af2"
+
+
+def test_samples_may_be_changed_and_a_small_part_does_not_hold_a_large_one():
+    values = [(torch.zeros(3000, dtype=torch.int64), torch.tensor(n)) for n in range(8)]
+    block = opened(file_of(values))
+    for image, label in (block.sample(3), *block.all()):
+        image += 1
+        assert label.untyped_storage().nbytes() == 8
+        assert image.untyped_storage().nbytes() < 24_100
+    assert same(block.all(), values)
+
+
+def sealed(header, facts, data):
+    """A block with the checksums that it should have, but for those of samples that cannot be found."""
+    return pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").seal_block(header, facts, bytearray(data))
+
+
+def forged(values, **changes):
+    """A block with other facts, and with checksums that are right."""
+    header, facts, data = apart(file_of(values))
+    return sealed(header, facts | changes, data)
+
+
+def refused(data, message="a block is damaged"):
+    with takes_little_memory(), pytest.raises(StorageError, match=message):
+        opened(data).all()
+
+
+def test_a_forged_class_is_not_called_and_a_module_is_not_imported():
+    for name in ("subprocess:Popen", "os:system", "pathlib:Path"):
+        text = f"('in', 'tuple', '{name}', (0, 1), (), (('str',), ('str',)))"
+        refused(forged([("true", "x")], treedefs=[text]), f"its samples are made of {name}, which is not of kind tuple")
+    refused(
+        forged([Kind.BOX], treedefs=["('enum', 'antigravity:Kind')"]), "Import antigravity first, or pass allow_pickle=True"
+    )
+    assert "antigravity" not in sys.modules
+
+
+class Trap:
+    sprung: list = []  # noqa: RUF012
+
+    def __reduce__(self):
+        return Trap.sprung.append, ("sprung",)
+
+
+def test_a_pickle_is_checked_before_it_is_loaded_and_is_not_copied():
+    data = file_of([Trap()], allow_pickle=True)
+    damaged = opened(data.replace(b"sprung", b"SPRUNG"), allow_pickle=True)
+    for load in (lambda: damaged.sample(0), damaged.all, damaged.verify):
+        with pytest.raises(DamagedError, match="sample 0 in it has the checksum"):
+            load()
+    assert opened(data, allow_pickle=True).encoded([0]) is None
+    assert Trap.sprung == []
+
+
+@pytest.mark.parametrize("changes", [
+    *({"samples": value} for value in (2**60, -1, 1.0, True, None, "2", [2], 3)),
+    *({"treedefs": value} for value in ([], None, [1], "x", ["x"], ["("], ["(" * 9999], ["('void',)"], [["('str',)"]])),
+    *({"row": value} for value in ([], None, [2**60, []], [-1, []], [8], [8, [1]], [16, [2**60]], 8, [8, None])),
+    *({"version": value} for value in (None, 3, "2", True)),
+])  # fmt: skip
+def test_forged_facts_are_an_error(changes):
+    refused(forged([torch.zeros(()), torch.ones(())], **changes), "a block is damaged|a block: it has version")
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2**60, 48], [8, 24, 48], [0, 48, 24], [0, -8, 48], [0, 24, 40], [0, 8, 48], [0, 0, 48]]
+)
+def test_records_that_do_not_follow_each_other_are_an_error(offsets):
+    header, facts, data = apart(file_of(["abc", 5]))
+    data[16:40] = np.array(offsets, "<i8").tobytes()
+    refused(sealed(header, facts, data))
+
+
+@pytest.mark.parametrize(("at", "number"), [(0, 2**60), (0, 9), (8, 7), (12, 2**32 - 1), (12, 9 << 3)])
+def test_a_record_with_a_forged_head_is_an_error(at, number):
+    header, facts, data = apart(file_of(["abc", 5]))
+    begin = header["samples"]["data_offsets"][0] + at
+    size = 4 if at else 8
+    data[begin : begin + size] = number.to_bytes(size, "little")
+    forged_block = sealed(header, facts, data)
+    refused(forged_block)
+    with pytest.raises(DamagedError):
+        opened(forged_block).encoded(range(2))
+
+
+def test_columns_that_are_not_those_of_a_block_are_an_error():
+    for name, offsets in (("checks", [0, 2**60]), ("checks", None), ("samples", [0.0, 8.0]), ("more", [0, 0])):
+        header, facts, data = apart(file_of([1, 2]))
+        header[name] = {"dtype": "U8", "shape": [1], "data_offsets": offsets}
+        refused(sealed(header, facts, data))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "optional parts", "tensors", "made containers", "image and label"])
+def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
+    values = [*map(ALL[kind], range(9))]
+    data, rng = file_of(values), np.random.default_rng(0)
+    expected, begin = dict(enumerate(map(pack_sample, values))), opened(data)._begin
+    for at in rng.integers(begin, len(data), 40).tolist():
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << rng.integers(8)
+        block = opened(damaged)
+        assert outcome(block.all) is DamagedError
+        records = block.encoded(range(9))
+        assert len(records) == 8
+        assert in_cache(records).items() <= expected.items()
+
+
+def test_a_block_that_is_cut_while_it_is_open_is_not_copied(tmp_path):
+    path = tmp_path / "block"
+    path.write_bytes(file_of([bytes(200_000)] * 4))
+    block = Block(File(str(path)).open(), "a block")
+    os.truncate(path, 500_000)
+    with pytest.raises(DamagedError, match="it is truncated"):
+        block.encoded(range(4))
+
+
+def test_what_is_forged_at_random_is_read_or_refused_without_harm():
+    for name in ("PIL", "zstandard", "lz4"):
+        pytest.importorskip(name, reason="the benchmark needs it")
+    from benchmark import fuzz
+
+    counts, failures, _ = fuzz.trials(200, 1_000_000)
+    assert failures == []
+    assert counts.total() == 200
+    assert {name for name, _ in counts} == {forger.__name__ for forger in fuzz.FORGERS}
