@@ -21,7 +21,15 @@ from stocache.samples.leaves.layout import BARE_NODES
 from stocache.samples.leaves.plain_kinds import sequence_class
 from stocache.samples.leaves.type_lookup import NotImported, Unresolved
 from stocache.samples.pytree import DEEP, Parts, joiner_of
-from stocache.samples.record_encoder import COMPRESSED, RecordEncoder, TreeDef, bare_nodes, integers_codec, parse_treedef
+from stocache.samples.record_encoder import (
+    COMPRESSED,
+    EncodedRecord,
+    RecordEncoder,
+    TreeDef,
+    bare_nodes,
+    integers_codec,
+    parse_treedef,
+)
 
 _UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
@@ -278,7 +286,11 @@ class Records:
 
     def encode(self, sample: object, where: str) -> list[Any]:
         """Return the bytes of a sample, in buffers that may be its own memory. Raises SampleError, which names ``where``."""
-        record = self._encoder.pack(sample, where)
+        return self.buffers(self._encoder.pack(sample, where))
+
+    @staticmethod
+    def buffers(record: EncodedRecord) -> list[Any]:
+        """Return the bytes of a sample, given its record."""
         foot = _FOOT.pack(record.nbytes, record.packed, len(record.treedef))
         return [*record.leaves, record.tail, record.treedef, foot]
 

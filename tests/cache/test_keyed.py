@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import ClosedError, KeyedCache, SampleError, SlotError
+from stocache import ClosedError, DiskCache, KeyedCache, SampleError, SlotError
 from stocache.cache.keyed import disk, keys, layout
 from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
 from stocache.tools.cli import listing
@@ -431,20 +431,22 @@ def test_processes_share_the_disk_and_load_each_key_once(tmp_path, monkeypatch):
     assert sorted(map(int, (tmp_path / "log").read_text().split())) == list(range(N))
 
 
-def test_a_full_disk_and_a_wrong_folder(tmp_path, caplog, monkeypatch):
+def test_a_full_disk_and_a_wrong_folder(tmp_path, caplog):
     with KeyedCache("100KB", disk=tmp_path / "small", disk_limit="200KB") as cache:
         for key in range(100):
             assert same(cache.get_or_load(key, picture), picture(key))
         assert cache.get(99) is None
-    assert sum("take no more" in record.getMessage() for record in caplog.records) == 1
+        assert not cache.put(99, 1)
+    assert sum("takes no more values" in record.getMessage() for record in caplog.records) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match="cannot be the folder"):
+    with pytest.raises(DiskError, match="is a file"):
         on_disk(tmp_path / "file")
     with pytest.raises(LimitError, match="go together"):
         KeyedCache("1MB", disk=tmp_path)
-    monkeypatch.setattr(disk.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DiskError, match=r"pip install 'stocache\[disk\]'"):
-        on_disk(tmp_path / "d")
+    with pytest.raises(DiskError, match="disk='' is not the path"):
+        on_disk("")
+    with DiskCache(tmp_path / "samples", "1MB", 9, fingerprint="v1"), pytest.raises(MismatchError, match="values by key"):
+        on_disk(tmp_path / "samples")
 
 
 def test_a_repeated_key_of_a_full_cache_is_loaded_once_in_a_call():
@@ -485,7 +487,7 @@ def test_a_full_folder_of_other_data_is_emptied(tmp_path, caplog):
             for key in range(100):
                 assert same(cache.get_or_load(key, picture), picture(key))
             assert cache.get(0) is not None
-    assert "The folder is emptied" in caplog.text
+    assert "left behind for other data" in caplog.text
 
 
 def test_a_child_that_is_forked_while_a_thread_writes_uses_and_closes_the_disk(tmp_path):
@@ -502,44 +504,60 @@ def test_a_child_that_is_forked_while_a_thread_writes_uses_and_closes_the_disk(t
         assert int(cache.get(399)[0]) == 399
 
 
-def test_a_folder_that_another_cache_of_the_process_uses_for_other_data_is_refused(tmp_path):
+def test_a_folder_that_another_cache_uses_for_other_data_is_refused(tmp_path):
     with on_disk(tmp_path) as cache:
         cache.put("x", 1)
-        with pytest.raises(MismatchError, match="in use in this process for other data"):
+        with pytest.raises(MismatchError, match="in use for other data"):
             on_disk(tmp_path, "b")
         assert cache.get("x") == 1
     with on_disk(tmp_path, "b") as cache:
         assert cache.get("x") is None
         cache.put("y", 5)
-    with on_disk(tmp_path, "b") as cache:
+    with KeyedCache("1MB", disk=tmp_path, disk_limit="200MB", fingerprint="b") as cache:
         assert cache.get("y") == 5
 
 
-def test_a_database_of_another_program_is_left_alone(tmp_path):
-    lmdb = pytest.importorskip("lmdb", reason="lmdb is not installed")
-    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment, environment.begin(write=True) as transaction:
-        transaction.put(b"0", b"image")
-    for _ in range(2):
-        with pytest.raises(DiskError, match="has a database of other programs"):
-            on_disk(tmp_path)
-    with lmdb.open(str(tmp_path), map_size=1 << 20) as environment, environment.begin() as transaction:
-        assert (transaction.get(b"0"), transaction.stat()["entries"]) == (b"image", 1)
-    with pytest.raises(DiskError, match="disk='' is not the path"):
-        on_disk("")
-
-
-def test_damaged_values_on_a_disk_are_made_again_and_a_cut_database_is_an_error(tmp_path, caplog):
-    pytest.importorskip("lmdb", reason="lmdb is not installed")
-    caplog.set_level("DEBUG", "stocache")
+def test_damaged_values_on_a_disk_are_loaded_and_written_again(tmp_path, caplog):
     with on_disk(tmp_path, memory="20KB") as cache:
         for key in range(9):
             cache.put(key, bytes([key]) * 3000)
-    data = tmp_path / "data.mdb"
+    data = tmp_path / "samples"
     data.write_bytes(data.read_bytes().replace(bytes([8]) * 3000, bytes([8]) * 2999 + b"x"))
-    with on_disk(tmp_path, memory="20KB") as cache:
-        assert cache.get_or_load(8, lambda key: "again") == "again"
-        assert cache.get(7) == bytes([7]) * 3000
-    assert "is damaged" in caplog.text
-    os.truncate(data, 5000)
-    with pytest.raises(DiskError, match=r"data.mdb is truncated"):
-        on_disk(tmp_path, memory="20KB")
+    for _ in range(2):
+        with on_disk(tmp_path, memory=0) as cache:
+            assert cache.get_or_load(8, lambda key: bytes([key]) * 3000) == bytes([8]) * 3000
+            assert cache.get(7) == bytes([7]) * 3000
+            damaged = cache.stats().damaged
+    assert damaged == 0
+    assert caplog.text.count("has lost samples") == 1
+
+
+def test_keys_whose_places_on_a_disk_are_taken_lie_in_the_next_ones_and_few_find_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_FEWEST", 64)
+    monkeypatch.setattr(disk, "_PLACE_BYTES", 1 << 30)
+    with on_disk(tmp_path, memory=0) as cache:
+        kept = sum(cache.put(key, value(key)) for key in range(64))
+        assert 48 < kept <= 64
+    with on_disk(tmp_path, memory=0) as cache:
+        found = [key for key in range(64) if key in cache]
+        assert len(found) == kept
+        assert all(same(cache.get(key), value(key)) for key in found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kill_at_any_moment_leaves_right_values_only_on_a_disk(tmp_path, seed):
+    rng, count = random.Random(seed), 0
+
+    def fill():
+        with on_disk(tmp_path, memory="20KB") as cache:
+            for key in range(100_000):
+                cache.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
+
+    for _ in range(4):
+        kill_in(fill, rng.random() * 0.1)
+    with on_disk(tmp_path, memory=0) as cache:
+        while cache.get(count) is not None:
+            assert same(cache.get(count), value(count))
+            count += 1
+        assert all(same(cache.get_or_load(key, value), value(key)) for key in range(count + 20))
+        assert same(cache.get(count + 19), value(count + 19))

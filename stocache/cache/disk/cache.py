@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,7 @@ class DiskCache(ListCache[_T]):
     """
 
     _records_loads = False  # the cache in memory does
+    _by_key: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -110,6 +111,8 @@ class DiskCache(ListCache[_T]):
     ) -> None:
         if codec is not None:
             Codec(codec)
+        if not disk:
+            raise DiskError(f"disk={disk!r} is not the path of a folder.")
         options = DiskOptions(
             os.path.abspath(os.fspath(disk)),
             disk_limit,
@@ -120,6 +123,7 @@ class DiskCache(ListCache[_T]):
             fingerprint,
             codec,
             allow_pickle,
+            self._by_key,
         )
         limit, form = parse_size(disk_limit, "disk_limit"), options.make_form()
         capacity = count_slots(options, form, limit)
@@ -169,7 +173,7 @@ class DiskCache(ListCache[_T]):
         )
         self._behind = threading.local()
         self._has_room_for_all, self._looks_at = True, 0.0
-        samples, room = "samples of any size", max(0, capacity - DATA_OFFSET)
+        samples, room = "values by key" if self._by_key else "samples of any size", max(0, capacity - DATA_OFFSET)
         room_text = format_size(room)
         if form.nbytes is not None:
             samples = str(options.structure)

@@ -1,4 +1,4 @@
-"""Turn the samples of a disk cache into bytes: *rows*, if all have one structure, or *records* of any size."""
+"""Turn the samples of a disk cache into bytes: *rows*, if all have one structure, *records* of any size, or values by key."""
 
 import base64
 import zlib
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from stocache.cache.columns import as_bytes
 from stocache.errors import SegmentError
 from stocache.samples.record_decoder import Records
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.spec import Structure
 from stocache.shm.segment import MOST_BUFFERS
 
@@ -62,6 +63,20 @@ class Rows:
         for gap, column in zip(self._gaps, map(as_bytes, items), strict=True):
             columns += [np.empty((len(column), gap), np.uint8), column] if gap else [column]
         return columns
+
+
+class Values(Records):
+    """Values by key: each is a record behind the prefix of its key, which begins with the length of the key's bytes."""
+
+    def encode_record(self, prefix: bytes, record: EncodedRecord) -> list[Any]:
+        """Return the bytes of a value, given its record."""
+        return [prefix, *self.buffers(record)]
+
+    def decode(self, data: Any, nbytes: int, copy: bool = False) -> tuple[bytes, Any]:
+        """Return the prefix and the value. See `Records`."""
+        memory = memoryview(data)
+        begin = 8 + (int.from_bytes(memory[:8], "little") + 7 & ~7)
+        return bytes(memory[:begin]), super().decode(memory[begin:], nbytes - begin, copy)
 
 
 def pack_example(sample: object) -> str:

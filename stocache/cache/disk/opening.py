@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.cache.disk.folder import MOST_TEXT, Folder, manifest_of
-from stocache.cache.disk.formats import Rows, pack_example, unpack_example
+from stocache.cache.disk.formats import Rows, Values, pack_example, unpack_example
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, free_rows, index_bytes, load_index
 from stocache.cache.disk.store import USED, Control, control_bytes
 from stocache.cache.placement import Placement, residency
@@ -45,17 +45,18 @@ class DiskOptions:
     fingerprint: str | None
     codec: Literal["zstd", "lz4"] | None
     allow_pickle: bool
+    by_key: bool
 
     def make_form(self) -> Rows | Records:
         """Return how samples become bytes."""
         if self.structure is not None:
             return Rows(self.structure)
-        return Records(self.allow_pickle, Codec(self.codec) if self.codec else None)
+        return (Values if self.by_key else Records)(self.allow_pickle, Codec(self.codec) if self.codec else None)
 
     @property
     def identity(self) -> Identity:
         """Identifies the content of the folder, but for the fingerprint. If that differs, the folder is emptied."""
-        samples = "any size" if self.structure is None else self.structure.identity
+        samples = "values by key" if self.by_key else "any size" if self.structure is None else self.structure.identity
         return {
             "dataset_len": self.dataset_len,
             "samples": samples,

@@ -204,6 +204,18 @@ class SamplesFile:
         here.pwrite(self._index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * ENTRY_BYTES)
         self.offsets[idx], self.sizes[idx] = at, nbytes
 
+    def begins_with(self, idx: int, data: bytes) -> bool:
+        """Return whether the bytes of a sample begin with ``data``. Raises OSError."""
+        return here.pread(self._samples, len(data), self.offsets[idx]) == data
+
+    def forget(self, idx: int) -> None:
+        """Remove a sample from the index file. Raises OSError."""
+        here.pwrite(self._index, bytes(ENTRY_BYTES), idx * ENTRY_BYTES)
+
+    def sync_index(self) -> None:
+        """Have the disk write the index now. Raises OSError."""
+        os.fsync(self._index)
+
     def clear(self) -> None:
         """Forget all samples, and give their room back to the disk. Raises OSError."""
         for numbers in (self.offsets, self.sizes):

@@ -3,19 +3,20 @@
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.disk.folder import Folder
-from stocache.cache.disk.formats import Rows
+from stocache.cache.disk.formats import Rows, Values
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
-from stocache.errors import SegmentError
+from stocache.errors import BusyError, DiskError, SegmentError
 from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import Records
+from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.segment import Segment
 
@@ -108,8 +109,7 @@ class DiskStore:
                     self._states[idx] = EMPTY  # nobody reads it while its place changes
                     self.file.enter(idx, at, nbytes)
         except OSError as error:
-            self._words[FULL] = 1
-            self._warn(f"takes no more samples: {error.strerror}. The others come from the dataset.")
+            self.stop(f"takes no more samples: {error.strerror}. The others come from the dataset.")
             return [REFUSED] * len(indices)
         return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
 
@@ -168,7 +168,61 @@ class DiskStore:
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Return whether all of these samples fit."""
         rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
-        return rooms <= self._capacity - self.used
+        return rooms <= self.free
+
+    @property
+    def free(self) -> int:
+        """Bytes of the file that may still be taken."""
+        return self._capacity - self.used
+
+    def stop(self, problem: str) -> None:
+        """Accept no more samples, in any process. Warn once that the cache has a ``problem``."""
+        self._words[FULL] = 1
+        self._warn(problem)
+
+    def encode_record(self, prefix: bytes, record: EncodedRecord) -> list[Any]:
+        """Return a value by key as `encode` returns samples."""
+        assert isinstance(self._form, Values)
+        return self._form.encode_record(prefix, record)
+
+    def was_taken(self, idx: int) -> bool:
+        """Return whether a sample is there, or was there and is damaged or removed."""
+        return self.file is not None and self.file.offsets[idx] != 0
+
+    def begins_with(self, idx: int, data: bytes) -> bool:
+        """Return whether the bytes of a sample begin with ``data``."""
+        with contextlib.suppress(OSError):
+            return self.file is not None and self.file.begins_with(idx, data)
+        return False
+
+    def remove(self, indices: list[int], wanted: Callable[[int], bool]) -> bool:
+        """Remove those of some samples that are ``wanted``, for later runs too. Return whether there was one.
+
+        Raises:
+            DiskError: the disk does not allow it.
+            BusyError: another process does not release the lock.
+        """
+        file = self.file
+        if file is None:
+            return False
+        try:
+            with self._segment.guard:
+                removed = self._segment.run_locked(_LOCK, lambda: self._remove(file, list(filter(wanted, indices))), None)
+            if removed:
+                file.sync_index()
+        except OSError as error:
+            raise DiskError(f"{self._path} does not allow to remove a value: {error.strerror}.") from None
+        if removed is None:
+            raise BusyError(f"another process, which may be stopped, holds the lock of {self._path}.")
+        return bool(removed)
+
+    def _remove(self, file: SamplesFile, indices: list[int]) -> list[int]:
+        """Remove samples that are set. With the lock held, so that no process takes room in their places meanwhile."""
+        for idx in indices:
+            file.forget(idx)
+            self._states[idx] = EMPTY
+            file.sizes[idx] = 0  # the room is not used again; the offset stays: see `was_taken`
+        return indices
 
     def load(self, idx: int, copy: bool) -> Any:
         """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
@@ -254,9 +308,10 @@ class DiskStore:
     def lose(self, idx: int, at: int) -> None:
         """Note that a sample that was written at ``at`` is damaged: it is EMPTY from now on."""
         with self._segment.guard:
-            if self._states[idx] == SET and self.file is not None and self.file.offsets[idx] == at:
-                self._states[idx] = EMPTY
-                self._segment.counters[DAMAGED] += 1
+            if self._states[idx] != SET or self.file is None or self.file.offsets[idx] != at:
+                return  # it was removed or written again meanwhile
+            self._states[idx] = EMPTY
+            self._segment.counters[DAMAGED] += 1
         self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
 
     def _warn(self, problem: str) -> None:

@@ -14,7 +14,7 @@ from typing_extensions import TypeVar
 from stocache.cache.allocate import CacheLayout, open_memory
 from stocache.cache.arena import MEMORY_REFUSED, NO_ROOM
 from stocache.cache.base import load_in_parts, nesting
-from stocache.cache.keyed.disk import DiskValues
+from stocache.cache.keyed.disk import KeyedDisk
 from stocache.cache.keyed.keys import Key, decode, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
 from stocache.cache.keyed.mapping import KeyedMapping
@@ -79,14 +79,14 @@ class KeyedCache(Attached, Generic[_K, _T]):
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         codec: "zstd" or "lz4" to compress values without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
-        disk, disk_limit: a folder on a local disk behind the memory, and the bytes that it may have. It gets all values, stays
-            for the next run with the same fingerprint, and needs ``pip install 'stocache[disk]'`` (LMDB).
+        disk, disk_limit: a folder on a local disk behind the memory, and the bytes that it may have. It keeps all values
+            for the next run with the same fingerprint, and is emptied if that changes.
         name, persist, fingerprint, on_busy: to share the cache; `CacheOptions` describes all options in full.
 
     Raises:
         LimitError: the limit is not a size, or leaves no room.
         CodecError: the codec is unknown, or not installed.
-        DiskError: the folder cannot be used, or lmdb is not installed.
+        DiskError: the folder cannot be used; see `DiskCache`.
         CacheNameError, MismatchError, SegmentError, BusyError: as for `SharedCache`.
 
     Examples:
@@ -107,7 +107,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
     def _open(self, options: CacheOptions, job: Job | None) -> None:
         codec, allow_pickle = options.codec, options.allow_pickle
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, {"samples": BY_KEY, "codec": codec, "allow_pickle": allow_pickle})
-        disk = None if options.disk is None else DiskValues(options)
+        disk = KeyedDisk.of(options)
         segment, _ = open_memory(layout, options, job=job)
         self.__setstate__((options, segment, disk))
         logger.info("%r", self)
@@ -184,7 +184,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return False
 
     def _holds(self, key: Key) -> bool:
-        return self._table.find(key) >= 0 or (self._disk is not None and self._disk.read(key) is not MISSING)
+        return self._table.find(key) >= 0 or (self._disk is not None and self._disk.has(key))
 
     @property
     def room(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
 
     def _from_disk(self, key: Key) -> Any:
         """Return the value of a stored key from the disk, or MISSING. Keep it in memory, where there is room by now."""
-        if self._disk is None or (value := self._disk.read(key)) is MISSING:
+        if self._disk is None or (value := self._disk.find(key)) is MISSING:
             return MISSING
         self._segment.count(HITS)
         self._keep([key], [value], strict=False, on_disk=True)
@@ -395,10 +395,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 self._reject(error)
         self._publish(kept, records)
         if self._disk is not None and not on_disk:
-            stored = set(kept)
-            for key, value in zip(keys, values, strict=True):
-                if key in stored:
-                    self._disk.write(key, value)
+            for key, record in zip(kept, records, strict=True):
+                self._disk.keep(key, record)
 
     def _reject(self, error: SampleError) -> None:
         if count_rejected(self._segment):
@@ -473,6 +471,12 @@ class KeyedCache(Attached, Generic[_K, _T]):
                 stats.filled, format_size(stats.slot_bytes), format_size(stats.capacity_bytes), 100 * stats.hit_rate,
                 stats.slot_bytes,
             )  # fmt: skip
+
+    def close(self) -> None:
+        """Release the memory in this process, and close the files of the disk, which stay. Twice is fine."""
+        if not self.closed and self._disk is not None:
+            self._disk.close()
+        super().close()
 
     def clear(self) -> None:
         """Forget all keys in memory, which stays reserved. Wait for writers. No process may read values meanwhile.

@@ -85,10 +85,11 @@ class CachedIterable(IterableDataset[_T]):
             )
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         (taken,) = take_options("CachedIterable", [size_limit_gib], options, {CacheOptions: KEYED})
-        self.cache: KeyedCache[Any, _T] = KeyedCache(taken)
         marks = {"size_limit_gib": _MARKS, "name": taken.name and f"{taken.name}.lengths"}
-        if taken.disk is not None:
+        if taken.disk is not None:  # each of the two has a folder of its own in that folder
             marks |= {"disk": os.path.join(taken.disk, "lengths"), "disk_limit": _MARKS}
+            taken = dataclasses.replace(taken, disk=os.path.join(taken.disk, "samples"))
+        self.cache: KeyedCache[Any, _T] = KeyedCache(taken)
         self._marks = KeyedCache(dataclasses.replace(taken, **marks))  # has room when the cache is full
         self.epoch: int | None = None
         self._ranks: tuple[int, ...] = 0, 1

@@ -154,8 +154,8 @@ def fork_lock() -> Any:
     return _fork_locks.setdefault(os.getpid(), threading.RLock())
 
 
-def hold_to_fork(lock: Any, prepare: Callable[[], None] = lambda: None) -> None:
-    """Have this process take a lock before it forks, so that no other thread has it, call ``prepare``, and release it after.
+def hold_to_fork(lock: Any) -> None:
+    """Have this process take a lock before it forks, so that no other thread has it, and release it after.
 
     It forks without it if a thread does not release it for ``_HELD_S``.
     """
@@ -163,8 +163,6 @@ def hold_to_fork(lock: Any, prepare: Callable[[], None] = lambda: None) -> None:
 
     def before() -> None:
         held.append(lock.acquire(timeout=_HELD_S))
-        if held[-1]:
-            prepare()
 
     def after() -> None:
         if held.pop():
