@@ -235,10 +235,13 @@ def test_as_a_mapping_it_serves_programs_that_keep_a_dict(cache):
     )  # fmt: skip
     with pytest.raises(KeyError):
         kept["c"]
-    with pytest.raises(SlotError, match="evicts nothing"):
-        del kept["a"]
     with pytest.raises(SlotError, match="does not change"):
         kept["a"] = 3
+    del kept["a"]
+    with pytest.raises(KeyError):
+        del kept["a"]
+    kept["a"] = 3
+    assert (kept.pop("a"), kept.pop("a", 4), kept["b"]) == (3, 4, {"x": 2})
 
 
 def test_a_full_mapping_serves_each_thread_what_it_has_set_last():
@@ -253,9 +256,65 @@ def test_a_full_mapping_serves_each_thread_what_it_has_set_last():
             pickle.loads(pickle.dumps(kept))[19]
         with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
             pool.submit(kept.__getitem__, 19).result()
+        del kept[19]
+        with pytest.raises(KeyError):
+            del kept[19]
         kept.clear()
         with pytest.raises(KeyError):
             kept[19]
+
+
+def test_a_key_that_is_removed_is_gone_for_all_and_others_are_found_behind_it(cache, monkeypatch):
+    monkeypatch.setattr(keys, "xxh3_128_intdigest", lambda text: 5)  # all lie one behind the other
+    for number in range(N):
+        cache.put(number, value(number))
+    view, other = cache.get(7, copy=False), pickle.loads(pickle.dumps(cache))
+    assert all(cache.remove(number) for number in range(0, N, 3))
+    assert not any(other.remove(number) for number in range(0, N, 3))
+    assert len(cache) == len(list(other.keys())) == N - len(range(0, N, 3)) == other.stats().filled
+    for number in range(N):
+        assert same(other.get(number), None if number % 3 == 0 else value(number))
+    assert cache.remove(7)
+    assert same(view, value(7))
+    for number in range(N):
+        assert same(other.get_or_load(number, value), value(number))
+    assert (len(cache), not cache.remove("never")) == (N, True)
+
+
+@pytest.mark.parametrize("memory", [0, "1MB"])
+def test_a_key_that_is_removed_from_the_disk_does_not_come_back(tmp_path, memory, monkeypatch):
+    monkeypatch.setattr(keys, "xxh3_128_intdigest", lambda text: 5)
+    with on_disk(tmp_path, memory=memory) as cache:
+        for key in range(9):
+            cache.put(key, value(key))
+        assert cache.remove(3)
+        assert [key for key in range(9) if key in cache] == [0, 1, 2, 4, 5, 6, 7, 8]
+        assert in_child(lambda: cache.remove(8)) == 0
+        assert not cache.remove(8)
+    with on_disk(tmp_path, memory=memory) as cache:
+        assert all(same(cache.get(key), value(key)) for key in range(3))
+        assert not any(key in cache for key in (3, 8))  # those behind it may be loaded again
+        assert all(same(cache.get_or_load(key, value), value(key)) for key in range(9))
+        assert cache.remove(5)
+    with on_disk(tmp_path, memory=memory) as cache:
+        assert 5 not in cache
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_processes_that_remove_and_are_killed_disturb_no_reader(cache, seed):
+    rng = random.Random(seed)
+
+    def churn():
+        for key in range(100_000):
+            cache.get_or_load(key % 50, value)
+            cache.remove((key * 7) % 50)
+
+    for _ in range(4):
+        kill_in(churn, rng.random() * 0.03)
+        for key in range(50):
+            assert same(cache.get_or_load(key, value), value(key))
+    assert len(cache) == 50
+    assert sorted(cache.keys()) == list(range(50))
 
 
 def test_clear_forgets_all_and_the_memory_is_used_again(cache):

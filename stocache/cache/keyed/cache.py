@@ -204,7 +204,7 @@ class KeyedCache(Attached, Generic[_K, _T]):
         return map(decode, self._table.texts())
 
     def as_mapping(self) -> "KeyedMapping":
-        """Return the cache as a mutable mapping, for programs that keep a dict. Its keys cannot be deleted or set again."""
+        """Return the cache as a mutable mapping, for programs that keep a dict. The value of a key does not change."""
         return KeyedMapping(self)
 
     def hit(self, key: Key, copy: bool) -> Any:
@@ -229,6 +229,8 @@ class KeyedCache(Attached, Generic[_K, _T]):
             return MISSING
         self._segment.count(HITS)
         self._keep([key], [value], strict=False, on_disk=True)
+        if not self._disk.has(key):  # it was removed from the disk meanwhile, and maybe from memory before it was kept there
+            self._remove_from_memory(key)
         return value
 
     def get_or_load(
@@ -375,6 +377,29 @@ class KeyedCache(Attached, Generic[_K, _T]):
         if self._fillable():
             self._keep([found], [_on_cpu(value)], strict=True, where=f"put({key!r:.100})")
         return self._holds(found)
+
+    def remove(self, key: _K) -> bool:
+        """Remove a key, also from the disk. Return whether it was cached.
+
+        Other threads and processes that have found the value read it to the end. The room of the value, in memory and on the
+        disk, is not used again: in memory until `clear`, on the disk until the folder is emptied. A process that is loading the
+        key meanwhile caches it after that.
+
+        Raises:
+            CacheKeyError: the key is of another type, or NaN.
+            BusyError: another process, which may be stopped, holds the lock of the cache.
+            DiskError: the disk does not allow it.
+        """
+        found = key_of(key)
+        on_disk = self._disk is not None and self._disk.remove(found)  # first, or a reader could put it into memory again
+        return self._remove_from_memory(found) or on_disk
+
+    def _remove_from_memory(self, key: Key) -> bool:
+        with self._segment.guard:
+            removed = self._arena.run_locked(lambda: self._table.remove(key), None)
+        if removed is None:
+            raise BusyError("remove: another process, which may be stopped, holds the lock of the cache.")
+        return removed
 
     def _keep(self, keys: list[Key], values: list[Any], strict: bool, where: str = "value", on_disk: bool = False) -> None:
         """Cache loaded values in memory, and on the disk, unless they came from there.

@@ -2,8 +2,9 @@
 
 arena      as of a `RaggedCache` without samples, see NOTE [ Control of an arena ]
 state      how many levels the table has, and 256 times how often they were dropped
-stopped    1 where a function has found that the values are wrong by now
-levels     for each: the offset of its cells in the data, the logarithm of their number, and how many keys it has
+stopped    1 if a function has found that the values are wrong by now
+removed    how many keys were removed since all were dropped
+levels     for each: the offset of its cells in the data, the logarithm of their number, and how many keys it has or has had
 """
 
 import struct
@@ -14,7 +15,7 @@ from stocache.errors import SegmentError
 BY_KEY = "values by key"
 """Identifies the segment of a `KeyedCache` among those of other caches."""
 
-STATE, STOPPED, FIRST = 0, 1, 2
+STATE, STOPPED, REMOVED, FIRST = range(4)
 OFFSET, BITS, COUNT = range(3)
 WORDS_OF_LEVEL, LEVELS = 3, 20
 
@@ -24,8 +25,9 @@ CONTROL_BYTES = AT + _WORDS.size
 
 
 def count_keys(control: bytes) -> int:
-    """Return the number of keys, given the control bytes. It is too high by one for each writer that was killed."""
+    """Return the number of keys, given the control bytes. It may be too high by one for each process that was killed."""
     if len(control) < CONTROL_BYTES:
         raise SegmentError("is damaged: its control is too small.")
     words = _WORDS.unpack_from(control, AT)
-    return sum(words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS)))
+    counts = [words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS))]
+    return max(0, sum(counts) - int(words[REMOVED]))

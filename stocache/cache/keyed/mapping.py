@@ -6,7 +6,6 @@ from typing import Any
 
 from stocache.cache.keyed.keys import Key, key_of
 from stocache.cache.stats import MISSING
-from stocache.errors import SlotError
 
 
 class KeyedMapping(MutableMapping[Any, Any]):
@@ -35,7 +34,11 @@ class KeyedMapping(MutableMapping[Any, Any]):
             self._uncached[threading.get_ident()] = key_of(key), value
 
     def __delitem__(self, key: object) -> None:
-        raise SlotError(f"{key!r:.100} stays: a KeyedCache evicts nothing. clear() empties it.")
+        last, _ = self._uncached.get(threading.get_ident(), (None, None))
+        if last == key_of(key):
+            del self._uncached[threading.get_ident()]
+        elif not self.cache.remove(key):
+            raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self.cache

@@ -11,16 +11,33 @@ NOTE [ The table of keys ]
     of keys, and sets the cell. If it is killed in between, it leaves a gap in the arena, and no key. A number that is raised
     before its cell is set may be too high by one afterwards, never too low: so a level always has an empty cell, where a search
     for a key that is not there ends.
+
+    The cell of a key that is removed becomes `_GONE`, which is not empty, so searches continue past it. No key is ever found
+    there: its offset lies outside of the memory. Neither the cell nor the record is used again until all keys are dropped.
+    So a reader that has found a record reads it to the end.
 """
 
 from collections.abc import Iterator
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.cache.arena import Arena
 from stocache.cache.keyed.keys import Key, length_of
-from stocache.cache.keyed.layout import AT, BITS, CONTROL_BYTES, COUNT, FIRST, LEVELS, OFFSET, STATE, STOPPED, WORDS_OF_LEVEL
+from stocache.cache.keyed.layout import (
+    AT,
+    BITS,
+    CONTROL_BYTES,
+    COUNT,
+    FIRST,
+    LEVELS,
+    OFFSET,
+    REMOVED,
+    STATE,
+    STOPPED,
+    WORDS_OF_LEVEL,
+)
 from stocache.errors import SegmentError
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import Segment
@@ -28,6 +45,7 @@ from stocache.shm.segment import Segment
 _LEAST_BITS, _MOST_BITS = 6, 40
 _SHARE = 64  # of the capacity that the first level takes at most
 _RECORD = (1 << 48) - 1  # of a cell: the offset of its record, divided by 8, plus 1
+_GONE = _RECORD  # a cell whose key was removed
 
 
 _Levels: TypeAlias = tuple[int, list[tuple[memoryview, int]]]
@@ -79,6 +97,20 @@ class KeyTable:
         fence()
         cells[at] = number >> 112 << 48 | (record >> 3) + 1
         return True
+
+    def remove(self, key: Key) -> bool:
+        """Remove a key. Return whether it was there. With the arena's lock held."""
+        found = self.find(key)
+        word = key[1] >> 112 << 48 | (found - len(key[0]) >> 3) + 1
+        for cells, mask in self._read()[1] if found >= 0 else []:
+            at = key[1] & mask
+            while cells[at]:
+                if cells[at] == word:
+                    cells[at] = _GONE
+                    self._words[REMOVED] += 1
+                    return True
+                at = at + 1 & mask
+        return False
 
     def _with_room(self, found: "_Levels", room: int) -> "_Levels":
         """Return the levels, of which the newest has room for a cell; none if there is no room."""
@@ -139,16 +171,22 @@ class KeyTable:
         return self._words[STATE] >> 8
 
     def __len__(self) -> int:
-        return sum(int(np.count_nonzero(np.frombuffer(cells, np.uint64))) for cells, _ in self._read()[1])
+        return sum(map(len, self._words_of_keys()))
 
     def texts(self) -> Iterator[bytes]:
         """Yield the bytes of each key."""
-        for cells, _ in self._read()[1]:
-            numbers = np.frombuffer(cells, np.uint64)
-            for word in numbers[numbers != 0].tolist():
+        for numbers in self._words_of_keys():
+            for word in numbers.tolist():
                 at = (word & _RECORD) - 1 << 3
                 yield self._memory[at + 8 : at + 8 + length_of(self._memory[at : at + 8])].tobytes()
 
+    def _words_of_keys(self) -> "Iterator[NDArray[np.uint64]]":
+        """Yield the cells of each level that have keys."""
+        for cells, _ in self._read()[1]:
+            numbers = np.frombuffer(cells, np.uint64)
+            yield numbers[(numbers != 0) & (numbers != _GONE)]
+
     def clear(self) -> None:
         """Drop all keys. No process may be reading or writing."""
+        self._words[REMOVED] = 0
         self._words[STATE] = (self._words[STATE] & ~255) + 256
