@@ -62,27 +62,27 @@ class Probe:
 
     Attributes:
         samples: the loaded samples, by index.
-        failed: samples that could not be loaded, or cannot be kept.
+        errors: of samples that could not be loaded, or cannot be kept, by index; and whether the dataset raised the error.
         example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
-        unfit: the error of the first sample that cannot be kept, where none can; else None.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
         draws: whether that are random numbers, so that the program may be cut.
         survey: where it may be; see `Planner.survey`.
         keeps: whether the dataset keeps something of each sample that it loads.
+        begun: the last sample that was begun, or None.
     """
 
     samples: dict[int, Any] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)
+    errors: dict[int, tuple[Exception, bool]] = field(default_factory=dict)
     example: Any = None
     reads: frozenset[str] = frozenset()
     loaded_here: bool | None = None
-    unfit: Exception | None = None
     finding: str | None = None
     draws: bool = False
     survey: list[Any] = field(default_factory=list)
     keeps: bool = False
+    begun: Any = None
 
     @property
     def named(self) -> dict[str, Any]:
@@ -93,41 +93,50 @@ class Probe:
             else {"example": self.example}
         )
 
+    @property
+    def unfit(self) -> Exception | None:
+        """The error of the first sample that cannot be kept, if none can."""
+        errors = (error for error, raised in self.errors.values() if not raised)
+        return None if self.samples else next(errors, None)
 
-class _Started(NamedTuple):
-    """Sent by the child before it loads a sample."""
+    @property
+    def failure(self) -> tuple[int, Exception] | None:
+        """The first sample and its error, if the dataset raised one for every sample."""
+        fails = not self.samples and all(raised for _, raised in self.errors.values())
+        return next(((idx, error) for idx, (error, _) in self.errors.items()), None) if fails else None
 
-    idx: int
+    def take(self, items: Iterable["_News"]) -> None:
+        """Take what `_load_all` yields."""
+        for news in items:
+            self.begun = self.begun if news.idx is None else news.idx
+            self.finding = self.finding or news.finding
+            self.draws, self.keeps = self.draws or news.draws, self.keeps or news.keeps
+            self.reads = self.reads or news.reads
+            self.survey += news.survey
+            if news.record is not None:
+                self.samples[self.begun] = unpack_sample(news.record)
+            if news.error is not None:
+                self.errors[self.begun] = unpack_error(news.error), news.raised
 
 
-class _Loaded(NamedTuple):
-    """Sent by the child after it loaded a sample: its record, or an error. ``raised``: by the dataset, not by packing."""
+class _News(NamedTuple):
+    """What the child sends.
 
-    idx: int
+    Attributes:
+        idx: a sample that it begins to load.
+        record, error: of the sample that was begun last. ``raised``: by the dataset, not by packing.
+        finding, draws, reads, keeps: as of `Probe`. survey: items of it.
+    """
+
+    idx: int | None = None
     record: bytes | None = None
-    error: PackedError = (None, "", "")
+    error: PackedError | None = None
     raised: bool = False
-
-
-class _LoadedAgain(NamedTuple):
-    """Sent by the child after it loaded a sample again. ``place``: where it differs. ``reads``: attributes that it has read."""
-
-    idx: int
-    place: str | None
-    reads: frozenset[str]
-
-
-class _Found(NamedTuple):
-    """Sent by the child. ``text``, ``draws``: as of `Probe`; no text if the dataset keeps something of each sample."""
-
-    text: str | None
+    finding: str | None = None
     draws: bool = False
-
-
-class _Surveyed(NamedTuple):
-    """Sent by the child: an item of `Probe.survey`."""
-
-    item: Any
+    reads: frozenset[str] = frozenset()
+    keeps: bool = False
+    survey: tuple[Any, ...] = ()
 
 
 def probe_samples(
@@ -152,147 +161,105 @@ def probe_samples(
     if not indices:
         return Probe()
     job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices, survey)
-    found = _ProbeResults(dataset)
+    probe = Probe()
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
-            found.take(items)
+            probe.take(items)
     except ChildError as error:
-        if not isinstance(error, SlowError) or found.started is None:
+        if not isinstance(error, SlowError) or probe.begun is None:
             return _probe_here(dataset, job, error)
-        logger.warning("sample %d is not loaded after %.0f s. %s.", found.started, _PATIENCE_S, _ADVICE)
+        logger.warning("sample %d is not loaded after %.0f s. %s.", probe.begun, _PATIENCE_S, _ADVICE)
     except WorkerError as error:
-        if not found.probe.samples:
-            raise WorkerError(f"probing sample {found.started}: {error} {_ADVICE}.") from None
-        logger.warning("probing sample %s: %s", found.started, str(error))
-    if any(is_of_closed_stream(error) for _, error, _ in found.errors):
-        name = type(dataset).__name__
-        found.probe.finding = f"{name} reads a pipe or socket that is open in this process, which a child process cannot"
-        return found.probe
-    if found.failure is not None and loads_only_here(partial(operator.getitem, dataset, found.failure[0]), found.failure[1]):
-        return _probe_here(dataset, job, found.failure[1])
-    return found.result(here=False)
-
-
-def _probe_here(dataset: object, job: Callable[[], Iterator[object]], reason: Exception) -> Probe:
-    warn_of_this_process(reason)
-    found = _ProbeResults(dataset)
-    found.take(run_here(job))
-    return found.result(here=True)
-
-
-class _ProbeResults:
-    """The results of `_load_all` so far.
-
-    Attributes:
-        probe: the result.
-        started: the last sample that was begun, or None.
-        errors: by sample; and whether the dataset raised it, or the sample cannot be kept.
-    """
-
-    def __init__(self, dataset: object) -> None:
-        self._dataset, self.probe = dataset, Probe()
-        self.started: int | None = None
-        self.errors: list[tuple[int, Exception, bool]] = []
-
-    def take(self, items: Iterable[Any]) -> None:
-        """Take the items that `_load_all` yields."""
-        probe = self.probe
-        for item in items:
-            if isinstance(item, _Started):
-                self.started = item.idx
-            elif isinstance(item, _LoadedAgain):
-                probe.reads = probe.reads or item.reads
-                if item.place is not None:
-                    name = type(self._dataset).__name__
-                    probe.finding = f"sample {item.idx} of {name} was different when it was loaded again ({item.place:.300})"
-            elif isinstance(item, _Surveyed):
-                probe.survey.append(item.item)
-            elif isinstance(item, _Found):
-                probe.finding, probe.keeps = probe.finding or item.text, probe.keeps or item.text is None
-                probe.draws = probe.draws or item.draws
-            elif item.record is not None:
-                probe.samples[item.idx] = unpack_sample(item.record)
-            else:
-                self.errors.append((item.idx, unpack_error(item.error), item.raised))
-                probe.failed.append(item.idx)
-
-    @property
-    def failure(self) -> tuple[int, Exception] | None:
-        """The first sample and its error, if the dataset raised one for every sample."""
-        fails = not self.probe.samples and self.errors and all(raised for _, _, raised in self.errors)
-        return self.errors[0][:2] if fails else None
-
-    def result(self, here: bool) -> Probe:
-        """Return the probe. ``here``: whether this process has loaded the samples. Raises the error of the dataset."""
-        if self.failure is not None:
-            idx, problem = self.failure
-            raise with_prefix(problem, f"probing sample {idx} of {type(self._dataset).__name__}. {_ADVICE}. It raised")
-        probe = self.probe
-        iterator = find_iterator(self._dataset, probe.reads)
-        if iterator is not None and probe.finding is None:
-            probe.finding = f"samples of {type(self._dataset).__name__} are made with {iterator}"
-        probe.loaded_here = here if here or probe.samples or self.errors else None
         if not probe.samples:
-            probe.unfit = next((problem for _, problem, raised in self.errors if not raised), None)
+            raise WorkerError(f"probing sample {probe.begun}: {error} {_ADVICE}.") from None
+        logger.warning("probing sample %s: %s", probe.begun, str(error))
+    if any(is_of_closed_stream(error) for error, _ in probe.errors.values()):
+        name = type(dataset).__name__
+        probe.finding = f"{name} reads a pipe or socket that is open in this process, which a child process cannot"
         return probe
+    if probe.failure is not None and loads_only_here(partial(operator.getitem, dataset, probe.failure[0]), probe.failure[1]):
+        return _probe_here(dataset, job, probe.failure[1])
+    return _completed(probe, dataset, here=False)
+
+
+def _probe_here(dataset: object, job: Callable[[], Iterator[_News]], reason: Exception) -> Probe:
+    warn_of_this_process(reason)
+    probe = Probe()
+    probe.take(run_here(job))
+    return _completed(probe, dataset, here=True)
+
+
+def _completed(probe: Probe, dataset: object, here: bool) -> Probe:
+    """Return the probe. ``here``: whether this process has loaded the samples. Raises the error of the dataset."""
+    if probe.failure is not None:
+        idx, problem = probe.failure
+        raise with_prefix(problem, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
+    iterator = find_iterator(dataset, probe.reads)
+    if iterator is not None and probe.finding is None:
+        probe.finding = f"samples of {type(dataset).__name__} are made with {iterator}"
+    probe.loaded_here = here if here or probe.samples or probe.errors else None
+    return probe
 
 
 def _load_all(
     dataset: object, load: Callable[[int], object], indices: list[int], survey: Callable[[], Iterator[Any]] | None
-) -> Iterator[_Started | _Loaded | _LoadedAgain | _Found | _Surveyed]:
+) -> Iterator[_News]:
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
-    new: set[str] = set()  # attributes that were set by the first load
     keeps, quick, drawn = False, False, False
+
+    def drawing() -> _News:
+        finding = f"random numbers are drawn to load sample {idx} of {name}"
+        if line.text is not None:
+            finding = f"samples of {name} are made with a seed or bytes that the system draws in {line.text}"
+        return _News(finding=finding, draws=True)
+
     for idx in indices:
         if len(done) > 1 and time.monotonic() - began > _BUDGET_S:
             break
-        yield _Started(idx)
+        yield _News(idx)
         before, sizes, kept, loading = dict(vars_of(dataset)), _sizes(dataset), Kept(own_generators(dataset)), time.monotonic()
         try:
             with line if quick else contextlib.nullcontext():
                 sample = load(idx)
         except Exception as error:
-            yield _Loaded(idx, error=pack_error(error), raised=True)
+            yield _News(error=pack_error(error), raised=True)
             continue
         draws, quick = kept.drawn() or line.text is not None, time.monotonic() - loading < _QUICK_S
         if draws and not drawn:
-            drawn, where = True, f"random numbers are drawn to load sample {idx} of {name}"
-            if line.text is not None:
-                where = f"samples of {name} are made with a seed or bytes that the system draws in {line.text}"
-            yield _Found(where, draws=True)
+            drawn = True
+            yield drawing()
             if survey is not None:
                 kept.restore()
-                yield from map(_Surveyed, survey())
+                yield from (_News(survey=(item,)) for item in survey())
                 return
         keeps = keeps or bool(_grown(dataset, sizes))
         try:
             record = pack_sample(sample, f"sample {idx}")
         except SampleError as error:
-            yield _Loaded(idx, error=pack_error(error))
+            yield _News(error=pack_error(error))
             continue
-        yield _Loaded(idx, record)
+        yield _News(record=record)
         done.append(idx)
         first = describe(sample, strides=False)
         del sample
         if len(done) == 1:
             # see NOTE [ What a sample is made of ]
-            new = {name for name, value in vars_of(dataset).items() if before.get(name, before) is not value}
+            new = {key for key, value in vars_of(dataset).items() if before.get(key, before) is not value}
             with recorded_names(dataset) as reads, line:
                 place = None if draws else _load_again(load, idx, first)
-            yield _LoadedAgain(idx, place, frozenset(reads - new))
-        if draws and drawn is None:
-            drawn = idx
+            finding = f"sample {idx} of {name} was different when it was loaded again ({place:.300})" if place else None
+            yield _News(finding=finding, reads=frozenset(reads - new))
     if done and keeps:
-        yield _Found(None)
+        yield _News(keeps=True)
         sizes = _sizes(dataset)
         with contextlib.suppress(Exception):
             load(done[0])
         for grown in [each for each, container in _grown(dataset, sizes).items() if not _is_log(container)][:1]:
-            yield _Found(f"{name} keeps what it loads: {grown} grows each time that a sample is loaded")
+            yield _News(finding=f"{name} keeps what it loads: {grown} grows each time that a sample is loaded")
     if line.text is not None and not drawn:
-        yield _Found(f"samples of {name} are made with a seed or bytes that the system draws in {line.text}", draws=True)
-    yield from map(_Found, _differences_of_batches(dataset, done))
+        yield drawing()
+    yield from (_News(finding=finding) for finding in _differences_of_batches(dataset, done))
 
 
 def _sizes(dataset: object) -> dict[str, int]:

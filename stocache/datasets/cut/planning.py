@@ -152,7 +152,7 @@ class Planner:
             CannotCut: they differ.
         """
         for example in self._loaded:
-            if example.idx in probe.failed:
+            if example.idx in probe.errors:
                 raise CannotCut(f"sample {example.idx} draws random numbers before the cut, or is made in another way")
         tried = [example for example in self._loaded if example.idx in probe.samples]
         parts = [(example, partial(unpack_sample, pack_sample(probe.samples[example.idx]))) for example in tried]
