@@ -2,7 +2,7 @@
 
 A transform is recognised by the name and module of its class, so no library is imported here. A class that is not in the table
 counts as random. So does a subclass of one that is, as it may do anything. MONAI marks its classes, and so do its users. The
-lists are those of torchvision 0.29, timm 1.0, MONAI 1.6, albumentations 2.0, Kornia 0.9 and audiomentations 0.43.
+lists are those of torchvision 0.29, timm 1.0, albumentations 2.0 and Kornia 0.9.
 """
 
 import functools
@@ -25,17 +25,16 @@ def mark_value(transform: object) -> Any:
 
 
 class Library(NamedTuple):
-    """The transforms of a library.
+    """The deterministic transforms of a library.
 
     Attributes:
-        module: the module that defines them, itself or in submodules.
-        deterministic, random: names of classes.
-        condition: returns whether an object of a class in ``deterministic`` is deterministic with its options.
+        module: the module that defines them, itself or in submodules. Its other transforms may be random.
+        deterministic: names of classes.
+        condition: returns whether an object of one of these classes is deterministic with its options.
     """
 
     module: str
     deterministic: frozenset[str]
-    random: frozenset[str]
     condition: Callable[[Any], bool] = lambda transform: True
 
 
@@ -62,20 +61,10 @@ LIBRARIES = (
             SetClampingMode TenCrop ToDtype ToImage ToPILImage ToPureTensor ToTensor UniformTemporalSubsample
             ImageClassification ObjectDetection OpticalFlow SemanticSegmentation VideoClassification"""
         ),
-        _names(
-            """AugMix AutoAugment ColorJitter CutMix ElasticTransform GaussianBlur GaussianNoise JPEG Lambda MixUp RandAugment
-            RandomAdjustSharpness RandomAffine RandomApply RandomAutocontrast RandomChannelPermutation RandomChoice
-            RandomCrop RandomEqualize RandomErasing RandomGrayscale RandomHorizontalFlip RandomInvert RandomIoUCrop
-            RandomOrder RandomPerspective RandomPhotometricDistort RandomPosterize RandomResize RandomResizedCrop
-            RandomRotation RandomShortestSize RandomSolarize RandomVerticalFlip RandomZoomOut ScaleJitter Transform
-            TrivialAugmentWide"""
-        ),
     ),
     Library(
         "timm.data",
         _names("CenterCropOrPad MaybePILToTensor MaybeToTensor ResizeKeepRatio ToNumpy ToTensor TrimBorder"),
-        _names("AugMixAugment AugmentOp AutoAugment RandAugment RandomCropOrPad RandomErasing RandomPad")
-        | {"RandomResizedCropAndInterpolation"},
         lambda transform: not (getattr(transform, "random_scale_prob", 0) or getattr(transform, "random_aspect_prob", 0)),
     ),
     Library(
@@ -85,43 +74,11 @@ LIBRARIES = (
             PadIfNeeded Resize SmallestMaxSize TimeReverse ToFloat ToGray ToRGB ToSepia ToTensor3D ToTensorV2 Transpose
             VerticalFlip"""
         ),
-        _names(
-            """AdditiveNoise AdvancedBlur Affine AtLeastOneBBoxRandomCrop BBoxSafeRandomCrop BaseCompose BasicTransform Blur
-            CLAHE CenterCrop3D ChannelDropout ChannelShuffle ChromaticAberration CoarseDropout CoarseDropout3D ColorJitter
-            Compose ConstrainedCoarseDropout CropAndPad CropNonEmptyMaskIfExists CubicSymmetry D4 Defocus Downscale
-            DualTransform ElasticTransform Emboss Erasing FDA FancyPCA FrequencyMasking GaussNoise GaussianBlur GlassBlur
-            GridDistortion GridDropout GridElasticDeform HEStain HistogramMatching HueSaturationValue ISONoise Illumination
-            ImageCompression ImageOnlyTransform Lambda MaskDropout MedianBlur Morphological Mosaic MotionBlur
-            MultiplicativeNoise OneOf OneOrOther OpticalDistortion OverlayElements PadIfNeeded3D Perspective PiecewiseAffine
-            PixelDistributionAdaptation PixelDropout PlanckianJitter PlasmaBrightnessContrast PlasmaShadow Posterize
-            RGBShift RandomBrightnessContrast RandomCrop RandomCrop3D RandomCropFromBorders RandomCropNearBBox RandomFog
-            RandomGamma RandomGravel RandomGridShuffle RandomOrder RandomRain RandomResizedCrop RandomRotate90 RandomScale
-            RandomShadow RandomSizedBBoxSafeCrop RandomSizedCrop RandomSnow RandomSunFlare RandomToneCurve ReplayCompose
-            RingingOvershoot Rotate SafeRotate SaltAndPepper SelectiveChannelTransform Sequential Sharpen ShiftScaleRotate
-            ShotNoise Solarize SomeOf Spatter SquareSymmetry Superpixels TextImage ThinPlateSpline TimeMasking Transform3D
-            UnsharpMask XYMasking ZoomBlur"""
-        ),
         _albumentation_is_deterministic,
     ),
     Library(
         "kornia.augmentation",
         _names("CenterCrop CenterCrop3D Denormalize LongestMaxSize Normalize PadTo Resize SmallestMaxSize"),
-        _names(
-            """AugmentationBase2D AugmentationBase3D AugmentationSequential ColorJiggle ColorJitter GeometricAugmentationBase2D
-            GeometricAugmentationBase3D ImageSequential IntensityAugmentationBase2D IntensityAugmentationBase3D
-            ManyToManyAugmentationDispather ManyToOneAugmentationDispather MixAugmentationBaseV2 PatchMix PatchSequential
-            RandomAffine RandomAffine3D RandomAutoContrast RandomBoxBlur RandomBrightness RandomChannelDropout
-            RandomChannelShuffle RandomClahe RandomContrast RandomCrop RandomCrop3D RandomCutMixV2 RandomDepthicalFlip3D
-            RandomDissolving RandomElasticTransform RandomEqualize RandomEqualize3D RandomErasing RandomFisheye RandomGamma
-            RandomGaussianBlur RandomGaussianIllumination RandomGaussianNoise RandomGrayscale RandomHorizontalFlip
-            RandomHorizontalFlip3D RandomHue RandomInvert RandomJPEG RandomJigsaw RandomLinearCornerIllumination
-            RandomLinearIllumination RandomMedianBlur RandomMixUpV2 RandomMosaic RandomMotionBlur RandomMotionBlur3D
-            RandomPerspective RandomPerspective3D RandomPlanckianJitter RandomPlasmaBrightness RandomPlasmaContrast
-            RandomPlasmaShadow RandomPosterize RandomRGBShift RandomRain RandomResizedCrop RandomRotation RandomRotation3D
-            RandomRotation90 RandomSaltAndPepperNoise RandomSaturation RandomSharpness RandomShear RandomSnow RandomSolarize
-            RandomThinPlateSpline RandomTranslate RandomTransplantation RandomTransplantation3D RandomVerticalFlip
-            RandomVerticalFlip3D RigidAffineAugmentationBase2D RigidAffineAugmentationBase3D VideoSequential"""
-        ),
         lambda transform: transform.p == 1 and transform.p_batch == 1,
     ),
     Library(
@@ -132,48 +89,36 @@ LIBRARIES = (
             RgbToHls RgbToHsv RgbToLab RgbToLinearRgb RgbToLuv RgbToRaw RgbToRgb255 RgbToRgba RgbToXyz RgbToYcbcr RgbToYuv
             RgbToYuv420 RgbToYuv422 RgbaToBgr RgbaToRgb Sepia XyzToRgb YcbcrToRgb Yuv420ToRgb Yuv422ToRgb YuvToRgb"""
         ),
-        frozenset(),
     ),
     Library(
-        "kornia.enhance",
+        "kornia.enhance",  # ZCAWhitening learns from its inputs
         _names(
             """AddWeighted AdjustBrightness AdjustBrightnessAccumulative AdjustContrast AdjustContrastWithMeanSubtraction
             AdjustGamma AdjustHue AdjustLog AdjustSaturation AdjustSaturationWithGraySubtraction AdjustSigmoid Denormalize
             IntegralImage IntegralTensor Invert JPEGCodecDifferentiable Normalize Rescale Threshold"""
         ),
-        _names("ZCAWhitening"),  # learns from its inputs
         _has_no_parameters,
     ),
     Library(
-        "kornia.filters",
+        "kornia.filters",  # DexiNed and StableDiffusionDissolving are networks
         _names(
             """BilateralBlur BlurPool2D BoxBlur Canny EdgeAwareBlurPool2D GaussianBlur2d GuidedBlur InRange JointBilateralBlur
             Laplacian MaxBlurPool2D MedianBlur MotionBlur MotionBlur3D OtsuThreshold Sobel SpatialGradient SpatialGradient3d
             UnsharpMask"""
         ),
-        _names("DexiNed StableDiffusionDissolving"),  # networks; DexiNed is here up to Kornia 0.8
         _has_no_parameters,
     ),
     Library(
-        "kornia.geometry.transform",
+        "kornia.geometry.transform",  # Homography, Similarity and ImageRegistrator learn
         _names("Affine CenterCrop2D Hflip HomographyWarper PyrDown PyrUp Rescale Resize Rot180 Rotate Scale ScalePyramid Shear")
         | _names("Translate Vflip"),
-        _names("BaseModel BaseWarper Homography ImageRegistrator Similarity"),  # they learn
         _has_no_parameters,
     ),
-    Library(
-        "audiomentations",  # each draws a number, also with p=1
-        frozenset(),
-        _names(
-            """AddBackgroundNoise AddColorNoise AddGaussianNoise AddGaussianSNR AddShortNoises AdjustDuration AirAbsorption
-            Aliasing ApplyImpulseResponse BandPassFilter BandStopFilter BitCrush Clip ClippingDistortion Compose Gain
-            GainTransition HighPassFilter HighShelfFilter Lambda Limiter LoudnessNormalization LowPassFilter LowShelfFilter
-            Mp3Compression Normalize OneOf Padding PeakingFilter PitchShift PolarityInversion RepeatPart Resample Reverse
-            RoomSimulator SevenBandParametricEQ Shift SomeOf TanhDistortion TimeMask TimeStretch Trim"""
-        ),
-    ),
-    Library("torch.nn.modules", _names("Flatten Identity Unflatten Upsample ZeroPad2d"), frozenset(), _has_no_parameters),
+    Library("audiomentations", frozenset()),  # each draws a number, also with p=1
 )
+
+_MODULES = (torch.nn.Flatten, torch.nn.Identity, torch.nn.Unflatten, torch.nn.Upsample, torch.nn.ZeroPad2d)
+"""Modules of torch that are deterministic, and have no parameters."""
 
 _FUNCTIONS: frozenset[Any] = frozenset(
     {bool, bytes, complex, dict, float, int, list, set, str, tuple}
@@ -193,10 +138,8 @@ def find_library(cls: type) -> Library | None:
 
 
 def is_known(cls: type) -> bool:
-    """Whether a class is in the table, or is a transform of MONAI."""
-    library = find_library(cls)
-    listed = library is not None and cls.__name__ in library.deterministic | library.random
-    return listed or _is_of_monai(cls) or (cls.__name__ == "Compose" and library is not None)
+    """Whether a class is of a library in the table, or is a transform of MONAI."""
+    return find_library(cls) is not None or _is_of_monai(cls)
 
 
 def is_deterministic(transform: object) -> bool:
@@ -220,7 +163,8 @@ def is_deterministic(transform: object) -> bool:
             return cls.__name__ in library.deterministic and library.condition(transform)
         except AttributeError:  # in another version of the library
             return False
-    return any(transform is function for function in _FUNCTIONS) or _is_library_function(transform)
+    known = cls in _MODULES or any(transform is function for function in _FUNCTIONS)
+    return known or _is_library_function(transform)
 
 
 def _is_library_function(function: object) -> bool:

@@ -252,27 +252,13 @@ def deterministic(transform: _Transform) -> _Transform:
     try:
         setattr(transform, DETERMINISTIC_ATTRIBUTE, mark_value(transform))
     except (AttributeError, TypeError):  # a built-in function, a method, an object with slots
-        return deterministic(CallableWrapper(transform))  # type: ignore[return-value]
+        return deterministic(functools.partial(transform))  # type: ignore[return-value]
     return transform
-
-
-class CallableWrapper:
-    """Calls a transform, and takes attributes in its place."""
-
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        self.transform = transform
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transform."""
-        return self.transform(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return repr(self.transform)
 
 
 def step_name(step: object) -> str:
     """Return the name of a step: of its class, or of the function."""
-    while isinstance(step, ArgumentTransform | CallableWrapper):
+    while isinstance(step, ArgumentTransform):
         step = step.transform
     inner = getattr(step, "func", None) if type(step).__name__ == "partial" else None
     if inner is not None:
@@ -282,7 +268,7 @@ def step_name(step: object) -> str:
 
 def step_text(step: object) -> str:
     """Return a step as text, the same in every process; with its options, if its repr has them."""
-    while isinstance(step, ArgumentTransform | CallableWrapper):
+    while isinstance(step, ArgumentTransform):
         step = step.transform
     text = " ".join(repr(step).split())
     if len(text) < 1000 and not re.search(r"0x[0-9a-f]+|<|\{", text):
