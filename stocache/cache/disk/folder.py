@@ -36,7 +36,7 @@ MANIFEST_FILE, LOCK_FILE, INDEX_FILE, SAMPLES_FILE = "cache.json", "lock", "inde
 CONTENT = MANIFEST_FILE, f"{MANIFEST_FILE}.new", INDEX_FILE, SAMPLES_FILE
 """In the order in which they are removed: without a manifest, nobody reads the others."""
 FILES = frozenset({*CONTENT, LOCK_FILE, "lost+found"})
-_MARK, _VERSION = b'"checksum": "', 1
+_MARK, _VERSION = b'"checksum": "', 2
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
 MOST_TEXT = 1 << 16

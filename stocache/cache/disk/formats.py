@@ -11,6 +11,7 @@ from stocache.cache.columns import as_bytes
 from stocache.errors import SegmentError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedRecord
+from stocache.samples.rows import RowLayout
 from stocache.samples.spec import Structure
 from stocache.shm.segment import MOST_BUFFERS
 
@@ -20,49 +21,39 @@ _MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads
 _Bytes = NDArray[np.uint8]
 
 
-class Rows:
-    """Samples of one structure: the values of their leaves, each at a multiple of 8 bytes.
-
-    It has the attributes and methods of `Records`.
+class Rows(RowLayout):
+    """Samples of one structure, as rows (NOTE [ Rows ]). It has the attributes and methods of `Records`.
 
     Attributes:
-        nbytes: bytes of a sample.
         fills_batches: whether rows can be read into the memory of a batch: `columns` returns where.
     """
 
     unreadable = ""
 
     def __init__(self, structure: Structure) -> None:
-        self._encode, self._join, leaves = structure.encode, structure.joiner(), structure.leaves
-        self._decoders, self._gaps, self.nbytes = list[tuple[Any, int]](), list[int](), 0
-        for leaf in leaves:
-            self._gaps.append(-self.nbytes & 7)
-            self._decoders.append((leaf.decoder(), self.nbytes + self._gaps[-1]))
-            self.nbytes += self._gaps[-1] + leaf.nbytes
-        self.fills_batches = 0 < 2 * len(leaves) < MOST_BUFFERS and self.nbytes < _MOST_AT_ONCE
+        super().__init__(structure)
+        leaves = structure.leaves
+        self._encode, self._join = structure.encode, structure.joiner()
+        # The user may keep a small part of a sample, such as a label: it does not hold the memory of the others
+        self._parts = [(leaf.decoder(), at, 4 * leaf.nbytes < self.nbytes) for leaf, at in zip(leaves, self.begins, strict=True)]
+        self.fills_batches = 0 < len(leaves) < MOST_BUFFERS - 1 and self.nbytes < _MOST_AT_ONCE
         self.fills_batches &= all(leaf.order is None for leaf in leaves) and not structure.is_narrow
 
     def encode(self, sample: object, where: str) -> list[Any]:
         """See `Records`."""
-        buffers = []
-        for gap, buffer in zip(self._gaps, self._encode(sample, where), strict=True):
-            if gap:
-                buffers.append(bytes(gap))
-            buffers.append(buffer)
-        return buffers
+        buffers = self._encode(sample, where)
+        return [*map(buffers.__getitem__, self.order), bytes(self.gap)]
 
     def decode(self, data: _Bytes, nbytes: int) -> Any:
         """See `Records`."""
         if nbytes != self.nbytes:
             raise SegmentError(f"a sample has {nbytes} bytes, expected {self.nbytes}")
-        return self._join([decode(data, at, False) for decode, at in self._decoders])
+        return self._join([decode(data, at, copy) for decode, at, copy in self._parts])
 
     def columns(self, items: list[Any]) -> list[_Bytes]:
         """Return a contiguous batch as columns of bytes: one row of all of them is what `encode` makes of a sample."""
-        columns = []
-        for gap, column in zip(self._gaps, map(as_bytes, items), strict=True):
-            columns += [np.empty((len(column), gap), np.uint8), column] if gap else [column]
-        return columns
+        columns = [as_bytes(items[number]) for number in self.order]
+        return [*columns, np.empty((len(columns[0]), self.gap), np.uint8)] if self.gap else columns
 
 
 class Values(Records):
@@ -72,7 +63,7 @@ class Values(Records):
         """Return the bytes of a value, given its record."""
         return [prefix, *self.buffers(record)]
 
-    def decode(self, data: Any, nbytes: int, copy: bool = False) -> tuple[bytes, Any]:
+    def decode(self, data: Any, nbytes: int, copy: bool | None = None) -> tuple[bytes, Any]:
         """Return the prefix and the value. See `Records`."""
         memory = memoryview(data)
         begin = 8 + (int.from_bytes(memory[:8], "little") + 7 & ~7)

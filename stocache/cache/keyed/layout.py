@@ -29,5 +29,5 @@ def count_keys(control: bytes) -> int:
     if len(control) < CONTROL_BYTES:
         raise SegmentError("is damaged: its control is too small.")
     words = _WORDS.unpack_from(control, AT)
-    counts = [words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS))]
+    counts: list[int] = [words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS))]
     return max(0, sum(counts) - int(words[REMOVED]))

@@ -108,7 +108,7 @@ def test_another_fingerprint_makes_the_folder_again_and_none_names_an_earlier_ru
 
 FORGED = {
     "key": ["", "x" * 16, "0" * 17, 5, ["0" * 16]], "created": ["now", -1, 1e300], "fingerprint": [5, {}], "identity": [[]],
-    "facts": [None, [], {}, *({"memory_slots": slots, "example": None} for slots in (-1, 1 << 70))], "version": [2, "1", None],
+    "facts": [None, [], {}, *({"memory_slots": slots, "example": None} for slots in (-1, 1 << 70))], "version": [1, "2", None],
 }  # fmt: skip
 
 
