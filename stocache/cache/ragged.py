@@ -69,9 +69,9 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
         sample = cache.get_or_load(idx, load)       # or get_slot and set_slot, as with SharedCache
 
-    A sample is any tree of dicts, lists, tuples, namedtuples, dataclasses, sets, deques and other mappings, with tensors (and
+    A sample is any tree of dicts and other mappings, lists, tuples, namedtuples and dataclasses, with tensors (and
     their subclasses: MetaTensors, tv_tensors), numpy arrays, Python numbers, str, bytes, None, enum members, paths, dates,
-    times, Decimals, Fractions, ranges, slices and PIL images in it. Each sample may differ from the others. It comes back equal
+    times, Decimals, Fractions, ranges and PIL images in it. Each sample may differ from the others. It comes back equal
     in type, structure, dtype, shape, strides (if dense) and value. Nothing is pickled unless allowed.
 
     Ranks of a job share the cache if it has a ``name`` or a ``fingerprint``.

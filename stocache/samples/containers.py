@@ -1,4 +1,4 @@
-"""Containers as records describe them: the name of the class, the keys and the extra, written and read.
+"""Containers as records describe them: the name of the class and the keys, written and read.
 
 Keys are written as Python literals, so that 1, 1.0 and True stay apart.
 """
@@ -12,44 +12,34 @@ from stocache.samples.leaves.kind import Encoded
 from stocache.samples.leaves.kinds import encode_other, encoder_of
 from stocache.samples.leaves.plain_kinds import encode_numbers, member_bytes
 from stocache.samples.leaves.type_lookup import (
-    FACTORIES,
     Unfit,
     Unresolved,
     enum_class,
-    factory_of,
     member_of,
     name_of,
     resolve,
 )
 from stocache.samples.pytree import DEEP, Container, check_class, check_image
 
-_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, frozenset, type(None)})
+_PLAIN_CONTAINERS = frozenset({dict, list, tuple, type(None)})
 
 
-def describe(container: Container, parts: object, allow_pickle: bool) -> tuple[str, tuple[Any, ...]]:
-    """Return the name of a container's class, and its extra with names in place of functions.
+def name_container(container: Container, parts: object) -> str:
+    """Return the name of a container's class.
 
     Raises:
         Unfit: the container could not be put together again where its class is only looked up.
     """
-    cls, kind, extra = container.cls, container.kind, container.extra
+    cls, kind = container.cls, container.kind
     name = name_of(cls)
-    if cls in _PLAIN_CONTAINERS:
-        return name, extra
-    if kind == "defaultdict":
-        extra = tuple(None if factory is None else name_of(factory) for factory in extra)
-    try:
-        check_class(kind, cls, name, container.keys, extra)
-        if kind == "image":
-            check_image(parts)
-    except (Unresolved, ValueError, TypeError) as error:
-        raise Unfit(f"is a {cls.__name__}, which could not be put together again: {str(error).rstrip('.')}") from None
-    if kind == "defaultdict" and not allow_pickle and extra[0] is not None and extra[0] not in FACTORIES:
-        raise Unfit(
-            f"has the default_factory {extra[0]}, and only those of Python's own types are called when it is read",
-            "Use one of them",
-        )
-    return name, extra
+    if cls not in _PLAIN_CONTAINERS:
+        try:
+            check_class(kind, cls, name, container.keys, container.extra)
+            if kind == "image":
+                check_image(parts)
+        except (Unresolved, ValueError, TypeError) as error:
+            raise Unfit(f"is a {cls.__name__}, which could not be put together again: {str(error).rstrip('.')}") from None
+    return name
 
 
 def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, parts: int, trusted: bool) -> Container:
@@ -64,9 +54,6 @@ def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, par
         raise ValueError("a container has more or fewer keys than parts")
     hash(keys)
     check_class(kind, cls, name, keys, extra)
-    if kind == "defaultdict":
-        (factory,) = extra
-        return Container(kind, cls, keys, (factory_of(factory, trusted),))
     return Container(kind, cls, keys, tuple(extra))
 
 

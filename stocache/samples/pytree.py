@@ -1,19 +1,16 @@
 """Take the containers of a sample apart, and put them together again as they were.
 
-A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass, set, deque, slice or None; a
-subclass of Tensor (MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes, and likewise one of str, int,
-float, bytes, tuple, list, dict, set or ndarray; an object of another class that is written in Python, whose parts are its
-attributes; a PIL image, whose parts are the state that it pickles, and Exif data; an array of objects, whose parts are its
-items and its shape; a memmap of numpy, whose part is the array.
+A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass or None; a subclass of Tensor
+(MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it
+pickles, and Exif data; a memmap of numpy, whose part is the array.
 
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
 
 import json
-import math
 import operator
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -21,22 +18,19 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from stocache.errors import SampleError
 from stocache.samples.leaves.type_lookup import (
     MAX_DIMS,
     Unfit,
     Unresolved,
-    check_shape,
     check_size,
     class_text,
     derives,
     is_class,
 )
-from stocache.system.objects import base_of, is_decoder, static_attribute
+from stocache.system.objects import static_attribute
 
 DEEP = 60
 """The most containers within each other."""
@@ -49,7 +43,7 @@ class Container:
     Attributes:
         kind: the way to put it together, a key of `_KINDS`.
         keys: one for each part.
-        extra: the batch size of a TensorDict, the default_factory of a defaultdict; of others ().
+        extra: the batch size of a TensorDict; of others ().
     """
 
     kind: str
@@ -62,21 +56,12 @@ class Container:
         return _KINDS[self.kind].unflatten_fn(self)
 
     @property
-    def any_values(self) -> bool:
-        """Whether the types of the parts decide if they make the container, whatever their values."""
-        return self.kind not in _OF_SOME_VALUES or self.cls is tuple
-
-    @property
     def identity(self) -> str:
         """Its class and extra as text, with the modules of classes that are not Python's own types."""
-        return class_text(self.cls) + ("" if not self.extra else f"[{', '.join(map(_extra_text, self.extra))}]")
+        return class_text(self.cls) + (f"[{', '.join(map(repr, self.extra))}]" if self.extra else "")
 
     def __str__(self) -> str:
         return str(self.cls.__name__)
-
-
-def _extra_text(extra: object) -> str:
-    return class_text(extra) if callable(extra) else repr(extra)
 
 
 def key_text(key: Any) -> str:
@@ -90,10 +75,6 @@ def key_text(key: Any) -> str:
 
 
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
-
-
-OBJECTS = {"object", "subclass", "dataclass"}
-"""Kinds of containers that are pickled whole if a part has to be: the part may refer to them."""
 
 
 def state_of(value: object, container: Container) -> dict[str, Any]:
@@ -144,11 +125,6 @@ def _unflatten_mapping(container: Container) -> Callable[[list[Any]], Any]:
     return lambda parts: cls(dict(zip(keys, parts, strict=True)), **options)
 
 
-def _unflatten_defaultdict(container: Container) -> Callable[[list[Any]], Any]:
-    keys, (factory,) = container.keys, container.extra
-    return lambda parts: defaultdict(factory, zip(keys, parts, strict=True))
-
-
 def _unflatten_dataclass(container: Container) -> Callable[[list[Any]], Any]:
     cls, keys = container.cls, container.keys
 
@@ -161,46 +137,14 @@ def _unflatten_dataclass(container: Container) -> Callable[[list[Any]], Any]:
     return join
 
 
-def _plain_and_attributes(container: Container, parts: list[Any], base: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the two parts of a subclass of ``base``. Raises ValueError where they are others."""
-    plain, attributes = parts
-    if type(plain) is not base or type(attributes) is not dict:
-        raise ValueError(f"a {container.cls.__name__} is made of a {name} and a dict of its attributes")
-    return plain, attributes
-
-
 def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
     def join(parts: list[Any]) -> Any:
-        tensor, attributes = _plain_and_attributes(container, parts, Tensor, "tensor")
+        tensor, attributes = parts
+        if type(tensor) is not Tensor or type(attributes) is not dict:
+            raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
         value = tensor.as_subclass(container.cls)
         value.__dict__.update(attributes)
         return value
-
-    return join
-
-
-def _unflatten_subclass(container: Container) -> Callable[[list[Any]], Any]:
-    base = base_of(container.cls)
-
-    def join(parts: list[Any]) -> Any:
-        plain, attributes = _plain_and_attributes(container, parts, base, base.__name__)
-        value = SUBCLASSED[base].make(container.cls, plain)
-        for name, attribute in attributes.items():
-            check_attribute(container.cls, container.cls.__name__, name)
-            object.__setattr__(value, name, attribute)
-        return value
-
-    return join
-
-
-def _unflatten_objects(container: Container) -> Callable[[list[Any]], Any]:
-    def join(parts: list[Any]) -> Any:
-        items, shape = parts
-        if type(items) is not list or math.prod(check_shape(shape)) != len(items):
-            raise ValueError(f"an array of shape {shape!r:.50} is not made of {len(items)} items")
-        array = np.empty(shape, object)
-        array.reshape(-1)[:] = items
-        return array
 
     return join
 
@@ -217,45 +161,6 @@ def _unflatten_image(container: Container) -> Callable[[list[Any]], Any]:
         return image
 
     return join
-
-
-class _Base(NamedTuple):
-    """How values of the subclasses of a type become values of the type itself, and come back."""
-
-    plain: Callable[[Any], Any]
-    make: Callable[[Any, Any], Any]
-
-
-def _filled(base: Any) -> Callable[[Any, Any], Any]:
-    def make(cls: Any, plain: Any) -> Any:
-        value = base.__new__(cls)
-        base.__init__(value, plain)
-        return value
-
-    return make
-
-
-def _immutable(base: Any) -> _Base:
-    return _Base(lambda value: base.__getnewargs__(value)[0], base.__new__)
-
-
-def _mutable(base: Any) -> _Base:
-    return _Base(lambda value: base(base.__iter__(value)), _filled(base))
-
-
-SUBCLASSED: dict[Any, _Base] = {
-    **{base: _immutable(base) for base in (str, int, float, bytes, tuple)},
-    **{base: _mutable(base) for base in (list, set)},
-    dict: _Base(dict.copy, _filled(dict)),
-    np.ndarray: _Base(lambda value: np.ndarray.view(value, np.ndarray), lambda cls, plain: np.ndarray.view(plain, cls)),
-}
-
-
-def is_object(cls: type) -> bool:
-    """Return whether the objects of a class are their attributes: no base is written in C, or makes them in its own way."""
-    own = ("__new__", "__reduce__", "__reduce_ex__", "__del__")
-    plain = all(static_attribute(cls, name) is static_attribute(object, name) for name in own)
-    return plain and base_of(cls) is object and not (derives(cls, Dataset) or derives(cls, torch.nn.Module) or is_decoder(cls))
 
 
 def _is_mapping(cls: type) -> bool:
@@ -298,20 +203,10 @@ _KINDS: dict[str, _ContainerKind] = {
         lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_mapping
     ),
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
-    "object": _ContainerKind(is_object, _unflatten_dataclass),
     "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
-    "subclass": _ContainerKind(lambda cls: base_of(cls) in SUBCLASSED and base_of(cls) is not cls, _unflatten_subclass, 2),
-    "objects": _ContainerKind(lambda cls: cls is np.ndarray, _unflatten_objects, 2),
     "image": _ContainerKind(is_image, _unflatten_image),
-    "set": _ContainerKind(lambda cls: cls in (set, frozenset), lambda container: lambda parts: container.cls(*parts), 1),
-    "deque": _ContainerKind(lambda cls: cls is deque, lambda container: lambda parts: deque(*parts), 2),
-    "slice": _ContainerKind(lambda cls: cls is slice, lambda container: lambda parts: slice(*parts), 3),
-    "defaultdict": _ContainerKind(lambda cls: cls is defaultdict, _unflatten_defaultdict),
     "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container: lambda parts: parts[0].view(np.memmap), 1),
 }
-
-
-_OF_SOME_VALUES = frozenset({"tuple", "mapping", "tensordict", "subclass", "objects", "image", "deque"})
 
 
 def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra: Any) -> None:
@@ -329,10 +224,10 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra:
         raise Unresolved(f"its samples are made of {name} with keys that are not positions.")
     if its.parts not in (None, len(keys)) or (kind == "image" and len(positions) < 5):
         raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
-    if kind in ("dataclass", "object"):
+    if kind == "dataclass":
         for key in keys:
             check_attribute(cls, name, key)
-    if type(extra) not in (tuple, list) or (extra and kind not in ("tensordict", "defaultdict")):
+    if type(extra) not in (tuple, list) or (extra and kind != "tensordict"):
         raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
     if kind == "tensordict" and not (len(extra) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
         raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
@@ -416,13 +311,13 @@ def _path(error: Unfit) -> str:
         attributes, owner = owner, None
         if attributes is not None:
             text += _attribute(attributes, key)
-        elif container.kind in ("tensor", "subclass"):
+        elif container.kind == "tensor":
             owner = container.cls if key == "attributes" else None
-        elif container.kind in ("dataclass", "object", "namedtuple", "slice") or key == "maxlen":
+        elif container.kind in ("dataclass", "namedtuple"):
             text += _attribute(container.cls, key)
         elif container.kind == "image":
             text += ".info" if key == 0 else ""
-        elif container.kind not in ("set", "deque", "objects"):
+        else:
             text += f"[{_shown(key)}]"
     return text if len(text) <= 300 else f"{text[:120]}…{text[-120:]}"
 

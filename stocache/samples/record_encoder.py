@@ -36,13 +36,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
 from stocache.samples.codecs import Codec
-from stocache.samples.containers import describe, keys_to_literals, take_apart
+from stocache.samples.containers import keys_to_literals, name_container, take_apart
 from stocache.samples.flatten import flatten_one
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
 from stocache.samples.leaves.kinds import encode_pickle, encoder_of, kind_of, narrowed
 from stocache.samples.leaves.plain_kinds import NUMBERS, sequence_class
 from stocache.samples.leaves.type_lookup import Unfit
-from stocache.samples.pytree import OBJECTS, Container, sample_error
+from stocache.samples.pytree import Container, sample_error
 
 TreeDef: TypeAlias = tuple[Any, ...]
 
@@ -95,10 +95,10 @@ class EncodedSample(Leaves):
             return self._take_leaf(encoded)
         if parts and container.cls in (list, tuple):
             return self._take_sequence(container, parts, depth)
-        name, extra = describe(container, parts, self._allow_pickle)
+        name = name_container(container, parts)
         keys, coded = keys_to_literals(container.keys)
         children, pickles = [], self._allow_pickle
-        self._allow_pickle = pickles and container.kind not in OBJECTS
+        self._allow_pickle = pickles and container.kind != "dataclass"  # it is pickled whole: a part may refer to it
         try:
             for key, part in zip(container.keys, parts, strict=True):
                 try:
@@ -107,7 +107,7 @@ class EncodedSample(Leaves):
                     raise error.within(container, key) from error.__cause__
         finally:
             self._allow_pickle = pickles
-        return ("in", container.kind, name, keys, extra, tuple(children), *coded)
+        return ("in", container.kind, name, keys, container.extra, tuple(children), *coded)
 
     def _take_leaf(self, encoded: Encoded) -> TreeDef:
         treedef, stream, data, shape = narrowed(encoded) if self._narrow else encoded
@@ -162,7 +162,7 @@ class RecordEncoder:
         record = EncodedSample(sample, where, self._allow_pickle, self._narrow)
         text = write_treedef(record.treedef)
         if len(known) < _ALTERNATIVES and (known or len(self._writers) < _KEYS):
-            self._writers[key] = *known, (_compile(record.treedef, self._allow_pickle), text)
+            self._writers[key] = *known, (_compile(record.treedef), text)
         return text, record
 
     def pack(self, sample: object, where: str) -> "EncodedRecord":
@@ -186,18 +186,18 @@ def _key(sample: Any) -> Any:
     return (cls, *map(type, parts)) if len(parts) <= _PARTS else cls
 
 
-def _compile(treedef: TreeDef, allow_pickle: bool) -> Write:
+def _compile(treedef: TreeDef) -> Write:
     """Return the function that takes a value of a treedef."""
     if treedef[0] == "in":
-        return _write_container(treedef, allow_pickle)
+        return _write_container(treedef)
     if treedef[0] == "items":
-        return _write_items(treedef, [_compile(item, allow_pickle) for item in treedef[2]])
+        return _write_items(treedef, [_compile(item) for item in treedef[2]])
     return kind_of(treedef).writer(treedef)
 
 
-def _write_container(treedef: TreeDef, allow_pickle: bool) -> Write:
+def _write_container(treedef: TreeDef) -> Write:
     _, kind, name, keys, extra, children, *coded = treedef
-    writes = [_compile(child, allow_pickle) for child in children]
+    writes = [_compile(child) for child in children]
     types, literals = list(map(type, keys)), (keys, tuple(coded))
 
     def write_dict(value: object, leaves: Leaves) -> None:
@@ -217,7 +217,7 @@ def _write_container(treedef: TreeDef, allow_pickle: bool) -> Write:
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
         container, parts = parted
-        if describe(container, parts, allow_pickle) != (name, extra) or keys_to_literals(container.keys) != literals:
+        if (name_container(container, parts), container.extra) != (name, extra) or keys_to_literals(container.keys) != literals:
             raise Differs
         for write, part in zip(writes, parts, strict=True):
             write(part, leaves)

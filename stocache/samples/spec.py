@@ -50,7 +50,7 @@ Node: TypeAlias = _Inner | Leaf
 
 def _build(sample: object, leaf: Callable[[Any], Leaf]) -> Node:
     parted = flatten_one(sample)
-    if parted is None or parted[0].kind == "set":
+    if parted is None:
         return leaf(sample)
     container, parts = parted
     children = []
@@ -277,8 +277,6 @@ def _keys_alike(container: Container, wanted: Container) -> bool:
 
 def _contents(container: Container) -> str:
     entries = f"the entries {list(container.keys)}"
-    if container.kind == "defaultdict":
-        return f"{entries} and default_factory {container.extra[0]!r}"
     return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 

@@ -186,10 +186,6 @@ def test_samples_of_several_parts_come_back_the_same():
         cache.get_slot(0)["x"] = 99
         assert cache.get_slot(0)["x"] == 0
         assert len(pickle.dumps(cache)) < 4096  # however large the cache is
-    masked = np.ma.masked_array([1.0, 2.0], [True, False])
-    with SharedCache.like(masked, 1, 4) as cache:
-        cache.set_slot(0, masked)
-        assert cache.get_slot(0).tolist() == [None, 2.0]
 
 
 def test_indices_of_a_batch_are_integers_of_any_kind():

@@ -12,7 +12,7 @@ from stocache import SampleError
 from stocache.samples import record_encoder
 from stocache.samples.leaves import kind
 from stocache.samples.record_encoder import EncodedSample, RecordEncoder, write_treedef
-from tests.support.samples import PICKLED, Annotated, Extra, Kind, Slotted, Space, boxes, made
+from tests.support.samples import PICKLED, Annotated, Extra, Kind, Slotted, Space, boxes
 
 
 def generic(sample, allow_pickle=False):
@@ -52,7 +52,6 @@ STRUCTURES = [
     ("a",) * 20, (1, "a") * 20, ["a", 1] * 20, {str(number): number for number in range(20)},
     [{"bbox": [1.0, 2.0], "id": 1, "polygons": [[1, 2.5], [2.5]]}, {"bbox": [3.0], "id": 2, "polygons": [[1, 2]]}],
     Extra(SHARED, {"a": 1}), Slotted("x"), boxes(), boxes(Annotated), SHARED.as_subclass(Annotated),
-    made(None), made(int), slice(1, None), {1, 2}, {"a", "b"}, frozenset([1]), collections.deque([1, "a"], maxlen=3),
     collections.Counter("abba"), torch.Size([2, 3]), torch.max(torch.eye(2), 0),
 ]  # fmt: skip
 
@@ -100,10 +99,9 @@ def test_a_second_sample_of_a_structure_is_not_walked_again(first, second, monke
     ((SHARED, 1), (torch.zeros(6, requires_grad=True), 1), "requires a gradient, the cache gives plain CPU tensors back"),
     ((SHARED, 1), (torch.zeros(6, device="meta"), 1), r"sample\[0\] is on meta"),
     ((SHARED, 1), (SHARED.to_sparse(), 1), "sparse_coo tensor"),
-    ((np.zeros(2), 1), (np.array([object()]), 1), r"sample\[0\]\[0\] is a object, which has no bytes of its own"),
+    ((np.zeros(2), 1), (np.array([object()]), 1), r"sample\[0\] is a ndarray, which has no bytes of its own"),
     ({"a": 1}, {np.str_("a"): 1}, "that is not a str, number, enum member or tuple of such"),
     ({"a": 1}, {"a": object()}, r'sample 5: sample\["a"\] is a object'),
-    (made(int), made(generic), "has the default_factory .*generic"),
     (["a", 1], ["a", 1, object()], r"sample\[2\] is a object"),
 ])  # fmt: skip
 def test_what_is_refused_is_refused_after_a_good_sample(good, bad, message):

@@ -24,7 +24,6 @@ from stocache.samples.leaves.kind import BYTES, Kind
 from stocache.samples.leaves.kinds import ENCODERS, KINDS
 from stocache.samples.record_decoder import reader_of_cache
 from stocache.samples.record_encoder import EncodedSample, write_treedef
-from stocache.system.describe import describe
 from tests.support import samples as some
 from tests.support.containers import Box, Point
 from tests.support.equality import everywhere, identical, same
@@ -96,16 +95,14 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [{1: "int"}, {True: "bool"}, {1.0: "float"}, {None: 0}, {(1, ("a",)): 0}, {b"x": 1}, {1 + 2j: 2}, {float("inf"): 6}],
     [2**63 - 1, 2**63, -(2**63), -(2**200), range(10**30, 0, -3)], [[1, 2**63], [1, 2]],
     [["a", "b"], ["c"], []], [[[]], [[], []], [[1]], []], [[f"token {n}" for n in range(1000)]],
-    [collections.deque([1, "a"], 3), collections.deque(), slice(1, 2), slice(None, 2), slice(None, np.int64(3), "x")],
     [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3]), collections.Counter("abba")],
-    [some.made(None), some.made(int), some.made(dict), some.made(collections.OrderedDict)],
     [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
     [NIGHT, decimal.Decimal("sNaN123"), decimal.Decimal(10) ** 5000, fractions.Fraction(7**9000, 3)],
     [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
     [{"a/b": 1, "a": {"b": 2}}, {"a/b": 3, "a": {"b": 4}}], [{":checks": 1, "sample": 2, "": 3, "\ud800": 4}],
     [*some.Kind, some.Kind.MASK], [some.Access(n) for n in range(12)],
     [{some.Kind.BOX: 1, some.Space.RAS: {some.Level.LOW: some.Colour(3)}}, {"box": 3, "ras": 4}],
-    [{(some.Space.RAS, (True,)): 5}, {("ras", (1,)): 5}], [{frozenset({(1, "a")}), None, (some.Kind.BOX,)}],
+    [{(some.Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
     [np.array("2020-01-01", "M8[D]"), np.array(["a", "bcd"]), np.zeros(2, ">i4"), np.zeros(3, [("x", "<f4"), ("y", "i1")])],
     [np.array([(1, 2.0)], dtype="<i2,<f8"), np.str_(""), "hello", np.bytes_(b""), b"x"],
     [torch.zeros(2, 0, 3), torch.zeros(2, 4, 3)], [torch.max(torch.eye(2), 0)], [torch.arange(3).as_subclass(some.Annotated)],
@@ -151,15 +148,6 @@ def test_memmaps_come_back_in_memory_and_of_their_type_and_empty_strings_take_no
 
 
 @way
-@pytest.mark.parametrize("value", some.of_named_parts(), ids=lambda value: type(value).__name__)
-def test_what_is_made_of_named_parts_comes_back_without_a_pickle(way, value):
-    way(
-        [{"a": value}, value, 1],
-        lambda got, wanted: describe(got) == describe(wanted) and some.slots(got) == some.slots(wanted),
-    )
-
-
-@way
 @pytest.mark.parametrize(("value", "check"), some.PICKLED, ids=lambda value: type(value).__name__)
 def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     values = [{"first": torch.ones(n), "list": ["a"] * n + [value, 1], "last": value} for n in range(3)] + [[], 1]
@@ -176,10 +164,8 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     way(values, equal, allow_pickle=True)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"), [(some.Odd(), "partly pickled"), (some.made(some.Odd), "have the default_factory tests.*Odd")]
-)
-def test_nothing_is_unpickled_or_called_unless_that_is_allowed_where_it_is_read(value, message):
+def test_nothing_is_unpickled_unless_that_is_allowed_where_it_is_read():
+    value, message = some.Odd(), "partly pickled"
     data = file_of([0, value], True)
     block = opened(data)
     block.verify()
@@ -237,12 +223,10 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
     ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.'),
     ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
     (np.array([(None,)], dtype=[("a", "O")]), r"value is a ndarray, which has no bytes of its own"),
-    (some.Note(some.SHARED, some.SHARED), r"value is a Note, which has no bytes of its own"),  # one tensor would become two
-    (some.Note(threading.Lock(), 1), r"sample\.text is a lock, which has no bytes of its own"),
-    (some.cyclic(), r"value is a Note, which has no bytes of its own"),
-    *((some.Single(), r"is a Single, which"), (some.Closes(1, 2), r"is a Closes, which")),
+    *((value, "no bytes of its own.*, or pass allow_pickle=True") for value in (some.Note("a"), {1}, slice(1), some.Tagged())),
+    (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache gives ndarrays back\. Convert it first, or pass allow_pickle"),
     (lambda: 0, "value is a function, which has no bytes of its own"),
-    (collections.defaultdict(lambda: 0, a=1), "a defaultdict, which has no bytes of its own"),
+    (collections.defaultdict(list), "a defaultdict, which has no bytes of its own"),
     (torch.qint8, "value is a dtype, which has no bytes of its own"),
     (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
     (torch.zeros(2, device="meta"), "value is on meta"),

@@ -35,7 +35,9 @@ class Rows(RowLayout):
         leaves = structure.leaves
         self._encode, self._join = structure.encode, structure.joiner()
         # The user may keep a small part of a sample, such as a label: it does not hold the memory of the others
-        self._parts = [(leaf.decoder(), at, 4 * leaf.nbytes < self.nbytes) for leaf, at in zip(leaves, self.begins, strict=True)]
+        self._parts = [
+            (leaf.decoder(), at, 4 * leaf.nbytes < self.nbytes) for leaf, at in zip(leaves, self.begins, strict=True)
+        ]
         self.fills_batches = 0 < len(leaves) < MOST_BUFFERS - 1 and self.nbytes < _MOST_AT_ONCE
         self.fills_batches &= all(leaf.order is None for leaf in leaves) and not structure.is_narrow
 

@@ -147,5 +147,4 @@ ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _
 
 def encoder_of(value: Any) -> Callable[[Any], Encoded] | None:
     """Return the function that encodes a value; None where it has parts, or is for `encode_other`."""
-    cls = type(value)
-    return None if cls is np.ndarray and value.dtype.hasobject else ENCODERS.get(cls)
+    return ENCODERS.get(type(value))

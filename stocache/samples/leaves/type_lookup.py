@@ -8,18 +8,15 @@ NOTE [ Names in data ]
     A class is one of Python's own, or of a module that this process has imported anyway. Its method resolution order says
     whether it may be of a kind:
 
-    dict, list, tuple, set ...   exactly these types
+    dict, list, tuple ...   exactly these types
     tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own where that is written in C (torch.Size)
     namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
     dataclass    made by ``object.__new__``, its attributes set without properties
-    object       of a class in Python without ``__new__``, ``__reduce__`` or ``__del__``, made as a dataclass
     tensor       a subclass of Tensor, made by ``as_subclass``
-    subclass     of str, int, float, bytes, tuple, list, dict or set, made by ``__new__`` of that type; of ndarray, by ``view``
     mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
     tensordict   the same, with a ``batch_size``, which is passed as well
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
     enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
-    factory      of a defaultdict: Python's own types
 
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
@@ -27,7 +24,6 @@ NOTE [ Names in data ]
 import importlib
 import re
 import sys
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum, EnumMeta, Flag, IntFlag
 from functools import reduce
@@ -70,14 +66,12 @@ class Unfit(SampleError):
         problem, remedy: the reason, and the advice; neither ends with a full stop.
         final: whether pickling would not help.
         steps: containers and keys in them, from the inside out.
-        row: the row of the sample at fault, where samples are taken apart together.
     """
 
     def __init__(self, problem: str, remedy: str = "", final: bool = False) -> None:
         super().__init__(problem)
         self.problem, self.remedy, self.final = problem, remedy, final
         self.steps: list[tuple[Any, Any]] = []
-        self.row = 0
 
     def within(self, container: object, key: object) -> "Unfit":
         """Return the same error after adding a step to its path."""
@@ -181,31 +175,6 @@ def name_of(cls: Any) -> str:
             raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
         _classes[name] = cls
     return name
-
-
-_OWN = (list, dict, set, int, float, complex, str, tuple, frozenset, bool, bytes, bytearray)
-FACTORIES: dict[str, Any] = {f"builtins:{cls.__name__}": cls for cls in _OWN} | {
-    f"collections:{cls.__name__}": cls for cls in (OrderedDict, deque, Counter)
-}
-"""The default factories that may be called where names are not trusted."""
-
-
-def factory_of(name: object, trusted: bool) -> Any:
-    """Return the default_factory of a name, None for None.
-
-    Raises:
-        Unresolved: it is not in `FACTORIES`, and ``trusted`` is False; or it is not here.
-        ValueError: it is not a name.
-    """
-    if name is None:
-        return None
-    if type(name) is not str:
-        raise ValueError(f"{name!r:.80} is not the name of a default_factory")
-    if name in FACTORIES:
-        return FACTORIES[name]
-    if not trusted:
-        raise Unresolved(f"its samples have the default_factory {name!s:.300}. To call it, pass allow_pickle=True.")
-    return resolve(name, trusted)
 
 
 def enum_class(name: object, trusted: bool) -> Any:
