@@ -260,7 +260,7 @@ class Audit:
 
     def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
         """Return how a sample differs from the one that is cached; None if it does not."""
-        with self._kept() as kept:
+        with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
                 self.loads += 1
                 self._shared.words[_COMPARED] += 1
@@ -306,9 +306,6 @@ class Audit:
                 "one, as workers have, and this process has %d.", idx, type(self._dataset).__name__, threads,
             )  # fmt: skip
         return True
-
-    def _kept(self) -> Kept:
-        return Kept(self._own, global_too=not in_worker_thread())  # from which the training loop may draw meanwhile
 
     def _set_attributes(self) -> list[str]:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""

@@ -87,11 +87,9 @@ class Probe:
     @property
     def named(self) -> dict[str, Any]:
         """The samples by their names in errors."""
-        return (
-            {f"sample {idx}": sample for idx, sample in self.samples.items()}
-            if self.example is None
-            else {"example": self.example}
-        )
+        if self.example is not None:
+            return {"example": self.example}
+        return {f"sample {idx}": sample for idx, sample in self.samples.items()}
 
     @property
     def unfit(self) -> Exception | None:

@@ -173,11 +173,9 @@ def _counts(key: str, item: object) -> bool:
 def _names_in(function: FunctionType) -> set[str]:
     """Return the names and texts in the code of a function of the user."""
     code = function.__code__
-    return (
-        set()
-        if is_of_library(code.co_filename)
-        else {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
-    )
+    if is_of_library(code.co_filename):
+        return set()
+    return {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
 
 
 def _read_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:

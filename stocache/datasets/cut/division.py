@@ -57,7 +57,6 @@ class Division:
         again: variables that are made again.
         writes: attributes that drawing statements set.
         hoists: whether later statements are hoisted.
-        whole: whether the first half ends before a statement of the source, not between two calls of it.
     """
 
     function: str
@@ -67,7 +66,6 @@ class Division:
     again: frozenset[str] = frozenset()
     writes: frozenset[str] = frozenset()
     hoists: bool = True
-    whole: bool = False
 
     def straight(self) -> "Division":
         """Return the division without hoisting."""
@@ -281,9 +279,6 @@ class _Divider:
         self._variables, self._given_again = source.variables, given - _names(source.tree.body, ast.Store)
         at = set() if division.at is None else {division.at}
         self._cut = frozenset({*division.drew, *division.inner, *at})
-        if division.whole:
-            drawing = [each for each in statements(source.tree.body) if number_of(each) in self._cut]
-            self._cut |= {each.begin for each in drawing if hasattr(each, "begin")}
         self.names: frozenset[str] = frozenset()
         self.given: dict[int, Given] = {}
 

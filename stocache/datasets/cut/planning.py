@@ -10,7 +10,7 @@ NOTE [ Where to cut ]
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -31,8 +31,6 @@ from stocache.system.objects import attribute_of, vars_of
 from stocache.system.walking import makers
 
 logger = logging.getLogger("stocache")
-
-Cut: TypeAlias = Literal["latest", "smallest"] | None
 
 _EXAMPLES = 3  # samples of each kind of leaf that are tried out, at least
 _SEARCHED = 4096  # samples whose leaves are searched for all kinds
@@ -136,11 +134,26 @@ class Planner:
         raise CannotCut(problem or "no child process can load its samples")
 
     def _choose(self, options: Sequence[Option]) -> Option:
-        wanted = [option for option in options if self._wanted is not None and option.plan.identity in self._wanted]
-        return wanted[0] if wanted else choose_option(options, self._cut, self._share)
+        """Return the option to take, of some with the latest cut first; see NOTE [ Where to cut ]."""
+        for option in options:
+            if self._wanted is not None and option.plan.identity in self._wanted:
+                return option
+        if self._cut == "latest":
+            return options[0]
+        smallest = min(options, key=lambda option: option.size)  # of equal ones, the latest
+        if self._cut == "smallest":
+            return smallest
+        usual = next((option for option in options if self._share(option) == 1.0), smallest)
+        best = max(options, key=self._saved_s)
+        saves_more = self._saved_s(best) > max(2 * self._saved_s(usual), self._saved_s(usual) + _NEGLIGIBLE_S)
+        return best if saves_more else usual
 
-    def _share(self, size: float) -> float:
-        return min(1.0, self._room / max(1.0, size))
+    def _share(self, option: Option) -> float:
+        """Return the share of the samples that is cached."""
+        return min(1.0, self._room / max(1.0, option.size))
+
+    def _saved_s(self, option: Option) -> float:
+        return self._share(option) * option.saved_s
 
     def _prove(self, split: Split, probe: Any) -> None:
         """Compare samples that are made in two parts with those of the dataset; see NOTE [ Trials ].
@@ -180,28 +193,6 @@ class Planner:
 
 def _has_loader(leaf: object) -> bool:
     return callable(attribute_of(leaf, "loader")) and "loader" in vars_of(leaf)
-
-
-def choose_option(options: Sequence[Option], cut: Cut, share: Callable[[float], float]) -> Option:
-    """Return the option to take; see NOTE [ Where to cut ].
-
-    Args:
-        options: the latest cut first.
-        cut: the argument of the user.
-        share: called with the bytes of a sample; returns the share of the samples that is cached.
-    """
-    if cut == "latest":
-        return options[0]
-    smallest = min(options, key=lambda option: option.size)  # of equal ones, the latest
-    if cut == "smallest":
-        return smallest
-
-    def saved_s(option: Option) -> float:
-        return share(option.size) * option.saved_s
-
-    usual = next((option for option in options if share(option.size) == 1.0), smallest)
-    best = max(options, key=saved_s)
-    return best if saved_s(best) > 2 * saved_s(usual) and saved_s(best) - saved_s(usual) > _NEGLIGIBLE_S else usual
 
 
 def _choose_examples(tree: DatasetTree, length: int, count: int) -> dict[int, list[Example]]:

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 
 from stocache.datasets.cut.division import RETURNED, STATE_ARGUMENT, Division, Given, Halves, Head, halves_of
-from stocache.datasets.cut.source import source_of
+from stocache.datasets.cut.source import CannotCut, source_of
 from stocache.datasets.transforms.encoded import Decode, ReadFile
 from stocache.datasets.transforms.known import is_known
 from stocache.datasets.transforms.pipelines import Pipeline, open_pipeline, step_text
 from stocache.system.hashing import digest
 from stocache.system.objects import static_attribute
-
-
-class Changed(Exception):
-    """An object of the program is not what it was when the program was divided."""
 
 
 def maker_of(dataset: object) -> Any:
@@ -78,13 +74,13 @@ class Program:
         """Return the halves of a function.
 
         Raises:
-            Changed: it is another function than the one that was divided.
+            CannotCut: it is another function than the one that was divided.
         """
         found = self._halves.get(function)
         if found is None:
             source = source_of(function)
             if source.identity != self.division.function:
-                raise Changed(f"{source.name} is called")
+                raise CannotCut(f"{source.name} is called")
             found = self._halves[function] = halves_of(source, self.division, self._enter, given)
         return found
 
@@ -133,7 +129,7 @@ class _Entry:
     def _halves(self, called: Any) -> tuple[Halves, tuple[Any, ...]]:
         function, owner = resolve(called, self._given.is_item)
         if function is None:
-            raise Changed(f"{called!r:.80} is called")
+            raise CannotCut(f"{called!r:.80} is called")
         assert self.program is not None
         return self.program.halves(function, self._given.parameters(source_of(function), len(owner))), owner
 
@@ -151,7 +147,7 @@ class _Entry:
         """Return the steps of the pipeline that is called: those before the cut, and the others.
 
         Raises:
-            Changed: its first steps are not those that run before the cache.
+            CannotCut: its first steps are not those that run before the cache.
         """
         transform, count = args[0] if applies(called) else called, len(self.its.steps)
         opened = self._opened.get(id(transform))
@@ -159,7 +155,7 @@ class _Entry:
             pipeline = steps_of(called, args, self._encoded) or open_pipeline(transform)
             steps = tuple(map(step_text, pipeline.steps[:count]))
             if steps != self.its.steps:
-                raise Changed(f"the cached samples end with {', '.join(self.its.steps)}, not {', '.join(steps) or 'nothing'}")
+                raise CannotCut(f"the cached samples end with {', '.join(self.its.steps)}, not {', '.join(steps) or 'nothing'}")
             opened = pipeline, pipeline.part(0, count), pipeline.part(count)
             self._opened = {**self._opened, id(transform): opened}
             self.pipeline = self.pipeline or pipeline

@@ -42,8 +42,7 @@ class SourceCode:
 
     Attributes:
         function: the function.
-        tree: its definition; see NOTE [ Statements with one call ]. Each statement has a ``number``, and one that was part of
-            another has the number at which that begins, ``begin``.
+        tree: its definition; see NOTE [ Statements with one call ]. Each statement has a ``number``.
         variables: names of its local variables.
         identity: a text by which the function is known again in other processes.
     """
@@ -83,8 +82,6 @@ def source_of(function: FunctionType) -> SourceCode:
     tree.body = steps.block(tree.body)
     for number, statement in enumerate(statements(tree.body)):
         statement.number = number
-    for step, whole in steps.wholes:
-        step.begin = whole.number
     variables = frozenset({*code.co_varnames, *code.co_cellvars, *steps.names})
     module = function.__module__.replace("__mp_main__", "__main__")  # as a spawned process calls the program
     return SourceCode(function, tree, variables, f"{module}.{name} {digest((code.co_code, code.co_names))}")
@@ -294,12 +291,10 @@ class _Steps:
 
     Attributes:
         names: the names of the results.
-        wholes: statements, each with the first of those that it was divided with.
     """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.wholes: list[tuple[Any, Any]] = []
 
     def block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
         return [step for statement in body for step in self._statement(statement)]
@@ -318,9 +313,7 @@ class _Steps:
             return [ast.copy_location(chosen, choice)]
         steps: list[ast.stmt] = []
         statement.value = self._flat(statement.value, steps)
-        steps.append(statement)
-        self.wholes += [(step, steps[0]) for step in steps[1:]]
-        return steps
+        return [*steps, statement]
 
     def _flat(self, node: Any, steps: list[ast.stmt]) -> Any:
         """Return an expression whose calls, but for itself, were appended to ``steps``."""

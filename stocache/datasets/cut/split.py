@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stocache.datasets.cut.division import RETURNED, STATE_ARGUMENT, Division
-from stocache.datasets.cut.program import Changed, Program, maker_of
+from stocache.datasets.cut.program import Program, maker_of
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.datasets.transforms.huggingface import ReadTransform, find_read_transform
@@ -103,7 +103,7 @@ class BoundCut:
         before = Kept(self._own, not in_worker_thread()) if self._calls_several else None
         try:
             return self._program.halves(maker_of(self.dataset)).second(self.dataset, idx, **{STATE_ARGUMENT: sample})
-        except (Changed, CannotCut):  # before anything was drawn, if only one call is divided
+        except CannotCut:  # before anything was drawn, if only one call is divided
             if before is not None:
                 before.restore()
             return self.dataset[idx]
@@ -162,31 +162,26 @@ class Split:
 
     def load_many(self, indices: list[int]) -> Iterable[Any]:
         """Return, or yield, the parts of the samples ``indices`` that are cached."""
-        batch = self._batch(indices)
-        return map(self.load, indices) if batch is None else batch[0].load_many(batch[1])
+        tree, reader = self.bind(), self._reader
+        return map(self.load, indices) if reader is None else reader.load_many([tree.locate(idx)[1] for idx in indices])
 
     def finish_many(self, indices: Sequence[int], samples: Iterable[object]) -> Iterable[Any]:
         """Return, or yield, the samples ``indices`` after the rest of their program."""
-        batch = self._batch(indices)
-        return map(self.finish, indices, samples) if batch is None else batch[0].finish_many(list(samples))
+        reader = self._reader
+        return map(self.finish, indices, samples) if reader is None else reader.finish_many(list(samples))
 
-    def _batch(self, indices: Sequence[int]) -> tuple[ReadTransform, list[int]] | None:
-        """Return the leaf that makes a batch of samples, and their indices there; None where samples are made one by one."""
+    @property
+    def _reader(self) -> ReadTransform | None:
+        """The leaf that makes the samples of a batch together; None if samples are made one by one."""
         tree, first = self.bind(), self._bound[0]
-        if not isinstance(first, ReadTransform) or not tree.batches:
-            return None
-        return first, [tree.locate(idx)[1] for idx in indices]
+        return first if isinstance(first, ReadTransform) and tree.batches else None
 
     @property
     def takes_batches(self) -> bool:
         """Whether a transform gets whole batches."""
-        tree, first = self.bind(), self._bound[0]
-        return isinstance(first, ReadTransform) and first.takes_batches and tree.batches
+        reader = self._reader
+        return reader is not None and reader.takes_batches
 
     def before_text(self) -> str:
         """Return what runs before the cache as text, the same in every process; empty where all does."""
-        return "; ".join(plan.identity for plan in self.plans.values()) if self.has_rest else ALL_BEFORE
-
-
-ALL_BEFORE = ""
-"""The text of `Split.before_text` where all runs before the cache."""
+        return "; ".join(plan.identity for plan in self.plans.values()) if self.has_rest else ""

@@ -189,8 +189,7 @@ class _Surveyor:
         division = None if trace is None or self._problem is not None else trace.division()
         if trace is not None and division is not None:
             latest = division if self._hoists else division.straight()
-            others = chain([replace(latest, whole=True), division.straight()], earlier(trace.sources, latest))
-            for each in chain([latest], others):
+            for each in chain([latest, division.straight()], earlier(trace.sources, latest)):
                 option = self._measure(each)
                 least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
                 if option is not None and option.saved_s >= least_s:

@@ -75,7 +75,7 @@ class ReadTransform:
         encoded: whether images are cached as encoded files. Audio and video always are: a decoder cannot be cached.
     """
 
-    __slots__ = ("_columns", "_dataset", "_encoded", "_function", "_remaining", "_source", "before")
+    __slots__ = ("_columns", "_dataset", "_encoded", "_function", "_remaining", "_source")
 
     def __init__(self, dataset: Any, encoded: bool) -> None:
         self._dataset = dataset
@@ -90,7 +90,6 @@ class ReadTransform:
         for name, feature in self._encoded.items():
             source = source.cast_column(name, type(feature)(decode=False))
         self._source = source
-        self.before: dict[Any, tuple[Any, ...]] = {}  # steps of transforms that are attributes
 
     @property
     def rest(self) -> list[str]:
@@ -101,11 +100,6 @@ class ReadTransform:
     def takes_batches(self) -> bool:
         """Whether the dataset has a transform, which gets whole batches; images are decoded one by one."""
         return self._function is not None
-
-    def has_changed(self) -> bool:
-        """Whether the transform has been set since this was made."""
-        form = self._dataset.format
-        return form["type"] == "custom" and form["format_kwargs"]["transform"] is not self._function
 
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""

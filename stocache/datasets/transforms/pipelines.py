@@ -43,12 +43,6 @@ class Chain:
             value = transform(value)
         return value
 
-    def __len__(self) -> int:
-        return len(self.transforms)
-
-    def __bool__(self) -> bool:
-        return True  # datasets ask "if self.transform:"
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.transforms))}])"
 
