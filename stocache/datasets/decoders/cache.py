@@ -14,6 +14,7 @@ NOTE [ Serving decoders ]
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -49,11 +50,12 @@ _LOOKS = 3  # calls of each decoder that are watched for random numbers
 _REQUESTS, _HITS, _OFF = range(3)  # words of each decoder in the cache
 _HEAD_BYTES = 8 + 8 * 3 * len(DECODERS)  # the seed of the digests, and these words
 _SEEN_BYTES = 1 << 20
-_SHOWN = list(dict.fromkeys(each.shown for each in DECODERS))
 _MARGIN = 1 << 10  # bytes of a record, besides the result
 
 _open: "list[weakref.ref[DecoderCache]]" = []  # in this process
 _local = threading.local()
+_in_vain = [0] * len(DECODERS)  # results of each decoder in a row that were not worth it, and calls since then
+_looks = [_LOOKS] * len(DECODERS)
 
 
 class DecoderCache:
@@ -94,13 +96,13 @@ class DecoderCache:
         """Release the memory. The last one that is closed takes the patches of this process back. Twice is fine."""
         self._counts, self._seen = self._counts.copy(), np.zeros(0, np.uint8)
         self._cache.close()
-        _forget_closed()
+        _caches()
 
     def stats(self) -> dict[str, tuple[int, int]]:
         """Return for each library how many results were asked for, and how many came from memory; of all processes."""
-        counts = dict.fromkeys(_SHOWN, (0, 0))
+        counts: dict[str, tuple[int, int]] = {}
         for row, found in zip(DECODERS, self._counts.tolist(), strict=True):
-            requests, hits = counts[row.shown]
+            requests, hits = counts.get(row.shown, (0, 0))
             counts[row.shown] = requests + found[_REQUESTS], hits + found[_HITS]
         return {shown: pair for shown, pair in counts.items() if pair[0]}
 
@@ -121,25 +123,28 @@ class DecoderCache:
         """Whether results of a decoder are not served any more, in any process."""
         return bool(self._counts[number, _OFF])
 
-    def find(self, number: int, key: bytes, copy: bool) -> Any:
-        """Return a cached result, else MISSING; and count the request."""
+    def find(self, number: int, key: bytes, call: Any, decode: Callable[[], Any]) -> Any:
+        """Return a cached result, or when that is due, a new one with which it was compared; MISSING if it is not cached."""
         self._counts[number, _REQUESTS] += 1
         found = MISSING
         with contextlib.suppress(ClosedError):  # by another thread, now
-            found = self._cache.get(key, MISSING, copy=copy)
-        self._counts[number, _HITS] += found is not MISSING
-        return found
+            found = self._cache.get(key, MISSING, copy=call.copies)
+        if found is MISSING:
+            return found
+        self._counts[number, _HITS] += 1
+        if time.monotonic() < self._next_s[number]:
+            return call.apply(found)
+        value, took_s = _timed(decode)
+        if self._is_unchanged(call.content, key):
+            self._next_s[number] = time.monotonic() + took_s / self._audit
+            if (place := difference(describe(found), describe(_result(call, value)))) is not None:
+                self.refuse(number, f"it returns another result for the same content now ({place:.300})")
+        return value
 
-    def is_due(self, number: int) -> bool:
-        """Whether to compare the next result of a decoder."""
-        return time.monotonic() >= self._next_s[number]
-
-    def compare(self, number: int, cached: Any, fresh: Any, took_s: float) -> None:
-        """Compare a result with what the decoder returns now."""
-        self._next_s[number] = time.monotonic() + took_s / self._audit
-        place = difference(describe(cached), describe(fresh))
-        if place is not None:
-            self.refuse(number, f"it returns another result for the same content now ({place:.300})")
+    def _is_unchanged(self, content: Any, key: bytes) -> bool:
+        """Whether the content is what the key stands for, also after it was decoded."""
+        data = None if content.again is None else content.again()
+        return content.again is None or (data is not None and key.endswith(self.digest(data)))
 
     def refuse(self, number: int, reason: str) -> None:
         """Serve no results of a decoder from now on, in any process."""
@@ -156,10 +161,12 @@ class DecoderCache:
         free, capacity = self._cache.room
         return nbytes + _MARGIN <= free and (again or 2 * free >= capacity)
 
-    def put(self, key: bytes, result: Any) -> None:
-        """Cache a result."""
-        with contextlib.suppress(ClosedError, SlotError, SampleError):  # another process has put another result
-            self._cache.put(key, result)
+    def put(self, key: bytes, call: Any, value: Any) -> None:
+        """Cache a result, if its content is still there."""
+        result = _result(call, value) if self._is_unchanged(call.content, key) else None
+        if result is not None:
+            with contextlib.suppress(ClosedError, SlotError, SampleError):  # another process has put another result
+                self._cache.put(key, result)
 
 
 def _new_control() -> Any:
@@ -167,44 +174,29 @@ def _new_control() -> Any:
 
 
 def _caches() -> list[DecoderCache]:
-    """Return the caches that are open in this process."""
-    return [cache for each in _open if (cache := each()) is not None and not cache.closed]
-
-
-def _forget_closed() -> None:
-    _open[:] = [each for each in _open if (cache := each()) is not None and not cache.closed]
-    if not _open:
+    """Return the caches that are open in this process. If there is none, take the patches back."""
+    found = [cache for each in _open if (cache := each()) is not None and not cache.closed]
+    if len(found) < len(_open):
+        _open[:] = map(weakref.ref, found)
+    if not found:
         patches.uninstall()
+    return found
 
 
-class _Worth:
-    """Whether it pays, in this process, to look at the calls of a decoder."""
-
-    def __init__(self) -> None:
-        self._in_vain = self._calls = 0
-        self.looks = _LOOKS
-
-    def is_skipped(self) -> bool:
-        """Whether the next call is not looked at."""
-        self._calls += 1
-        return self._in_vain >= _PATIENCE and self._calls % _RARELY != 0
-
-    def note(self, worth: bool) -> bool:
-        """Note whether a result was worth caching. Return it."""
-        self._in_vain = 0 if worth else self._in_vain + 1
-        return worth
-
-
-_worth = [_Worth() for _ in DECODERS]
+def _is_skipped(number: int) -> bool:
+    """Whether the next call of a decoder is not looked at, because its results were not worth it."""
+    if _in_vain[number] < _PATIENCE:
+        return False
+    _in_vain[number] += 1
+    return _in_vain[number] % _RARELY != 0
 
 
 def _serve(number: int, true: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a decoder, from a cache or from the decoder ``true``. See NOTE [ Serving decoders ]."""
-    if getattr(_local, "busy", False) or _worth[number].is_skipped():
+    if getattr(_local, "busy", False) or _is_skipped(number):
         return true(*args, **kwargs)
     caches = [each for each in _caches() if not each.is_off(number)]
     if not caches:
-        _forget_closed()
         return true(*args, **kwargs)
     _local.busy = True
     try:
@@ -220,32 +212,27 @@ def _serve(number: int, true: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callable[[], Any], began: float) -> Any:
     """Return the result of a call that can be cached. ``began``: when its content was first looked at."""
-    worth = _worth[number]
     keys = {cache: cache.key(number, call) for cache in caches}
     call.content = call.content._replace(data=None)  # the decoder may need the buffer
     key_s = time.perf_counter() - began
     for cache, key in keys.items():
-        if (found := cache.find(number, key, call.copies)) is not MISSING:
-            if not cache.is_due(number):
-                return call.apply(found)
-            value, took_s = _timed(decode)
-            if _is_unchanged(call.content, key, cache):
-                cache.compare(number, found, _result(call, value), took_s)
-            return value
-    monitor = RngMonitor() if worth.looks > 0 and not in_worker_thread() else None
+        if (found := cache.find(number, key, call, decode)) is not MISSING:
+            return found
+    monitor = RngMonitor() if _looks[number] > 0 and not in_worker_thread() else None
     value, took_s = _timed(decode)
-    worth.looks -= 1
+    _looks[number] -= 1
     if monitor is not None and monitor.changed():
         for cache in keys:
             cache.refuse(number, "it draws random numbers")
         return value
     nbytes = call.nbytes(value)
-    if worth.note(nbytes > 0 and took_s >= _WORTH * (key_s + _HIT_S + _BYTE_S * nbytes)):
-        taking = next((cache for cache, key in keys.items() if cache.admits(key, nbytes)), None)
-        if taking is not None and _is_unchanged(call.content, keys[taking], taking):
-            result = _result(call, value)
-            if result is not None:
-                taking.put(keys[taking], result)
+    if not nbytes or took_s < _WORTH * (key_s + _HIT_S + _BYTE_S * nbytes):
+        _in_vain[number] += _in_vain[number] < _PATIENCE
+        return value
+    _in_vain[number] = 0
+    taking = next((cache for cache, key in keys.items() if cache.admits(key, nbytes)), None)
+    if taking is not None:
+        taking.put(keys[taking], call, value)
     return value
 
 
@@ -262,22 +249,14 @@ def _timed(decode: Callable[[], Any]) -> tuple[Any, float]:
     return decode(), time.perf_counter() - began
 
 
-def _is_unchanged(content: Any, key: bytes, cache: DecoderCache) -> bool:
-    """Whether the content is what the key stands for, also after it was decoded."""
-    data = None if content.again is None else content.again()
-    return content.again is None or (data is not None and key.endswith(cache.digest(data)))
-
-
-_made = 0  # caches by this process, for the ranks of its job to share
+_numbers = itertools.count(1)  # of the caches of this process, for the ranks of its job to share
 
 
 def decoders_job() -> tuple[Job, str]:
     """Return the processes that share a cache, opened by the first that needs it: ranks, or this process and its workers."""
-    global _made
-    _made += 1
     job = job_here()
     shared = job if job.ranks > 1 else Job(uuid.uuid4().hex, True, 1)
-    return shared._replace(key=ANYWHERE + shared.key), f"decoders {_made}"
+    return shared._replace(key=ANYWHERE + shared.key), f"decoders {next(_numbers)}"
 
 
 def open_decoders(limit: float | str, job: tuple[Job, str], audit: float) -> DecoderCache:

@@ -12,9 +12,7 @@ from stocache.datasets.decoders.table import DECODERS
 from stocache.system.loading.children import hold_to_fork
 
 _lock = threading.RLock()
-_placed: list[
-    tuple[Any, str, Any, Any, bool]
-] = []  # an owner, a name; what was there, what is there now, whether it was its own
+_placed: list[tuple[Any, ...]] = []  # an owner, a name; what was there, what is there now, whether it was its own
 _known: set[int] = set()  # numbers of the decoders that are in place
 _modules = 0  # how many were imported at the last look
 _serve: Callable[..., Any] | None = None

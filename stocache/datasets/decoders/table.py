@@ -22,10 +22,6 @@ from stocache.datasets.decoders.content import Content, content_of, is_plain, nb
 from stocache.datasets.decoders.pillow import PillowCall
 
 
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and not value.flags.writeable
-
-
 class Call:
     """A call of a decoder.
 
@@ -45,9 +41,9 @@ class Call:
         return nbytes_of(value) if value is not None and is_plain(value, fixed=True) else 0
 
     def result(self, value: Any) -> Any:
-        """Return what is cached of a result; None if nothing is."""
+        """Return what is cached of a plain result."""
         position = None if self.content.stream is None else self.content.stream.tell()
-        return (value, position, _is_fixed(value)) if value is not None and is_plain(value, fixed=True) else None
+        return value, position, isinstance(value, np.ndarray) and not value.flags.writeable
 
     def apply(self, cached: Any) -> Any:
         """Return the result that was cached, after what else the decoder does."""
