@@ -171,14 +171,24 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
 
 
 class LazyBatch:
-    """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch."""
+    """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch.
+
+    Args:
+        cache: keeps the samples.
+        indices: of the samples.
+        load: loads those that are not cached.
+        spec: the batches of the cache.
+        next_tier: the cache behind that one, or None.
+        direct: whether all samples are loaded when the batch is read, in its order: those that are cached may not be served.
+    """
 
     def __init__(
-        self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec, next_tier: NextTier | None = None
-    ) -> None:
-        self._cache, self._indices, self._load, self._spec, self._next_tier = cache, indices, load, spec, next_tier
+        self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec, next_tier: NextTier | None = None,
+        direct: bool = False,
+    ) -> None:  # fmt: skip
+        self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
+        self._next_tier, self._direct = next_tier, direct
         self._samples: list[Any] | None = None
-        self._join = spec.join
         self._claimed: set[int] = set()  # by `claim_missing`
         self._hits: NDArray[np.int64] | None = None  # if it has found that all are cached
         self._part: GroupPart | None = None  # of a group that was found to be cached
@@ -190,7 +200,8 @@ class LazyBatch:
         group = BatchGroup(hits, ends) if hits is not None and self._spec.on_device else None
         parts = []
         for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            part = type(self)(self._cache, self._indices[end - size : end], self._load, self._spec, self._next_tier)
+            indices = self._indices[end - size : end]
+            part = LazyBatch(self._cache, indices, self._load, self._spec, self._next_tier, self._direct)
             part._hits = None if hits is None else hits[end - size : end]
             part._part = None if group is None else GroupPart(group, number)
             parts.append(part)
@@ -202,6 +213,8 @@ class LazyBatch:
         A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
         are read, too.
         """
+        if self._direct:
+            return []
         indices = check_indices(self._indices, self._cache.dataset_len, "batch")
         is_set = self._cache.set_among(indices)
         if is_set.all():
@@ -256,30 +269,32 @@ class LazyBatch:
 
     def read(self) -> list[Any]:
         """Return the samples."""
-        if self._samples is None:
+        if self._samples is None and self._direct:
+            self._samples = list(self._load(list(self._indices)))
+        elif self._samples is None:
             self._samples = self._cache.get_or_load_many(
                 self._indices, self._load_rest, strict=False, claimed=self._claimed, ahead=self._loaded
             )
         return self._samples
 
     def read_one(self, position: int) -> Any:
-        """Return one sample."""
-        return self.read()[position]
+        """Return one sample. If it is loaded in any case, no others are."""
+        return next(iter(self._load([self._indices[position]]))) if self._direct else self.read()[position]
 
     @property
     def cached(self) -> bool:
         """Whether all samples are in the cache."""
-        if self._hits is None:
+        if self._hits is None and not self._direct:
             index = check_indices(self._indices, self._cache.dataset_len, "batch")
             self._hits = index if self._cache.set_among(index).all() else None
         return self._hits is not None
 
-    def gather(self, empty: Empty) -> Any:
+    def gather(self, empty: Empty, joined: bool = True) -> Any:
         """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list.
 
-        Where a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
+        If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
         """
-        if BatchSpec.of(self._cache) is None:  # default_collate was extended since
+        if self._direct or BatchSpec.of(self._cache) is None:  # default_collate was extended since
             return None
         if self._spec.on_device:
             return self._load_missing(empty)
@@ -288,11 +303,12 @@ class LazyBatch:
             return None
         if self._hits is not None:
             self._cache.gather(self._hits, tensors)
-            return self._join(tensors)
-        self._samples = self._cache.fill_batch(
-            self._indices, tensors, self._load_rest, self._claimed, self._next_tier, self._loaded
-        )
-        return None if self._samples is not None else self._join(tensors)
+        else:
+            rest = self._load_rest, self._claimed, self._next_tier, self._loaded
+            self._samples = self._cache.fill_batch(self._indices, tensors, *rest)
+            if self._samples is not None:
+                return None
+        return self._spec.join(tensors) if joined else tensors
 
     def _load_missing(self, empty: Empty) -> PartialBatch | GroupPart | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
@@ -328,10 +344,11 @@ class LazyBatch:
         """
         if self._spec.on_device:
             return [part.gather(empty) for part in self.split(sizes)]
-        tensors: list[Tensor] = []
-        batch = self.gather(partial(append_to, tensors, empty))
-        if batch is None or len(sizes) == 1:
-            return None if batch is None else [batch]
+        tensors = self.gather(empty, joined=False)
+        if tensors is None:
+            return None
+        if len(sizes) == 1:
+            return [self._spec.join(tensors)]
         ends = list(itertools.accumulate(sizes))
         columns = [_split(tensor, [0, *ends[:-1]], ends) for tensor in tensors]
         return [self._spec.join(own) for own in zip(*columns, strict=True)]
@@ -344,38 +361,3 @@ class LazyBatch:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
-
-
-class DirectBatch(LazyBatch):
-    """A batch whose samples are all loaded, because those that are cached may not be served any more."""
-
-    def claim_missing(self) -> list[int]:
-        """Return no positions: the samples are loaded when the batch is read, in the order of the batch."""
-        return []
-
-    def read(self) -> list[Any]:
-        """Return the samples."""
-        if self._samples is None:
-            self._samples = list(self._load(list(self._indices)))
-        return self._samples
-
-    def read_one(self, position: int) -> Any:
-        """Return one sample. No others are loaded."""
-        return next(iter(self._load([self._indices[position]])))
-
-    @property
-    def cached(self) -> bool:
-        """Whether all samples are in the cache."""
-        return False
-
-    def gather(self, empty: Empty) -> Any:
-        """Return None: it has to be read as a list."""
-        return None
-
-
-def append_to(tensors: list[Tensor], empty: Empty, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Return the tensor that ``empty`` makes, and append it to ``tensors``."""
-    tensor = empty(shape, dtype)
-    if tensor is not None:
-        tensors.append(tensor)
-    return tensor

@@ -20,7 +20,7 @@ from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, Samp
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
-from stocache.datasets.batches import BatchSpec, DirectBatch, LazyBatch
+from stocache.datasets.batches import BatchSpec, LazyBatch
 from stocache.datasets.decoders.cache import decoders_job
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
 from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decoders_of
@@ -124,7 +124,7 @@ class CachedDataset(DatasetProxy[_T]):
         share: bool = False,
         **options: Any,
     ) -> None:
-        from stocache.datasets.wrapping import check_dataset, wrap  # here: loaders start faster
+        from stocache.datasets.wrapping import Wrapper, check_dataset  # here: loaders start faster
 
         where, samples, checks = take_options("CachedDataset", [size_limit_gib, *objects], options, ALL_OPTIONS)
         if share:
@@ -143,7 +143,8 @@ class CachedDataset(DatasetProxy[_T]):
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
         self._wrapping, self._transforms, self._decoders_job = (where, samples), HeldTransforms(dataset), decoders_job()
-        self._take(wrap(dataset, self._len, where, samples))
+        wrapper = Wrapper(dataset, self._len, where, samples)
+        self._take(wrapper.make(*wrapper.cut()))
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
@@ -259,7 +260,7 @@ class CachedDataset(DatasetProxy[_T]):
         """Return the samples ``indices`` as a batch that has read nothing yet."""
         numbers = None if self._keeps_types(indices) else self._numbers(indices)
         if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
-            return DirectBatch(self.cache, indices, self._read, spec)
+            return LazyBatch(self.cache, indices, self._read, spec, direct=True)
         load_many = self._tiers.behind(self._audit.watched_many(self._loader))
         return LazyBatch(self.cache, numbers, load_many, spec, self.disk_cache)
 

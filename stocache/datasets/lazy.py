@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import BatchSpec, Empty, LazyBatch, Load, append_to
+from stocache.datasets.batches import BatchSpec, Empty, LazyBatch, Load
 from stocache.datasets.cached import is_cache
 from stocache.system.walking import branch_of, inner_datasets, passes_on, through_subsets
 
@@ -30,7 +30,8 @@ class JoinedBatch(LazyBatch):
     """
 
     def __init__(self, parts: dict[int, tuple[LazyBatch, NDArray[np.int64]]], length: int, spec: BatchSpec) -> None:
-        self._parts, self._length, self._spec, self._hits, self._samples = parts, length, spec, None, None
+        self._parts, self._length, self._spec = parts, length, spec
+        self._hits, self._samples, self._direct = None, None, False
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached, as `LazyBatch` does."""
@@ -85,20 +86,20 @@ class JoinedBatch(LazyBatch):
         """Whether all samples are in the caches."""
         return all(part.cached for part, _ in self._parts.values())
 
-    def gather(self, empty: Empty) -> Any:
-        """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list."""
+    def gather(self, empty: Empty, joined: bool = True) -> Any:
+        """Return the batch as `LazyBatch` does."""
         if len(self._parts) == 1:
-            return next(iter(self._parts.values()))[0].gather(empty)
+            return next(iter(self._parts.values()))[0].gather(empty, joined)
         tensors = self._spec.empty(self._length, empty) if self._length else None
         if tensors is None:
             return None
         for part, positions in self._parts.values():
-            own: list[Tensor] = []
-            if part.gather(partial(append_to, own, _new)) is None:
+            own = part.gather(_new, joined=False)
+            if own is None:
                 return None
             for tensor, rows in zip(tensors, own, strict=True):
                 _rows_of(tensor)[positions] = _rows_of(rows)
-        return self._spec.join(tensors)
+        return self._spec.join(tensors) if joined else tensors
 
     @property
     def nbytes(self) -> int:

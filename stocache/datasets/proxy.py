@@ -28,7 +28,6 @@ from stocache.system.walking import walk
 logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T", default=Any)
-_Self = TypeVar("_Self", bound="DatasetProxy[Any]")
 
 _SHARED_NAMES = frozenset({"dataset", "transform", "set_epoch", "prefetch_blocks", "expect"})
 """Names of ours with the same meaning as in a dataset."""
@@ -111,7 +110,8 @@ class DatasetProxy(Dataset[_T]):
         before, kind = getattr(self.dataset, name), type(self.dataset).__name__
         samples = self._wrapping[1]
         follows = name in CONVENTIONAL and name in vars_of(self.dataset) and samples.split and bool(samples.probe)
-        if not follows and name in self._reads | {*CONVENTIONAL} and before is not value and self._holds_samples():
+        matters = not follows and name in self._reads | {*CONVENTIONAL} and before is not value
+        if matters and (self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())):  # others may fill it
             self._audit.change(
                 f"{name} of {kind} was set: its samples are made with it, and some are cached as they were. For one part of "
                 f"the samples, give transform={{0: ...}} or {{'image': ...}}"
@@ -197,10 +197,6 @@ class DatasetProxy(Dataset[_T]):
         self._follow_transforms()
         return vars(self)
 
-    def _holds_samples(self) -> bool:
-        """Return whether samples are cached, or may be at any moment, by other ranks."""
-        return self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())
-
 
 def cut_of(cached: Any) -> str:
     """Return which lines of the dataset's program are cached, and which run each time; empty if whole samples are cached."""
@@ -248,5 +244,5 @@ class HeldTransforms:
         return any(vars_of(holder).get(name) is not value for holder, name, value in self._held)
 
 
-def _new(kind: type[_Self]) -> _Self:
+def _new(kind: Any) -> Any:
     return kind.__new__(kind)

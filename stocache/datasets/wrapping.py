@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -56,33 +57,30 @@ class Wrapped:
     disk: DiskCache | None
 
 
-def wrap(dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> Wrapped:
-    """Return the cache for a dataset of ``length`` samples, filled with the probed ones, and the loader of the others.
-
-    Raises:
-        DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches.
-    """
-    if length > _MANY:
-        size, name = options.size_limit_gib, type(dataset).__name__
-        limit = recommended_limit(options.name is not None) if size == "auto" else parse_size(size)
-        if length > min(limit // _TABLE_SHARE, _MOST):
-            logger.warning(
-                "%s has %d samples. A cache of %s has no room for a table of so many, so %s makes each sample itself.",
-                name, length, format_size(limit), name,
-            )  # fmt: skip
-            options, samples, length = CacheOptions(0), SampleOptions(copy=samples.copy), 0
-    return Wrapper(dataset, length, options, samples).wrap()
-
-
 _MANY = 1 << 26  # samples; a table of fewer takes little memory and time
 _MOST = 1 << 28  # samples in the table of a cache
 _TABLE_SHARE = 64  # a table of many samples takes at most one part in so many of the cache
 
 
 class Wrapper:
-    """Makes the parts of a `CachedDataset`; the arguments of `wrap`."""
+    """Makes the parts of a `CachedDataset`.
+
+    Args:
+        dataset: of ``length`` samples.
+        options, samples: the options of the cache.
+
+    Raises:
+        DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches; so do the methods.
+    """
 
     def __init__(self, dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> None:
+        if length > _MANY and length > min((limit := _limit_of(options)) // _TABLE_SHARE, _MOST):
+            name = type(dataset).__name__
+            logger.warning(
+                "%s has %d samples. A cache of %s has no room for a table of so many, so %s makes each sample itself.",
+                name, length, format_size(limit), name,
+            )  # fmt: skip
+            options, samples, length = CacheOptions(0), SampleOptions(copy=samples.copy), 0
         self._dataset, self._length, self._options, self._samples = dataset, length, options, samples
         ragged = options.admission != "all" or options.codec is not None
         if samples.variable is False and ragged:
@@ -104,18 +102,13 @@ class Wrapper:
         encoded = samples.store == "encoded"
         if encoded and not (samples.split and self._probes and self._unit is None):
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
-        limit = 0
+        self._limit = 0
         if self._splits or options.narrow == "auto":
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
-            limit = recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
-        self._limit = limit
-
-    def wrap(self) -> Wrapped:
-        """Return the cache and what belongs to it."""
-        return self.make(*self.cut())
+            self._limit = _limit_of(options, promised)
 
     def make(self, split: Split | None, probe: Probe) -> Wrapped:
-        """Return the cache for a split, and what belongs to it."""
+        """Return the cache for a split, filled with the probed samples, and what belongs to it."""
         try:
             cache = self._make_cache(split, probe)
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
@@ -125,14 +118,15 @@ class Wrapper:
             split, probe = self.cut(wanted)
             cache = self._make_cache(split, probe)
         known = {} if probe.keeps else probe.samples
+        keep = partial(map, known.__getitem__)
         if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
-            cache.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
+            cache.get_or_load_many(list(known), keep, strict=False)
         memory = cache if isinstance(cache, SharedCache) else None
         disk = DiskCache.from_options(self._options_for(split), self._length, memory)
         if disk is not None and self._options.fingerprint is None:
             _warn_of_other_samples(disk, probe.samples)
         if disk is not None and self._unit is None:
-            disk.get_or_load_many(list(known), lambda indices: [known[idx] for idx in indices], strict=False)
+            disk.get_or_load_many(list(known), keep, strict=False)
         if split is not None:
             split.bind()
         return Wrapped(cache, probe, split, self._make_loader(cache, split, probe, disk), disk)
@@ -170,15 +164,26 @@ class Wrapper:
         """Whether all samples fit, if they are like the probed ones."""
         if self._options.disk is not None:
             return True
-        expected = _expected_bytes(probe, self._length, self._options, bool(self._options.narrow))
+        expected = self._expected_bytes(probe, self._options.narrow)
         return expected is None or expected <= self._limit
+
+    def _expected_bytes(self, probe: Probe, narrow: object) -> int | None:
+        """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
+        options, rooms = self._options, list[int]()
+        codec = None if options.codec is None else Codec(options.codec)
+        encoder = RecordEncoder(options.allow_pickle, codec, bool(narrow))
+        for sample in probe.samples.values():
+            with contextlib.suppress(SampleError):
+                rooms.append(encoder.pack(sample, "").room)
+        return sum(rooms) * self._length // len(rooms) if rooms else None
 
     def _wanted(self) -> str | None:
         """Return where the samples of an earlier run were cut; None without an earlier run."""
-        wanted = _read_before_text(self._options.name)
-        if wanted is None and self._options.disk is not None and (manifest := manifest_of(self._options.disk)) is not None:
-            wanted = _before_text(manifest["fingerprint"] or "")
-        return wanted
+        name, disk = self._options.name, self._options.disk
+        found = None if name is None else identity_of(name)
+        if found is None and disk is not None:
+            found = manifest_of(disk)
+        return None if found is None else str(found.get("fingerprint") or "").partition(FINGERPRINT_STEPS_SEPARATOR)[2]
 
     def _options_for(self, split: Split | None) -> CacheOptions:
         """Return the options, whose fingerprint says where samples are cut, if later runs or other jobs can see them."""
@@ -193,10 +198,7 @@ class Wrapper:
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
         if options.narrow == "auto":
-            if structure is None:
-                nbytes = _expected_bytes(probe, self._length, options, False)
-            else:
-                nbytes = structure.nbytes * self._length
+            nbytes = self._expected_bytes(probe, False) if structure is None else structure.nbytes * self._length
             options = dataclasses.replace(options, narrow=nbytes is None or nbytes > self._limit)
         if options.narrow and structure is not None:
             structure = _narrowed(structure, list(probe.named.values()))
@@ -206,8 +208,8 @@ class Wrapper:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
             return SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
         if self._placement == Placement("scattered") or probe.finding is not None:
-            expected = _expected_bytes(probe, self._length, options, bool(options.narrow))
-            if options.narrow and expected and (wide := _expected_bytes(probe, self._length, options, False)):
+            expected = self._expected_bytes(probe, options.narrow)
+            if options.narrow and expected and (wide := self._expected_bytes(probe, False)):
                 logger.info(
                     "numbers made of small integers are kept as these: %.3g times as many samples fit.", wide / expected
                 )
@@ -252,6 +254,12 @@ class Wrapper:
             size = self._options.size_limit_gib
             logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
         return BlockLoader(self._dataset, cache, chosen, disk)
+
+
+def _limit_of(options: CacheOptions, promised: int = 0) -> int:
+    """Return the bytes of the cache. ``promised``: to other caches."""
+    size = options.size_limit_gib
+    return recommended_limit(options.name is not None, promised) if size == "auto" else parse_size(size)
 
 
 def check_dataset(dataset: Any) -> int:
@@ -313,16 +321,6 @@ def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> No
             return
 
 
-def _read_before_text(name: str | None) -> str | None:
-    """Return the `Split.before_text` of the cache of that name; None where there is no such cache."""
-    identity = identity_of(name) if name is not None else None
-    return None if identity is None else _before_text(identity.get("fingerprint") or "")
-
-
-def _before_text(fingerprint: object) -> str:
-    return str(fingerprint).partition(FINGERPRINT_STEPS_SEPARATOR)[2]
-
-
 def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
     """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
     narrow = structure.narrowed(samples)
@@ -331,16 +329,6 @@ def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
         kinds = dict.fromkeys(f"{leaf.wide_dtype} made of {leaf.narrowing} kept as {leaf.dtype}" for leaf in changed)
         logger.info("%s: %.3g times as many samples fit.", ", ".join(kinds), structure.nbytes / max(1, narrow.nbytes))
     return narrow
-
-
-def _expected_bytes(probe: Probe, length: int, options: CacheOptions, narrow: bool) -> int | None:
-    """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
-    encoder = RecordEncoder(options.allow_pickle, None if options.codec is None else Codec(options.codec), narrow)
-    rooms = []
-    for sample in probe.samples.values():
-        with contextlib.suppress(SampleError):
-            rooms.append(encoder.pack(sample, "").room)
-    return sum(rooms) * length // len(rooms) if rooms else None
 
 
 def _common_structure(probe: Probe, variable: bool | None) -> Structure | None:
