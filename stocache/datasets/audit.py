@@ -329,16 +329,14 @@ class Audit:
         samples = loader.load_many(indices)
         if not isinstance(samples, list):
             return self._watch_each(loader.load, indices, iter(samples))
-        self._note_tables(tables)
-        self._check_draws(before, indices, loader.load)
+        self._note_load(before, tables, indices, loader.load)
         return samples
 
     def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
         for idx in indices:
             before, tables = Kept(self._own), self._tables_now()
             for sample in samples:
-                self._note_tables(tables)
-                self._check_draws(before, [idx], load)
+                self._note_load(before, tables, [idx], load)
                 yield sample
                 break
 
@@ -353,7 +351,9 @@ class Audit:
             now = table_digests(self._dataset)
             self._set_by_loads |= {name for name, digest in before.items() if now.get(name) != digest}
 
-    def _check_draws(self, before: Kept, indices: Sequence[int], load: Callable[[int], object]) -> None:
+    def _note_load(self, before: Kept, tables: dict[str, str], indices: Sequence[int], load: Callable[[int], object]) -> None:
+        """Note what a load has done besides returning samples."""
+        self._note_tables(tables)
         finding = self._draws(load, indices) if self._looks_left and before.drawn() else None
         if finding is not None:
             self.change(finding)

@@ -260,19 +260,20 @@ def _load_all(
     yield from (_News(finding=finding) for finding in _differences_of_batches(dataset, done))
 
 
+def _containers(dataset: object) -> Iterator[tuple[str, Any]]:
+    """Yield the containers without a limit in a dataset and in the user's objects in it, with their names."""
+    for name, part in parts_of(dataset, follow=is_own):
+        if isinstance(part, list | dict | set | deque) and getattr(part, "maxlen", None) is None:
+            yield name, part
+
+
 def _sizes(dataset: object) -> dict[str, int]:
-    """Return the lengths of the containers without a limit in a dataset and in the user's objects in it, by their names."""
-    return {name: len(part) for name, part in parts_of(dataset, follow=is_own) if _may_grow(part)}
-
-
-def _may_grow(part: Any) -> bool:
-    return isinstance(part, list | dict | set | deque) and getattr(part, "maxlen", None) is None
+    return {name: len(part) for name, part in _containers(dataset)}
 
 
 def _grown(dataset: object, before: dict[str, int]) -> dict[str, Any]:
     """Return the containers that are longer than before, by their names."""
-    parts = parts_of(dataset, follow=is_own)
-    return {name: part for name, part in parts if _may_grow(part) and len(part) > before.get(name, len(part))}
+    return {name: part for name, part in _containers(dataset) if len(part) > before.get(name, len(part))}
 
 
 def _is_log(container: Any) -> bool:

@@ -95,8 +95,6 @@ def _text(value: Any) -> str:
         return "left out"
     if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
         return ascii(value.name) if not value.closed and value.readable() else "left out"  # type: ignore[attr-defined]
-    if isinstance(value, np.memmap):
-        return digest((str(value.filename), value.offset, value.dtype, value.shape))
     named = issubclass(cls, dict) and len(dict.items(value)) <= _NAMED
     table = None if named else table_text(value, _WHOLE)
     if table is not None:

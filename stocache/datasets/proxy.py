@@ -18,7 +18,6 @@ from stocache.datasets.decoders.patches import install_imported
 from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
-from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.indices import check_index, length_of
 from stocache.system.limits import parse_size
 from stocache.system.objects import attribute_of, vars_of
@@ -37,20 +36,12 @@ _said_hidden: set[tuple[type, str]] = set()
 class DatasetProxy(Dataset[_T]):
     """The part of `CachedDataset` that stands in for the dataset: its length, its attributes, its class, and copies of it."""
 
-    dataset: Any
-    cache: Any
-    _split: Any
-    _loader: Any
     _audit: Audit
-    _epochs: EpochCounter
-    _reads: Any
+    _split: Any
     _transforms: "HeldTransforms"
-    _wrapping: Any
     _len: int
     _initialised: bool
     _decoders: DecoderCache | None = None  # in place of samples that cannot be cached
-    _decoders_job: Any
-    after_cache: Any
 
     def __len__(self) -> int:
         """Return the number of samples. If the dataset has become longer or shorter, ``on_change`` applies.

@@ -1,8 +1,9 @@
 """Say which transforms of well-known libraries are deterministic: same input, same output, no random number drawn.
 
 A transform is recognised by the name and module of its class, so no library is imported here. A class that is not in the table
-counts as random. So does a subclass of one that is, as it may do anything. MONAI marks its classes, and so do its users. The
-lists are those of torchvision 0.29, timm 1.0, albumentations 2.0 and Kornia 0.9.
+counts as random. So does a subclass of one that is, as it may do anything. Kornia has its random transforms in one module; of
+its other modules only the classes that learn are named. MONAI marks its classes, and so do its users. The lists are those of
+torchvision 0.29, timm 1.0, albumentations 2.0 and Kornia 0.9.
 """
 
 import functools
@@ -29,12 +30,12 @@ class Library(NamedTuple):
 
     Attributes:
         module: the module that defines them, itself or in submodules. Its other transforms may be random.
-        deterministic: names of classes.
+        deterministic: names of classes; None for all.
         condition: returns whether an object of one of these classes is deterministic with its options.
     """
 
     module: str
-    deterministic: frozenset[str]
+    deterministic: frozenset[str] | None = None
     condition: Callable[[Any], bool] = lambda transform: True
 
 
@@ -48,8 +49,12 @@ def _albumentation_is_deterministic(transform: Any) -> bool:
     return transform.p >= 1 and fixed and isinstance(getattr(transform, "max_size", 0), numbers.Integral | None)
 
 
-def _has_no_parameters(module: Any) -> bool:
-    return not any(True for _ in module.parameters())
+def _learns_nothing(module: Any) -> bool:
+    """Whether a module of Kornia is a fixed function: it has no parameters, learns from no inputs, and is no network."""
+    return type(module).__name__ not in _LEARNING and not any(True for _ in module.parameters())
+
+
+_LEARNING = {"ZCAWhitening", "StableDiffusionDissolving", "BaseModel", "BaseWarper", "ImageRegistrator"}
 
 
 LIBRARIES = (
@@ -81,39 +86,10 @@ LIBRARIES = (
         _names("CenterCrop CenterCrop3D Denormalize LongestMaxSize Normalize PadTo Resize SmallestMaxSize"),
         lambda transform: transform.p == 1 and transform.p_batch == 1,
     ),
-    Library(
-        "kornia.color",
-        _names(
-            """ApplyColorMap BgrToGrayscale BgrToRgb BgrToRgba GrayscaleToRgb HlsToRgb HsvToRgb LabToRgb LinearRgbToRgb
-            LuvToRgb NormalsToRgb255 RawToRgb RawToRgb2x2Downscaled Rgb255ToNormals Rgb255ToRgb RgbToBgr RgbToGrayscale
-            RgbToHls RgbToHsv RgbToLab RgbToLinearRgb RgbToLuv RgbToRaw RgbToRgb255 RgbToRgba RgbToXyz RgbToYcbcr RgbToYuv
-            RgbToYuv420 RgbToYuv422 RgbaToBgr RgbaToRgb Sepia XyzToRgb YcbcrToRgb Yuv420ToRgb Yuv422ToRgb YuvToRgb"""
-        ),
-    ),
-    Library(
-        "kornia.enhance",  # ZCAWhitening learns from its inputs
-        _names(
-            """AddWeighted AdjustBrightness AdjustBrightnessAccumulative AdjustContrast AdjustContrastWithMeanSubtraction
-            AdjustGamma AdjustHue AdjustLog AdjustSaturation AdjustSaturationWithGraySubtraction AdjustSigmoid Denormalize
-            IntegralImage IntegralTensor Invert JPEGCodecDifferentiable Normalize Rescale Threshold"""
-        ),
-        _has_no_parameters,
-    ),
-    Library(
-        "kornia.filters",  # DexiNed and StableDiffusionDissolving are networks
-        _names(
-            """BilateralBlur BlurPool2D BoxBlur Canny EdgeAwareBlurPool2D GaussianBlur2d GuidedBlur InRange JointBilateralBlur
-            Laplacian MaxBlurPool2D MedianBlur MotionBlur MotionBlur3D OtsuThreshold Sobel SpatialGradient SpatialGradient3d
-            UnsharpMask"""
-        ),
-        _has_no_parameters,
-    ),
-    Library(
-        "kornia.geometry.transform",  # Homography, Similarity and ImageRegistrator learn
-        _names("Affine CenterCrop2D Hflip HomographyWarper PyrDown PyrUp Rescale Resize Rot180 Rotate Scale ScalePyramid Shear")
-        | _names("Translate Vflip"),
-        _has_no_parameters,
-    ),
+    Library("kornia.color"),
+    Library("kornia.enhance", condition=_learns_nothing),
+    Library("kornia.filters", condition=_learns_nothing),
+    Library("kornia.geometry.transform", condition=_learns_nothing),
     Library("audiomentations", frozenset()),  # each draws a number, also with p=1
 )
 
@@ -145,9 +121,8 @@ def is_known(cls: type) -> bool:
 def is_deterministic(transform: object) -> bool:
     """Whether a transform is known to be deterministic."""
     cls = type(transform)
-    if DETERMINISTIC_ATTRIBUTE in vars(cls) or getattr(transform, "__dict__", {}).get(
-        DETERMINISTIC_ATTRIBUTE, mark_value
-    ) == mark_value(transform):
+    mark = getattr(transform, "__dict__", {}).get(DETERMINISTIC_ATTRIBUTE, mark_value)
+    if DETERMINISTIC_ATTRIBUTE in vars(cls) or mark == mark_value(transform):
         return True
     if isinstance(transform, functools.partial):
         return is_deterministic(transform.func)
@@ -160,7 +135,8 @@ def is_deterministic(transform: object) -> bool:
     library = find_library(cls)
     if library is not None:
         try:
-            return cls.__name__ in library.deterministic and library.condition(transform)
+            listed = library.deterministic is None or cls.__name__ in library.deterministic
+            return listed and library.condition(transform)
         except AttributeError:  # in another version of the library
             return False
     known = cls in _MODULES or any(transform is function for function in _FUNCTIONS)

@@ -48,7 +48,9 @@ class PartTransform:
         """Return the sample with its parts transformed."""
         for key, function in self.parts.items():
             assert function is not None
-            sample = _apply(sample, key, function)
+            if isinstance(sample, Tensor | np.ndarray):
+                raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, which has no parts.")
+            sample = _replace(sample, key, function(_find_part(sample, key)))
         return sample
 
     def check(self, sample: object) -> None:
@@ -73,12 +75,6 @@ def _find_part(sample: Any, key: Any) -> Any:
 
 def _is_field(sample: object, key: object) -> bool:
     return isinstance(key, str) and not isinstance(sample, Mapping)
-
-
-def _apply(sample: object, key: object, function: Callable[[Any], object]) -> Any:
-    if isinstance(sample, Tensor | np.ndarray):
-        raise DatasetError(f"transform={{{key!r}: ...}}: the sample is a {type(sample).__name__}, which has no parts.")
-    return _replace(sample, key, function(_find_part(sample, key)))
 
 
 def _replace(sample: Any, key: Any, new: Any) -> Any:

@@ -26,14 +26,19 @@ class Chain:
     """Calls transforms one after another. An empty chain returns its input.
 
     Args:
-        transforms: callables. When called with several arguments, each returns a tuple of as many.
+        transforms: callables. When called with several arguments, each returns a tuple of as many. When called with named
+            ones, each returns them in a dict, as those of albumentations do.
     """
 
     def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
         self.transforms = list(transforms)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the last transform."""
+        if named:
+            for transform in self.transforms:
+                named = transform(**named)
+            return named
         if len(inputs) != 1:
             for transform in self.transforms:
                 inputs = transform(*inputs)
@@ -45,16 +50,6 @@ class Chain:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}([{', '.join(map(repr, self.transforms))}])"
-
-
-class NamedChain(Chain):
-    """A `Chain` that takes named arguments and returns them in a dict, as albumentations does."""
-
-    def __call__(self, **named: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the output of the last transform."""
-        for transform in self.transforms:
-            named = transform(**named)
-        return named
 
 
 class ArgumentTransform:
@@ -95,7 +90,7 @@ class Pipeline:
     @property
     def deterministic(self) -> int:
         """How many steps at the beginning are known to be deterministic."""
-        return next((number for number, step in enumerate(self.steps) if not _runs_before(step)), len(self.steps))
+        return next((number for number, step in enumerate(self.steps) if not is_deterministic(_inner(step))), len(self.steps))
 
     def part(self, begin: int, end: int | None = None) -> Any:
         """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all its steps."""
@@ -107,8 +102,8 @@ class Pipeline:
         return any(tuple(container) != items for container, items in self.snapshot)
 
 
-def _runs_before(step: object) -> bool:
-    return is_deterministic(step.transform if isinstance(step, ArgumentTransform) else step)
+def _inner(step: Any) -> Any:
+    return step.transform if isinstance(step, ArgumentTransform) else step
 
 
 def open_pipeline(transform: Any) -> Pipeline:
@@ -118,7 +113,7 @@ def open_pipeline(transform: Any) -> Pipeline:
     kind = _kind(transform)
     if kind in ("named", "monai"):
         steps, snapshot = _flatten(transform, kind)
-        return Pipeline(transform, tuple(steps), _rejoin(transform, NamedChain if kind == "named" else None), tuple(snapshot))
+        return Pipeline(transform, tuple(steps), _rejoin(transform, chains=kind == "named"), tuple(snapshot))
     if kind == "pair":
         steps, snapshot = [], []
         for position, part in enumerate((transform.transform, transform.target_transform)):
@@ -166,15 +161,15 @@ def _flatten(transform: Any, kind: str) -> tuple[list[Any], list[Any]]:
     return steps, snapshot
 
 
-def _rejoin(compose: Any, chain: type[Chain] | None = None) -> Callable[[Sequence[Any]], Any]:
+def _rejoin(compose: Any, chains: bool) -> Callable[[Sequence[Any]], Any]:
     """Return a function that makes a ``Compose`` of some steps of ``compose``, with the same options.
 
-    ``chain`` takes its place for steps without the last one: these draw no random numbers, so their caller must not either.
+    ``chains``: steps without the last one become a `Chain`: they draw no random numbers, so their caller must not either.
     """
 
     def join(steps: Sequence[Any]) -> Any:
-        if chain is not None and (not steps or steps[-1] is not compose.transforms[-1]):
-            return chain(steps)
+        if chains and (not steps or steps[-1] is not compose.transforms[-1]):
+            return Chain(steps)
         part = copy.copy(compose)
         part.transforms = type(compose.transforms)(steps)
         return part
@@ -252,18 +247,15 @@ def deterministic(transform: _Transform) -> _Transform:
 
 def step_name(step: object) -> str:
     """Return the name of a step: of its class, or of the function."""
-    while isinstance(step, ArgumentTransform):
-        step = step.transform
-    inner = getattr(step, "func", None) if type(step).__name__ == "partial" else None
-    if inner is not None:
-        return step_name(inner)
+    step = _inner(step)
+    if type(step) is functools.partial:
+        return step_name(step.func)
     return str(step.__name__) if isinstance(step, type) or inspect.isroutine(step) else type(step).__name__
 
 
 def step_text(step: object) -> str:
     """Return a step as text, the same in every process; with its options, if its repr has them."""
-    while isinstance(step, ArgumentTransform):
-        step = step.transform
+    step = _inner(step)
     text = " ".join(repr(step).split())
     if len(text) < 1000 and not re.search(r"0x[0-9a-f]+|<|\{", text):
         return text
