@@ -39,6 +39,7 @@ from hypothesis.strategies import none
 from tqdm import tqdm
 
 from stocache.cache.base import SampleCache
+from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.options import AuditOptions
 from stocache.cache.states import SlotState
 from stocache.datasets.cut import surveying
@@ -211,7 +212,9 @@ def run_processes(start_method: str) -> Callable[..., None]:
 
 @pytest.fixture
 def resident(cache: SampleCache) -> list[int]:
-    """Indices of the samples that may be cached."""
+    """Indices of the samples that may be cached; any keys of a cache by key."""
+    if isinstance(cache, KeyedCache):
+        return list(range(12))
     return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state != SlotState.OOB]
 
 

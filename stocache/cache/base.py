@@ -1,21 +1,8 @@
-"""Caches that load what they miss: of all processes that want a sample, one loads it, and the others wait.
-
-A cache publishes samples; its `SampleStore` has their bytes: `SlotArrays` in a `SharedCache`, `RecordStore` in a `RaggedCache`.
-
-NOTE [ Nested loads ]
-    Loading a sample may need other samples: A needs B, and in another process B needs A. Each process has claimed its own one
-    and would wait for the other's. So a thread that loads a sample under a claim does not wait for claims of samples: it loads
-    them at once, though another process may be loading them too. The same holds for a sample that its own load asks for. Within
-    the load of a sample a thread waits for claims of blocks only, and within the load of a block it does not wait. A cache on a
-    disk, which a cache in memory asks for its misses, may be waited for: a thread that has claimed a sample there waits for no
-    other.
-"""
+"""SampleCache: the samples of a dataset by their index, whatever has their bytes. It sets, loads and claims them."""
 
 import contextlib
-import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,87 +11,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from stocache.cache.allocate import CacheLayout, Proof, open_memory
-from stocache.cache.options import CacheOptions
-from stocache.cache.publishing import PublishingCache
-from stocache.cache.stats import EMPTY, FILLS, HITS, LOAD_NS, MISSES, MISSING, OOB, SET, CacheStats
-from stocache.errors import BusyError, SlotError
-from stocache.observe.recording.record import note_loads
+from stocache.cache.loading import nested, nesting
+from stocache.cache.states import SampleStates
+from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
+from stocache.errors import BusyError, SampleError, SlotError
 from stocache.samples.indices import check_indices
 from stocache.shm.claims import BLOCKS
-from stocache.shm.segment import Segment
 from stocache.shm.siblings import count_ranks
-from stocache.system.spans import LOAD, in_spans, span
-from stocache.system.waiting import LOCK_TIMEOUT_S, describe_process, wait_until
-
-logger = logging.getLogger("stocache")
-
-_PART_S = 0.02  # samples that were loaded in this time are published together
+from stocache.system.spans import LOAD, span
 
 _T = TypeVar("_T", default=Any)  # the samples
-_K = TypeVar("_K")  # what identifies them
 _Indices = NDArray[np.int64]
 
 
-class Nesting(threading.local):
-    """Whether this thread is loading samples, or a block, under its own claims; see NOTE [ Nested loads ]."""
-
-    samples = block = False
-
-
-nesting = Nesting()
-
-
-@contextlib.contextmanager
-def nested(samples: bool) -> Iterator[None]:
-    """Run a block as one that loads ``samples`` under a claim, or as one that may wait for samples."""
-    outer, nesting.samples = nesting.samples, samples
-    try:
-        yield
-    finally:
-        nesting.samples = outer
-
-
-def load_in_parts(
-    keys: list[_K], load: Callable[[list[_K]], Iterable[object]], segment: Segment
-) -> Iterator[tuple[dict[_K, Any], list[float]]]:
-    """Load samples, in parts that take `_PART_S` each. Yield the samples of a part by key, and their costs. Count misses.
-
-    The keys, such as indices, are all different. The cost of a sample is its share of the call, and the seconds that the result
-    of the call takes to yield it.
-
-    Raises:
-        ValueError: there are fewer or more samples than keys.
-    """
-    if not keys:
-        return
-    started = began = time.perf_counter()
-    with span(LOAD):
-        values = load(keys)
-    segment.count(MISSES, len(keys))
-    share_s, began = (time.perf_counter() - began) / len(keys), time.perf_counter()
-    loaded: dict[_K, Any] = {}
-    costs_s: list[float] = []
-    try:
-        for key, value in zip(keys, in_spans(LOAD, values), strict=True):
-            loaded[key] = value
-            now = time.perf_counter()
-            costs_s.append(share_s + now - began)
-            began = now
-            if now - started > _PART_S and type(values) is not list:  # a list was made at once
-                yield loaded, costs_s
-                loaded, costs_s = {}, []
-                started = began = time.perf_counter()
-    except Exception:
-        if loaded:
-            yield loaded, costs_s
-        raise
-    if loaded:
-        yield loaded, costs_s
-
-
-class SampleCache(PublishingCache[_T]):
-    """The base of all caches: everything but how samples are stored."""
+class SampleCache(SampleStates[_T]):
+    """The base of the caches of samples: everything but how samples are stored."""
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> _T | None:
         """Return sample ``idx``, or None when it is not cached.
@@ -143,6 +64,94 @@ class SampleCache(PublishingCache[_T]):
         self._miss(idx, time.perf_counter())
         return None
 
+    def set_slot(self, idx: int, value: _T, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
+        """Cache ``value`` as sample ``idx``. Do nothing if the sample lies outside the cache.
+
+        Args:
+            idx: sample index in ``[0, dataset_len)``.
+            value: the sample, with exactly the dtypes and shapes that the cache holds. It is copied.
+            allow_oob_idx: False raises an error if the sample lies outside the cache.
+            allow_overwrite: True replaces a sample that is cached already. Processes that read it meanwhile may get a mixture.
+
+        Raises:
+            SampleIndexError: ``idx`` is not an integer or lies outside the dataset; or outside the cache, if not allowed.
+            SampleError: ``value`` would not come back unchanged. Nothing is stored.
+            SlotError: the slot is set already, and this process has not missed it before.
+
+        Safe from any process and thread. If several set one slot, the first wins and the others do nothing.
+        """
+        idx = self._index(idx, "set_slot")
+        if self._states[idx] == OOB:
+            if not allow_oob_idx:
+                self._outside(idx, "set_slot")
+            return
+        self._store_one(idx, value, allow_overwrite)
+
+    def _store_one(self, idx: int, value: object, overwrite: bool = False) -> None:
+        """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
+        encoded = self._store.encode(value, f"set_slot({idx})")
+        self._publish([idx], self._with_costs([encoded], [self._cost_of(idx, overwrite)]), overwrite)
+
+    def _cost_of(self, idx: int, overwrite: bool) -> float | None:
+        """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
+
+        Raises:
+            SlotError: the sample is set, and this process has not missed it.
+        """
+        missed, since = self._take_miss(idx)
+        if not missed and self._states[idx] == SET and not overwrite and self._segment.ranks < 2:
+            raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
+        return time.perf_counter() - since if missed else None
+
+    def _set_many(
+        self,
+        indices: _Indices,
+        encode: Callable[[], list[Any]],
+        each: Callable[[], Iterable[Any]],
+        allow_oob_idx: bool,
+        allow_overwrite: bool,
+    ) -> None:
+        """Set many samples: as `set_slot` for each of ``each()``, at once where that is the same."""
+        states = self._aux.numpy()[indices]
+        if len(np.unique(indices)) < len(indices) or not (allow_overwrite or (states != SET).all()) or (states == OOB).any():
+            for idx, value in zip(indices.tolist(), each(), strict=True):
+                self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
+        elif len(indices):
+            costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
+            self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
+
+    def set_if_empty(self, indices: Iterable[int], values: Iterable[object]) -> None:
+        """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""
+        encoded: dict[int, Any] = {}
+        for idx, value in zip(indices, values, strict=True):
+            if self._states[idx] == EMPTY:
+                with contextlib.suppress(SampleError):  # reported when this sample is requested
+                    encoded[idx] = self._store.encode(value, f"sample {idx}")
+        self._publish_all(list(encoded), list(encoded.values()))
+
+    def set_encoded_if_empty(self, encoded: Mapping[int, object]) -> None:
+        """Cache samples as `set_if_empty` does, given their encoded form from the store's ``encode``, by index."""
+        empty = [idx for idx in encoded if self._states[idx] == EMPTY]
+        self._publish_all(empty, [encoded[idx] for idx in empty])
+
+    def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
+        """Cache encoded samples that are empty. If they do not all fit, exclude them all."""
+        if self._store.has_room(encoded):
+            self._publish(indices, encoded, count_races=False)
+        else:
+            self.exclude(indices)
+
+    def exclude(self, indices: Iterable[int]) -> None:
+        """Mark samples as outside the cache, except those that are set or being written."""
+        taken = set[int]()
+        try:
+            self._claims.to_write(list(indices), taken)
+            for idx in taken:
+                if self._states[idx] == EMPTY:
+                    self._states[idx] = OOB
+        finally:
+            self._claims.end_writing(taken)
+
     def get_or_load(
         self, idx: int, load: Callable[[int], _T], *, copy: bool = True, strict: bool = True, timeout_s: float = 10.0
     ) -> _T:
@@ -169,27 +178,7 @@ class SampleCache(PublishingCache[_T]):
         if value is not MISSING:
             return value
         idx = self._index(idx, "get_or_load")
-        outer, taken = nesting.samples, set[int]()
-        try:
-            if self.fillable(idx):
-                if outer or nesting.block:  # see NOTE [ Nested loads ]
-                    self._claims.to_load([idx], taken)
-                else:
-                    self._claims.wait_to_load(idx, taken, timeout_s, lambda: self._states[idx] == SET)
-            nesting.samples = outer or bool(taken)
-            value = self.hit(idx, copy)
-            if value is MISSING:
-                began = time.perf_counter()
-                self._segment.count(MISSES)
-                with span(LOAD):
-                    value = load(idx)
-                cost_s = time.perf_counter() - began
-                self._note_loads([cost_s])
-                self._keep([idx], [value], [cost_s], strict)
-            return value
-        finally:
-            nesting.samples = outer
-            self.end_loading(taken)
+        return self._load_one(idx, partial(load, idx), copy, strict, timeout_s)
 
     def get_or_load_many(
         self,
@@ -227,51 +216,11 @@ class SampleCache(PublishingCache[_T]):
         count = sum(sample is not MISSING for sample in samples) if may_miss else len(hits)
         self._segment.count(HITS, count)
         if count < len(indices):
-            self._load_missing(indices, samples, load, None, strict, claimed, ahead)
-            for row, idx in enumerate(indices.tolist()):  # claimed by another process, or repeated
-                if samples[row] is MISSING:
-                    samples[row] = self.get_or_load(
-                        idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict, timeout_s=timeout_s
-                    )
+            self._load_many(
+                indices.tolist(), samples, load,
+                copy=copy, strict=strict, timeout_s=timeout_s, claimed=claimed, ahead=ahead,
+            )  # fmt: skip
         return samples
-
-    def _load_missing(
-        self,
-        indices: _Indices,
-        samples: list[Any],
-        load: Callable[[list[int]], Iterable[object]],
-        encode_rows: Callable[[list[int], list[Any]], list[Any] | None] | None,
-        strict: bool,
-        claimed: Collection[int] = (),
-        ahead: Container[int] = (),
-    ) -> None:
-        """Load and cache the samples that are MISSING in ``samples``, except those that others are loading. Put them there.
-
-        ``encode_rows`` is called with rows of the batch and their samples, in place of `SampleStore.encode_many`. ``claimed``
-        and ``ahead``: as for `get_or_load_many`.
-        """
-        rows: dict[int, int] = {}  # by index of a missing sample: its first row in the batch
-        for row, idx in enumerate(indices.tolist()):
-            if samples[row] is MISSING:
-                rows.setdefault(idx, row)
-        outer, taken, states = nesting.samples, set[int](), self._states
-        try:
-            empty = [idx for idx in rows if states[idx] == EMPTY and idx not in claimed]
-            if empty:
-                self._claims.to_load(empty, taken)
-            nesting.samples = outer or bool(taken)
-            missing = [idx for idx in rows if idx in taken or idx in claimed or not self.fillable(idx)]
-            if taken or claimed or not self._store.unreadable:
-                missing = [idx for idx in missing if states[idx] != SET]  # set meanwhile
-            for loaded, costs_s in load_in_parts(missing, load, self._segment):
-                self._note_loads([cost_s for idx, cost_s in zip(loaded, costs_s, strict=True) if idx not in ahead])
-                places = [rows[idx] for idx in loaded]
-                for row, value in zip(places, loaded.values(), strict=True):
-                    samples[row] = value
-                self._keep(list(loaded), list(loaded.values()), costs_s, strict, encode_rows and partial(encode_rows, places))
-        finally:
-            nesting.samples = outer
-            self.end_loading(taken)
 
     def each(
         self,
@@ -306,12 +255,6 @@ class SampleCache(PublishingCache[_T]):
                 self._claims.end_loading(cached)
                 taken -= cached
 
-    def end_loading(self, taken: set[int]) -> None:
-        """Release the claims that `claim_to_load` added to ``taken``, and empty it."""
-        if taken:
-            self._claims.end_loading(taken)
-            taken.clear()
-
     def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
         with nested(True):
@@ -335,13 +278,6 @@ class SampleCache(PublishingCache[_T]):
                 return self.loading(indices, load_timed)
         finally:
             self._note_loads(costs_s)
-
-    def _note_loads(self, costs_s: Sequence[float]) -> None:
-        """Count the seconds that samples took to load."""
-        if costs_s:
-            self._segment.count(LOAD_NS, int(1e9 * sum(costs_s)))
-            if self._records_loads:
-                note_loads(costs_s)
 
     @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
@@ -375,74 +311,40 @@ class SampleCache(PublishingCache[_T]):
             BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
                 cleared.
         """
-        segment = self._segment
-        if segment.backing == "none":
-            return
-        if segment.ranks > 1 and count_ranks(segment.key) > 1:
+        if self._segment.ranks > 1 and count_ranks(self._segment.key) > 1:
             raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
+        super().clear()
 
-        def drop() -> None:
-            states = self._aux.numpy()
-            states[states == SET] = EMPTY
-            self._store.clear()
+    def _drop(self) -> None:
+        states = self._aux.numpy()
+        states[states == SET] = EMPTY
+        super()._drop()
 
-        if not wait_until(lambda: self._claims.run_unwritten(drop), LOCK_TIMEOUT_S):
-            raise BusyError(
-                f"clear: {describe_process(segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or end it."
-            )
+    def _is_open(self, item: int) -> bool:
+        return self._states[item] == EMPTY
 
-    @property
-    def serves_ranks(self) -> bool:
-        """Whether other ranks of this job may use the cache, now or later."""
-        return self._segment.ranks > 0
+    def _claim_to_write(self, items: list[int], taken: set[int], overwrite: bool) -> list[int]:
+        states, writable = self._states, (EMPTY, SET) if overwrite else (EMPTY,)
+        self._claims.to_write(items, taken)
+        return [idx for idx in items if idx in taken and states[idx] in writable]
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks of this job use the cache: 1 if it is not shared."""
-        return max(1, count_ranks(self._segment.key)) if self._segment.ranks else 1
+    def _set(self, items: list[int]) -> None:
+        states = self._states
+        for idx in items:
+            states[idx] = SET
 
-    def stats(self) -> CacheStats:
-        """Return the current counts and sizes, summed over all processes. Reads one byte per sample."""
-        filled = int(np.count_nonzero(self._aux.numpy() == SET))
-        sizes = {"dataset_len": self._dataset_len, "filled": filled, "reserved_bytes": self._segment.extents.reserved_bytes}
-        return CacheStats.of(self._segment.totals(), **sizes, **self._store.amounts(filled))
+    def _reject(self, item: int, problem: str) -> None:
+        self.exclude([item])
+        super()._reject(item, problem)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""
-        totals = self._segment.totals()
-        return totals[HITS], totals[MISSES], totals[FILLS]
+    def _where(self, item: int) -> str:
+        return f"set_slot({item})"
 
-    def __repr__(self) -> str:
-        name = type(self).__name__
-        if self.closed:
-            return f"<{name}, closed>"
-        stats, ranks = self.stats(), self.ranks
-        shared = f", shared by {ranks} ranks of this job" if ranks > 1 else ""
-        return (
-            f"<{name} of {self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room} in "
-            f"{self._segment.path or self._segment.backing}{shared}, hit rate {stats.hit_rate:.0%}>"
-        )
+    def _shown(self, item: int) -> str:
+        return f"sample {item}"
 
+    def _count(self) -> tuple[int, int]:
+        return int(np.count_nonzero(self._aux.numpy() == SET)), self._dataset_len
 
-class MemoryCache(SampleCache[_T]):
-    """The base of the caches in shared memory, with or without a name."""
-
-    def _open_memory(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, parts: tuple[object, ...]) -> None:
-        """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
-        self.__setstate__((parts, *open_memory(layout, options, proof)))
-        logger.info("%r", self)
-
-    def settle(self) -> int:
-        """Reserve no more memory where samples vary in size. Return the bytes that this cache may have."""
-        return self._segment.data_bytes
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._parts, self._segment, self._capacity
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._parts, _, self._capacity = state
-        self._assemble(*state)
-
-    def _assemble(self, parts: tuple[object, ...], segment: Segment, capacity: int) -> None:
-        """Set all attributes that follow from the arguments: each process computes them again."""
-        raise NotImplementedError
+    def _describe(self, stats: CacheStats) -> str:
+        return f"{self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
-from stocache.cache.base import MemoryCache, SampleCache
+from stocache.cache.base import SampleCache
 from stocache.cache.options import RECORDS, SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.records import RecordStore, control_bytes
 from stocache.cache.stats import MISSING
@@ -63,7 +63,7 @@ class ListCache(SampleCache[_T]):
         self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
 
-class RaggedCache(MemoryCache[_T], ListCache[_T]):
+class RaggedCache(ListCache[_T]):
     """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))
@@ -116,7 +116,7 @@ class RaggedCache(MemoryCache[_T], ListCache[_T]):
         names = ("admission", "codec", "allow_pickle")
         identity: Identity = {"samples": "any size"} | {name: getattr(options, name) for name in names}
         layout = CacheLayout(dataset_len, control_bytes(dataset_len, options), identity, expected_bytes=expected_bytes)
-        self._open_memory(layout, options, proof, (dataset_len, options))
+        self._open_memory(layout, options, (dataset_len, options), proof)
 
     def settle(self) -> int:
         """Reserve no more memory. Return the bytes that are reserved."""

@@ -91,31 +91,40 @@ class RecordStore:
         except SampleError:
             return None
 
-    def write_many(self, indices: list[int], encoded: Sequence[EncodedRecord]) -> list[int | None]:
+    def write_many(self, items: list[Any], encoded: Sequence[EncodedRecord]) -> list[int | None]:
         """Append the records of samples that are admitted, as long as there is room. See `SampleStore.write_many`.
 
         It takes the arena's lock once, and writes records that lie one behind the other together.
         """
         with self._segment.guard:
-            places = self.arena.run_locked(lambda: self._place_all(indices, encoded), None)
+            places = self.arena.run_locked(lambda: self._place_all(items, encoded), None)
         if places is None:
             places = list(map(self._late, encoded))
         buffers: list[Any] = []  # to be written from ``begin`` to ``end``
         begin = end = 0
-        for record, (at, number) in zip(encoded, places, strict=True):
+        for item, record, (at, number) in zip(items, encoded, places, strict=True):
             if at >= 0:
-                if at != end or len(buffers) + len(record.leaves) + 2 > MOST_BUFFERS:  # a treedef may lie between
+                room, parts = self._parts(item, record, number)
+                if at != end or len(buffers) + len(parts) > MOST_BUFFERS:  # a treedef may lie between
                     self._write(begin, buffers, end - begin)
                     begin, buffers = at, []
-                buffers += (HEAD.pack(record.nbytes, number, record.packed), *record.leaves, record.tail)
-                end = at + record.room
+                buffers += parts
+                end = at + room
         self._write(begin, buffers, end - begin)
-        return [self._outcome(idx, at) for idx, (at, _) in zip(indices, places, strict=True)]
+        return self._enter(items, encoded, places)
 
-    def _place_all(self, indices: list[int], encoded: Sequence[EncodedRecord]) -> list[tuple[int, int]]:
+    def _parts(self, item: Any, record: EncodedRecord, number: int) -> tuple[int, tuple[Any, ...]]:
+        """Return the bytes that a record takes in the arena, and the buffers to write there."""
+        return record.room, (HEAD.pack(record.nbytes, number, record.packed), *record.leaves, record.tail)
+
+    def _enter(self, items: list[Any], encoded: Sequence[EncodedRecord], places: list[tuple[int, int]]) -> list[int | None]:
+        """Note where records have been written. Return for each the counter to raise."""
+        return [self._outcome(idx, at) for idx, (at, _) in zip(items, places, strict=True)]
+
+    def _place_all(self, items: list[Any], encoded: Sequence[EncodedRecord]) -> list[tuple[int, int]]:
         """Take room for records, at once for many of one treedef; see `_place`. With the arena's lock held."""
         if len(encoded) < _MANY or (self._admission is not None and any(record.cost_s is not None for record in encoded)):
-            return list(map(self._place, indices, encoded))
+            return list(map(self._place, items, encoded))
         places: list[tuple[int, int]] = []
         for treedef, run in itertools.groupby(encoded, key=operator.attrgetter("treedef")):
             rooms, number = [record.room for record in run], self.arena.number_of(treedef)
@@ -124,10 +133,10 @@ class RecordStore:
                 places += zip(itertools.accumulate(rooms[:-1], initial=begin), itertools.repeat(number), strict=False)
             else:
                 rows = slice(len(places), len(places) + len(rooms))
-                places += map(self._place, indices[rows], encoded[rows])
+                places += map(self._place, items[rows], encoded[rows])
         return places
 
-    def _place(self, idx: int, record: EncodedRecord) -> tuple[int, int]:
+    def _place(self, idx: Any, record: EncodedRecord) -> tuple[int, int]:
         """Take room for a record. Return its offset, or a negative number; and its treedef. With the arena's lock held."""
         if self._admission is not None and record.cost_s is not None:
             decision = self._admission.decide(idx, record.cost_s, record.room, self.arena.used)

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
-from stocache.cache.base import MemoryCache
+from stocache.cache.base import SampleCache
 from stocache.cache.columns import as_bytes
 from stocache.cache.options import SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.placement import Placement, residency
@@ -42,7 +42,7 @@ class NextTier(Protocol):
         """Read those samples that are there into rows of a contiguous batch. Return the rows that were filled."""
 
 
-class SharedCache(MemoryCache[_T]):
+class SharedCache(SampleCache[_T]):
     """A cache in shared memory for samples of one shape: one copy for a process and its workers.
 
     Make it in the parent process, keep it in your dataset, and ask it before you load:
@@ -117,7 +117,7 @@ class SharedCache(MemoryCache[_T]):
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         identity = {"samples": structure.identity, "placement": str(placement)}
         layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
-        self._open_memory(layout, options, proof or self._proof, (structure, placement, dataset_len))
+        self._open_memory(layout, options, (structure, placement, dataset_len), proof or self._proof)
 
     @classmethod
     def from_options(
@@ -159,6 +159,10 @@ class SharedCache(MemoryCache[_T]):
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, capacity))
         room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
         self._share(segment, dataset_len, self._columns, str(structure), room)
+
+    def settle(self) -> int:
+        """Return the bytes that this cache may have."""
+        return self._segment.data_bytes
 
     def get_slots(self, indices: Sequence[int] | Tensor, *, out: Any = None) -> tuple[Any, Tensor]:
         """Return the samples ``indices`` in one gather, and which of them are cached.
@@ -280,19 +284,17 @@ class SharedCache(MemoryCache[_T]):
                 done.update(rows)
             return encoded
 
-        self._load_missing(index, samples, load, encode_rows, False, claimed, ahead)
+        self._load_many(index.tolist(), samples, load, claimed=claimed, ahead=ahead, encode_rows=encode_rows)
         try:
-            for row, idx in enumerate(index.tolist()):
+            for row in range(len(index)):
                 if not mask[row] and row not in done:  # not alike; or another process was loading it; or repeated
-                    if samples[row] is MISSING:
-                        samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
                     columns.put(items, row, encode(samples[row], "sample"))
         except SampleError:
             found = iter(columns.load_many(index[mask]) if hits else [])
             for row, idx in enumerate(index.tolist()):
                 if mask[row]:
                     samples[row] = next(found)
-                elif samples[row] is MISSING or row in filled:
+                elif row in filled:
                     samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
             return samples
         return None

@@ -1,27 +1,24 @@
 """Know which samples of a cache are set: one state byte per sample, set once and read without a lock."""
 
-import logging
-import os
 import time
 from collections.abc import Collection, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeVar
 
+from stocache.cache.loading import LoadingCache
 from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET
-from stocache.errors import ClosedError, SampleIndexError
+from stocache.errors import SampleIndexError
 from stocache.samples.indices import check_index
-from stocache.shm.claims import Claims
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
 
-logger = logging.getLogger("stocache")
-
-_Self = TypeVar("_Self", bound="Attached")
+_T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
 
 
@@ -56,7 +53,7 @@ class SampleStore(Protocol):
     def encode_many(self, samples: list[Any]) -> list[Any] | None:
         """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
 
-    def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
+    def write_many(self, items: list[Any], encoded: Sequence[Any]) -> list[int | None]:
         """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
 
         Return for each the counter to raise, if any; FILLS means that the sample was written.
@@ -87,70 +84,23 @@ class SampleStore(Protocol):
         """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples."""
 
 
-class Attached:
-    """What is attached to a segment until it is closed."""
-
-    _segment: Segment
-
-    @property
-    def shared_name(self) -> str | None:
-        """The name under which other processes find the cache; None for a cache without a name."""
-        return None if self._segment.path is None else os.path.basename(self._segment.path)
-
-    def close(self) -> None:
-        """Release the memory in this process. The machine has it back when all processes have done so. Twice is fine.
-
-        Views of the memory (``copy=False``) stay valid, and keep it.
-        """
-        for name in [name for name in vars(self) if name.startswith("_")]:
-            vars(self).pop(name, None)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called in this process."""
-        return "_segment" not in self.__dict__
-
-    def __enter__(self: _Self) -> _Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    if not TYPE_CHECKING:  # else every misspelt attribute would pass
-
-        def __getattr__(self, name: str) -> NoReturn:
-            # Called only for missing attributes; a check in each method would cost time
-            if self.closed and name.startswith("_") and not name.startswith("__"):
-                raise ClosedError("the cache is closed. Make a new one, or close it later.")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-class SampleStates(Attached):
+class SampleStates(LoadingCache[_T]):
     """The state of each sample of a cache, and the samples that are set. `SampleCache` is the whole cache."""
 
-    thread_safe = True  # worker threads share it
-
-    _warned_of_unreadable: bool = False
-
-    _records_loads: ClassVar[bool] = True  # False for a cache behind another one, which does
-
-    may_admit_later: bool = False
-    """Whether a sample that was not kept when it was set may be kept when it is set again."""
+    _store: SampleStore
 
     def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
         """Set the attributes of all caches; again in each process, because they are not pickled.
 
         ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
         """
-        self._segment, self._dataset_len, self._samples, self._room = segment, dataset_len, samples, room
-        self._store, self._slot, self._load = store, store.slot, store.load  # a look-up less for each hit
-        self._claims = Claims(segment, dataset_len)
+        self._attach(segment, store, dataset_len)
+        self._dataset_len, self._samples, self._room, self._slot = dataset_len, samples, room, store.slot
         self._states = segment.control[:dataset_len]
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
         self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
-        self._missed: dict[int, tuple[int, float]] = {}  # how often, and since when; see NOTE [ Races and errors ]
 
     def hit(self, idx: int, copy: bool) -> Any:
         """Return sample ``idx`` if it is set; else MISSING, also if ``idx`` is not an index. Other methods try this first."""
@@ -200,19 +150,12 @@ class SampleStates(Attached):
         """Count a miss, and remember it if the sample can be set."""
         self._segment.count(MISSES)
         if self._states[idx] != OOB:
-            with self._segment.guard:
-                self._missed[idx] = self._missed.get(idx, (0, since))[0] + 1, since
+            self._note_miss(idx, since)
 
     def _miss_many(self, indices: _Indices) -> None:
         now = time.perf_counter()
         for idx in indices.tolist():
             self._miss(idx, now)
-
-    def _warn_of_unreadable(self) -> None:
-        """Warn once why samples are missed here although they are cached."""
-        if not self._warned_of_unreadable:
-            self._warned_of_unreadable = True
-            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._store.unreadable)
 
     @property
     def dataset_len(self) -> int:

@@ -16,7 +16,7 @@ from stocache.cache.disk.cache import DiskCache
 from stocache.cache.states import SlotState
 from tests.support.equality import same
 from tests.support.faults import claimed
-from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, ragged, sample, scattered
+from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, keyed, ragged, sample, scattered
 from tests.support.processes import stop, stopped, wait_until
 
 
@@ -28,6 +28,9 @@ def cache(request):
 
 def one_kind(*makers):
     return pytest.mark.parametrize("cache", makers, indirect=True, ids=lambda maker: maker.__name__)
+
+
+all_kinds = one_kind(scattered, ragged, disk, disk_records, keyed)
 
 
 @pytest.mark.linux
@@ -137,6 +140,7 @@ def test_threads_that_race_for_slots_agree(cache, resident):
     assert stats.fills + stats.races == stats.misses
 
 
+@all_kinds
 def test_a_claim_is_given_up_when_the_load_fails(cache, resident):
     def fail(indices):
         if cache.stats().filled:
@@ -154,9 +158,10 @@ def test_a_claim_is_given_up_when_the_load_fails(cache, resident):
             load()
         assert not cache._claims._words.any()
     assert cache.stats().filled == 3  # loaded one by one, they are kept up to the failure
-    assert all(same(cache.get_slot(idx), sample(idx)) for idx in resident[:3])
+    assert all(same(cache.get_or_load(idx, None), sample(idx)) for idx in resident[:3])
 
 
+@all_kinds
 def test_threads_that_want_one_sample_load_it_once(cache, resident):
     came, loads = [], []
 
@@ -172,6 +177,7 @@ def test_threads_that_want_one_sample_load_it_once(cache, resident):
     assert loads == [resident[0]]
 
 
+@all_kinds
 def test_a_process_waits_for_the_load_of_another_but_not_for_the_dead_or_for_ever(cache, resident):
     idx = resident[0]
     with stopped(lambda: cache.get_or_load(idx, lambda idx: stop())):

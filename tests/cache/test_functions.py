@@ -247,7 +247,7 @@ def test_results_that_cannot_be_stored_and_errors_pass_through(caplog):
             with pytest.raises(KeyError, match="error"):
                 made("error")
         assert made("a") == made("a") == "a"
-    assert "cannot be stored" in warnings_of(caplog)[0]
+    assert "does not fit and stays uncached" in warnings_of(caplog)[0]
 
 
 def test_cached_functions_may_call_themselves_and_each_other():

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import signal
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from stocache.cache.keyed import disk, keys, layout
 from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
 from stocache.tools.cli import listing
 from tests.support.equality import same
-from tests.support.processes import in_child, kill_in, run_all, stopped
+from tests.support.processes import in_child, kill_in, run_all
 
 N = 200
 
@@ -168,25 +167,7 @@ def test_many_are_loaded_in_one_call_in_their_order_and_each_once(cache):
     assert cache.get_or_load_many([], load) == []
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_load_that_gives_too_few_or_too_many_is_an_error(cache, count):
-    with pytest.raises(ValueError, match="zip"):
-        cache.get_or_load_many(["a", "b"], lambda missing: list(range(count)))
-    assert cache.get_or_load_many(["a", "b"], lambda missing: [value(key) for key in missing])[1] is not None
-
-
-def test_an_error_of_a_load_passes_and_the_next_caller_loads(cache):
-    def fail(keys):
-        yield 1
-        raise OSError("the disk is gone")
-
-    for _ in range(2):
-        with pytest.raises(OSError, match="gone"):
-            cache.get_or_load("x", lambda key: next(fail(key)) and list(fail(key)))
-    with pytest.raises(OSError, match="gone"):
-        cache.get_or_load_many(["a", "b"], fail)
-    assert (cache.get("a"), cache.get("b"), cache.get("x")) == (1, None, None)
-    assert cache.get_or_load("b", str.upper) == "B"
+def test_a_value_that_cannot_be_stored_is_an_error_or_stays_uncached(cache):
     bad = torch.zeros(1, requires_grad=True)
     with pytest.raises(SampleError, match="gradient"):
         cache.get_or_load("bad", lambda key: bad)
@@ -302,18 +283,14 @@ def test_a_key_that_is_removed_from_the_disk_does_not_come_back(tmp_path, memory
 
 @pytest.mark.parametrize("seed", range(4))
 def test_processes_that_remove_and_are_killed_disturb_no_reader(cache, seed):
-    rng = random.Random(seed)
-
     def churn():
         for key in range(100_000):
             cache.get_or_load(key % 50, value)
-            cache.remove((key * 7) % 50)
+            cache.remove(key * 7 % 50)
 
-    for _ in range(4):
-        kill_in(churn, rng.random() * 0.03)
-        for key in range(50):
-            assert same(cache.get_or_load(key, value), value(key))
-    assert len(cache) == 50
+    for turn in range(4):
+        kill_in(churn, random.Random(4 * seed + turn).random() * 0.03)
+        assert all(same(cache.get_or_load(key, value), value(key)) for key in range(50))
     assert sorted(cache.keys()) == list(range(50))
 
 
@@ -395,43 +372,23 @@ def test_processes_that_want_the_same_keys_load_each_once(tmp_path, cache, many,
     assert (stats.fills, stats.filled, stats.misses, stats.hits) == (N, N, N, 3 * N)
 
 
-def test_threads_that_want_the_same_keys_load_each_once(cache, tmp_path, monkeypatch):
-    monkeypatch.setenv("TEST_LOG", str(tmp_path / "log"))
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda number: take_all(number, cache, number % 2), range(4)))
-    assert cache.stats().fills == N == len((tmp_path / "log").read_text().split())
-
-
-def test_a_process_that_loads_is_waited_for_until_it_dies_or_the_time_is_over(cache):
-    def hold():
-        cache.get_or_load("a", lambda key: os.kill(os.getpid(), signal.SIGSTOP))
-
-    with stopped(hold) as pid:
-        assert cache.get_or_load("a", str.upper, timeout_s=0.05) == "A"
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    with stopped(lambda: cache.get_or_load("b", lambda key: os.kill(os.getpid(), signal.SIGSTOP))) as pid:
-        os.kill(pid, signal.SIGKILL)
-        assert cache.get_or_load("b", str.upper, timeout_s=60) == "B"
-        os.waitpid(pid, 0)
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_a_kill_at_any_moment_leaves_right_values_only(cache, seed):
+@pytest.mark.parametrize("on", ["memory", "disk"])
+def test_a_kill_at_any_moment_leaves_right_values_only(cache, tmp_path, seed, on):
     rng = random.Random(seed)
 
     def fill():
-        for key in range(100_000):
-            cache.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
+        with cache if on == "memory" else on_disk(tmp_path, memory="20KB") as used:
+            for key in range(100_000):
+                used.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
 
     for _ in range(5):
-        kill_in(fill, rng.random() * 0.03)
-    for key in list(cache.keys()):
-        assert same(cache.get(key), value(key))
-    count = len(cache)
-    for key in range(count // 2 + 100):
-        assert same(cache.get_or_load(key, value), value(key))
-    assert cache.stats().filled > count // 2
+        kill_in(fill, rng.random() * (0.03 if on == "memory" else 0.1))
+    with cache if on == "memory" else on_disk(tmp_path, memory="2MB") as used:
+        count = next(key for key in range(100_000) if used.get(key) is None)
+        assert all(same(used.get_or_load(key, value), value(key)) for key in range(count + 100))
+        assert all(same(used.get(key), value(key)) for key in list(used.keys()))
+        assert len(used) >= count + 100
 
 
 def test_a_damaged_table_is_an_error_and_no_crash(cache):
@@ -472,7 +429,10 @@ def test_what_memory_has_no_room_for_is_on_the_disk_and_stays_for_the_next_run(t
         copy = pickle.loads(pickle.dumps(cache))
         assert same(copy.get_or_load(150, None), picture(150))
         copy.close()
-    with on_disk(tmp_path / "d", codec=None) as cache:  # memory is empty, and takes from the disk what it has room for
+    with KeyedCache("200KB", disk=tmp_path / "d", disk_limit="200MB", fingerprint="v1") as cache:
+        with pytest.raises(MismatchError, match="in use for other data"):
+            on_disk(tmp_path / "d", "v2")
+        # memory is empty, and takes from the disk what it has room for
         assert same(cache.get_or_load_many(range(100, 200), load), list(map(picture, range(100, 200))))
         assert (len(loads), len(cache) > 0) == (200, True)
     with on_disk(tmp_path / "d", "v2") as cache:
@@ -540,15 +500,6 @@ def test_texts_that_override_what_they_are(cache):
         assert cache.get_or_load(Loud(text), lambda key: str.__str__(key)) == text
 
 
-def test_a_full_folder_of_other_data_is_emptied(tmp_path, caplog):
-    for fingerprint in ("a", "b"):
-        with KeyedCache(0, disk=tmp_path, disk_limit="300KB", fingerprint=fingerprint) as cache:
-            for key in range(100):
-                assert same(cache.get_or_load(key, picture), picture(key))
-            assert cache.get(0) is not None
-    assert "left behind for other data" in caplog.text
-
-
 def test_a_child_that_is_forked_while_a_thread_writes_uses_and_closes_the_disk(tmp_path):
     def use():
         assert torch.equal(cache.get(0), torch.zeros(500))
@@ -563,19 +514,6 @@ def test_a_child_that_is_forked_while_a_thread_writes_uses_and_closes_the_disk(t
         assert int(cache.get(399)[0]) == 399
 
 
-def test_a_folder_that_another_cache_uses_for_other_data_is_refused(tmp_path):
-    with on_disk(tmp_path) as cache:
-        cache.put("x", 1)
-        with pytest.raises(MismatchError, match="in use for other data"):
-            on_disk(tmp_path, "b")
-        assert cache.get("x") == 1
-    with on_disk(tmp_path, "b") as cache:
-        assert cache.get("x") is None
-        cache.put("y", 5)
-    with KeyedCache("1MB", disk=tmp_path, disk_limit="200MB", fingerprint="b") as cache:
-        assert cache.get("y") == 5
-
-
 def test_damaged_values_on_a_disk_are_loaded_and_written_again(tmp_path, caplog):
     with on_disk(tmp_path, memory="20KB") as cache:
         for key in range(9):
@@ -586,8 +524,6 @@ def test_damaged_values_on_a_disk_are_loaded_and_written_again(tmp_path, caplog)
         with on_disk(tmp_path, memory=0) as cache:
             assert cache.get_or_load(8, lambda key: bytes([key]) * 3000) == bytes([8]) * 3000
             assert cache.get(7) == bytes([7]) * 3000
-            damaged = cache.stats().damaged
-    assert damaged == 0
     assert caplog.text.count("has lost samples") == 1
 
 
@@ -601,22 +537,3 @@ def test_keys_whose_places_on_a_disk_are_taken_lie_in_the_next_ones_and_few_find
         found = [key for key in range(64) if key in cache]
         assert len(found) == kept
         assert all(same(cache.get(key), value(key)) for key in found)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_kill_at_any_moment_leaves_right_values_only_on_a_disk(tmp_path, seed):
-    rng, count = random.Random(seed), 0
-
-    def fill():
-        with on_disk(tmp_path, memory="20KB") as cache:
-            for key in range(100_000):
-                cache.get_or_load_many([key, ("pair", key)], lambda missing: [value(each) for each in missing])
-
-    for _ in range(4):
-        kill_in(fill, rng.random() * 0.1)
-    with on_disk(tmp_path, memory=0) as cache:
-        while cache.get(count) is not None:
-            assert same(cache.get(count), value(count))
-            count += 1
-        assert all(same(cache.get_or_load(key, value), value(key)) for key in range(count + 20))
-        assert same(cache.get(count + 19), value(count + 19))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
-from stocache.cache import arena, base, columns, records, slots, states
+from stocache.cache import arena, columns, loading, records, slots, states
 from stocache.cache.slots import SlotArrays
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
@@ -31,7 +31,7 @@ from tests.support.processes import in_child, stop, stopped
 from tests.support.traces import CLONE_NEWNS, MS_REC, MS_SLAVE
 
 NAME, N = "test-moments", 6
-MODULES = arena, base, claims, columns, layout, named, records, registry, segment, slots, contextlib, weakref
+MODULES = arena, loading, claims, columns, layout, named, records, registry, segment, slots, contextlib, weakref
 TRACED = {os.path.basename(module.__file__) for module in MODULES}
 
 # After these, CPython looks for signals, and runs what the garbage collector has found
@@ -290,7 +290,7 @@ def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every)
 def waits(monkeypatch):
     """The seconds of each wait for another process. None takes any time."""
     waits = []
-    for module in (locks, registry, base):
+    for module in (locks, registry, loading):
         monkeypatch.setattr(module, "wait_until", lambda ready, timeout_s: waits.append(timeout_s) or ready())
     return waits
 

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from stocache import Placement, RaggedCache, SharedCache, SharedCacheDDP
+from stocache import KeyedCache, Placement, RaggedCache, SharedCache, SharedCacheDDP
 from stocache.cache import arena
 from stocache.cache.disk.cache import DiskCache
 from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes
@@ -127,6 +127,10 @@ def disk(record_bytes=None, folder=None, **options):
 
 def disk_records():
     return disk(112)
+
+
+def keyed():
+    return KeyedCache("1MB")
 
 
 def disk_in(make):

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
-from stocache.cache.base import nested
 from stocache.cache.disk.folder import Folder
 from stocache.cache.disk.formats import Rows
 from stocache.cache.disk.opening import DiskOptions, affordable, blank, count_slots, open_control
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.cache.disk.store import DiskStore
+from stocache.cache.loading import nested
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import ListCache
@@ -141,7 +141,7 @@ class DiskCache(ListCache[_T]):
             logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
             folder, capacity = None, 0
             segment = blank(options)
-        self._assemble(options, form, capacity, segment, folder)
+        self._set_up(options, form, capacity, segment, folder)
         logger.info("%r", self)
 
     @classmethod
@@ -161,7 +161,7 @@ class DiskCache(ListCache[_T]):
             allow_pickle=options.allow_pickle,
         )
 
-    def _assemble(
+    def _set_up(
         self, options: DiskOptions, form: Rows | Records, capacity: int, segment: Segment, folder: Folder | None
     ) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
@@ -296,7 +296,7 @@ class DiskCache(ListCache[_T]):
                 if first:
                     problem = str(error).rstrip(".")
                     logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
-        self._assemble(options, options.make_form(), capacity, segment, folder)
+        self._set_up(options, options.make_form(), capacity, segment, folder)
 
 
 class _Sample(NamedTuple):

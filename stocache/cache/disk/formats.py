@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from stocache.cache.columns import as_bytes
 from stocache.errors import SegmentError
 from stocache.samples.record_decoder import Records
-from stocache.samples.record_encoder import EncodedRecord
 from stocache.samples.rows import RowLayout
 from stocache.samples.spec import Structure
 from stocache.shm.segment import MOST_BUFFERS
@@ -61,9 +60,9 @@ class Rows(RowLayout):
 class Values(Records):
     """Values by key: each is a record behind the prefix of its key, which begins with the length of the key's bytes."""
 
-    def encode_record(self, prefix: bytes, record: EncodedRecord) -> list[Any]:
-        """Return the bytes of a value, given its record."""
-        return [prefix, *self.buffers(record)]
+    def encode(self, sample: Any, where: str) -> list[Any]:
+        """Return the bytes of a pair of a prefix and a record."""
+        return [sample[0], *self.buffers(sample[1])]
 
     def decode(self, data: Any, nbytes: int, copy: bool | None = None) -> tuple[bytes, Any]:
         """Return the prefix and the value. See `Records`."""

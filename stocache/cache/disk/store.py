@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.disk.folder import Folder
-from stocache.cache.disk.formats import Rows, Values
+from stocache.cache.disk.formats import Rows
 from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
-from stocache.errors import BusyError, DiskError, SegmentError
+from stocache.errors import SegmentError
 from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import Records
-from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.extents import DISK_WARNING
 from stocache.shm.segment import Segment
 
@@ -180,11 +179,6 @@ class DiskStore:
         self._words[FULL] = 1
         self._warn(problem)
 
-    def encode_record(self, prefix: bytes, record: EncodedRecord) -> list[Any]:
-        """Return a value by key as `encode` returns samples."""
-        assert isinstance(self._form, Values)
-        return self._form.encode_record(prefix, record)
-
     def was_taken(self, idx: int) -> bool:
         """Return whether a sample is there, or was there and is damaged or removed."""
         return self.file is not None and self.file.offsets[idx] != 0
@@ -195,26 +189,19 @@ class DiskStore:
             return self.file is not None and self.file.begins_with(idx, data)
         return False
 
-    def remove(self, indices: list[int], wanted: Callable[[int], bool]) -> bool:
+    def remove(self, indices: list[int], wanted: Callable[[int], bool]) -> bool | None:
         """Remove those of some samples that are ``wanted``, for later runs too. Return whether there was one.
 
-        Raises:
-            DiskError: the disk does not allow it.
-            BusyError: another process does not release the lock.
+        None if another process does not release the lock. Raises OSError: the disk does not allow it.
         """
         file = self.file
         if file is None:
             return False
-        try:
-            with self._segment.guard:
-                removed = self._segment.run_locked(_LOCK, lambda: self._remove(file, list(filter(wanted, indices))), None)
-            if removed:
-                file.sync_index()
-        except OSError as error:
-            raise DiskError(f"{self._path} does not allow to remove a value: {error.strerror}.") from None
-        if removed is None:
-            raise BusyError(f"another process, which may be stopped, holds the lock of {self._path}.")
-        return bool(removed)
+        with self._segment.guard:
+            removed = self._segment.run_locked(_LOCK, lambda: self._remove(file, list(filter(wanted, indices))), None)
+        if removed:
+            file.sync_index()
+        return None if removed is None else bool(removed)
 
     def _remove(self, file: SamplesFile, indices: list[int]) -> list[int]:
         """Remove samples that are set. With the lock held, so that no process takes room in their places meanwhile."""

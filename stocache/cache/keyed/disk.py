@@ -46,7 +46,7 @@ class KeyedDisk(DiskCache[Any]):
             allow_pickle=options.allow_pickle,
         )
 
-    def find(self, key: Key) -> Any:
+    def read(self, key: Key) -> Any:
         """Return the value of a key, which the caller may keep; MISSING if it is not there, damaged, or of an unknown class."""
         for place in self._places_of(key):
             found = self._load(place, True)
@@ -60,7 +60,7 @@ class KeyedDisk(DiskCache[Any]):
 
     def keep(self, key: Key, record: EncodedRecord) -> None:
         """Write the record of a value, unless the key is there or the disk takes no more."""
-        encoded = self._disk.encode_record(key[0], record)
+        encoded = self._disk.encode((key[0], record), "value")
         if not self.takes or not self._disk.has_room([encoded]):
             return self._note_full()
         for place in self._near(key):
@@ -69,13 +69,8 @@ class KeyedDisk(DiskCache[Any]):
             if self._has(place, key):
                 return
 
-    def remove(self, key: Key) -> bool:
-        """Remove a key, for later runs too. Return whether it was there.
-
-        Raises:
-            DiskError: the disk does not allow it.
-        BusyError: another process, which may be stopped, holds the lock of the disk.
-        """
+    def remove(self, key: Key) -> bool | None:
+        """Remove a key, for later runs too. Return whether it was there; see `DiskStore.remove`."""
         return self._disk.remove(self._near(key), lambda place: self._has(place, key))
 
     @property

@@ -30,4 +30,5 @@ def count_keys(control: bytes) -> int:
         raise SegmentError("is damaged: its control is too small.")
     words = _WORDS.unpack_from(control, AT)
     counts: list[int] = [words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS))]
-    return max(0, sum(counts) - int(words[REMOVED]))
+    removed: int = words[REMOVED]
+    return max(0, sum(counts) - removed)
