@@ -17,6 +17,7 @@ from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
 from stocache.errors import BusyError, SampleError, SlotError
 from stocache.samples.indices import check_indices
 from stocache.shm.claims import BLOCKS
+from stocache.shm.locks import fence
 from stocache.shm.siblings import count_ranks
 from stocache.system.spans import LOAD, span
 
@@ -131,7 +132,7 @@ class SampleCache(SampleStates[_T]):
 
     def set_encoded_if_empty(self, encoded: Mapping[int, object]) -> None:
         """Cache samples as `set_if_empty` does, given their encoded form from the store's ``encode``, by index."""
-        empty = [idx for idx in encoded if self._states[idx] == EMPTY]
+        empty = self._empty(list(encoded))
         self._publish_all(empty, [encoded[idx] for idx in empty])
 
     def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
@@ -248,7 +249,7 @@ class SampleCache(SampleStates[_T]):
 
         Until `end_loading`, other threads and processes wait for them.
         """
-        empty = [idx for idx in indices if self._states[idx] == EMPTY]
+        empty = self._empty(indices)
         if empty and self.fillable(empty[0]):
             self._claims.to_load(empty, taken)
             if cached := {idx for idx in taken if self._states[idx] != EMPTY}:  # by others, before they were claimed
@@ -320,8 +321,9 @@ class SampleCache(SampleStates[_T]):
         states[states == SET] = EMPTY
         super()._drop()
 
-    def _is_open(self, item: int) -> bool:
-        return self._states[item] == EMPTY
+    def _empty(self, items: list[int]) -> list[int]:
+        states = self._states
+        return [idx for idx in items if states[idx] == EMPTY]
 
     def _claim_to_write(self, items: list[int], taken: set[int], overwrite: bool) -> list[int]:
         states, writable = self._states, (EMPTY, SET) if overwrite else (EMPTY,)
@@ -330,8 +332,10 @@ class SampleCache(SampleStates[_T]):
 
     def _set(self, items: list[int]) -> None:
         states = self._states
+        fence()
         for idx in items:
             states[idx] = SET
+        fence()
 
     def _reject(self, item: int, problem: str) -> None:
         self.exclude([item])

@@ -46,7 +46,6 @@ from stocache.samples.record_encoder import EncodedRecord
 from stocache.shm.claims import Claims
 from stocache.shm.extents import REJECTED_WARNING
 from stocache.shm.job import Job
-from stocache.shm.locks import fence
 from stocache.shm.segment import Segment
 from stocache.shm.siblings import count_ranks
 from stocache.system.spans import LOAD, in_spans, span
@@ -180,13 +179,13 @@ class LoadingCache(Generic[_T]):
         """Return whether an item is not cached, and can be. A process without its own counter row caches nothing."""
         raise NotImplementedError
 
-    def _word(self, item: Any) -> int:
-        """Return the word of the claims to load an item."""
-        return int(item)
+    def _words(self, items: list[Any]) -> list[int]:
+        """Return the words of the claims to load items."""
+        return items
 
-    def _is_open(self, item: Any) -> bool:
-        """Return whether an item may be published: it is not there, nor outside the cache."""
-        return self.fillable(item)
+    def _empty(self, items: list[Any]) -> list[Any]:
+        """Return those of some items that may be published: they are not there, nor outside the cache."""
+        raise NotImplementedError
 
     def _claim_to_write(self, items: list[Any], taken: set[int], overwrite: bool) -> list[Any]:
         """Claim items to write them, and add the words to ``taken``. Return those of the items that can be written now."""
@@ -213,13 +212,13 @@ class LoadingCache(Generic[_T]):
 
     def _load_one(self, item: Any, load: Callable[[], _T], copy: bool, strict: bool, timeout_s: float) -> _T:
         """Return an item that was not a hit; see `SampleCache.get_or_load`."""
-        outer, taken, word = nesting.samples, set[int](), self._word(item)
+        outer, taken, words = nesting.samples, set[int](), self._words([item])
         try:
             if self.fillable(item):
                 if outer or nesting.block:  # see NOTE [ Nested loads ]
-                    self._claims.to_load([word], taken)
+                    self._claims.to_load(words, taken)
                 else:
-                    self._claims.wait_to_load(word, taken, timeout_s, lambda: self.holds(item))
+                    self._claims.wait_to_load(words[0], taken, timeout_s, lambda: self.holds(item))
             nesting.samples = outer or bool(taken)
             value: _T = self.find(item, copy)
             if value is MISSING:
@@ -278,10 +277,11 @@ class LoadingCache(Generic[_T]):
 
     def _claim_missing(self, items: list[Any], taken: set[int], claimed: Collection[Any]) -> list[Any]:
         """Claim items to load them. Return those that this thread loads: not those that others are loading."""
-        words = {item: self._word(item) for item in items if item not in claimed and self.fillable(item)}
+        empty = self._empty([item for item in items if item not in claimed])
+        words = dict(zip(empty, self._words(empty), strict=True))
         if words:
             self._claims.to_load(list({*words.values()}), taken)
-        missing = [item for item in items if item not in words or words[item] in taken]
+        missing = [item for item in items if words.get(item) in taken or item in claimed or not self.fillable(item)]
         if taken or claimed or not self._store.unreadable:
             missing = [item for item in missing if not self.holds(item)]  # set meanwhile
         return missing
@@ -321,7 +321,8 @@ class LoadingCache(Generic[_T]):
         encode: Callable[[list[Any]], list[Any] | None] | None = None,
     ) -> None:
         """Cache loaded values. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
-        rows = [row for row, item in enumerate(items) if self._is_open(item)]
+        empty = set(self._empty(items))
+        rows = [row for row, item in enumerate(items) if item in empty]
         if self._store.unreadable and any(self.holds(item) and self.peek(item) is MISSING for item in items):
             self._warn_of_unreadable()  # loading the sample has not imported its class
         if encode is None and not strict and not rows:
@@ -381,9 +382,7 @@ class LoadingCache(Generic[_T]):
             if counters.count(FILLS) < len(items):
                 filled = [item for item, counter in zip(items, counters, strict=True) if counter == FILLS]
             with segment.guard:
-                fence()
                 self._set(filled)
-                fence()
                 segment.counters[FILLS] += len(filled)
                 if len(filled) < count:
                     segment.counters[REFUSED] += counters.count(REFUSED)

@@ -360,8 +360,11 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
                 return items
         return []  # a process that is stopped holds the lock of claims
 
-    def _word(self, item: Key) -> int:
-        return item[1] % _CLAIMS
+    def _words(self, items: list[Key]) -> list[int]:
+        return [number % _CLAIMS for _, number in items]
+
+    def _empty(self, items: list[Key]) -> list[Key]:
+        return items if items and self.fillable(items[0]) else []
 
     def _note_full(self) -> None:
         """Note that the cache is full, and warn once; unless a value like the others would still fit."""
