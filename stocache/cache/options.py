@@ -98,8 +98,8 @@ class CacheOptions:
         narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
             masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
             bit before it is kept. A sample that is not made of such numbers is kept as it is if samples vary in size; it stays
-            uncached if all have one shape and the probed ones are narrow. "auto", for a `CachedDataset`, does so if not all
-            samples would fit.
+            uncached if all have one shape and the probed ones, or all but one of them, are narrow. "auto", for a
+            `CachedDataset`, does so if not all samples would fit.
 
     Raises:
         LimitError: a size is not a size, the admission is unknown, or only one of ``disk`` and ``disk_limit`` is given.

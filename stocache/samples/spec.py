@@ -15,12 +15,13 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stocache.errors import SampleError
 from stocache.samples.flatten import flatten_one
 from stocache.samples.leaves.fixed import ArrayLeaf, Leaf, NarrowLeaf, TensorLeaf, leaf_of, numbers_of
 from stocache.samples.leaves.layout import check_dtype, numpy_dtype_of
-from stocache.samples.leaves.narrow import find
+from stocache.samples.leaves.narrow import Narrowing, find
 from stocache.samples.leaves.type_lookup import Unfit, a
 from stocache.samples.pytree import Container, Parts, joiner_of, key_text, sample_error
 
@@ -108,7 +109,7 @@ class Structure:
         return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
 
     def narrowed(self, samples: Sequence[object]) -> "Structure":
-        """Return a structure that has a `NarrowLeaf` where the values of all ``samples`` are made of small integers."""
+        """Return a structure that has a `NarrowLeaf` if all ``samples``, or all but one, have values made of small integers."""
         values = self.part(samples)
         if not samples or values is None:
             return self
@@ -194,8 +195,20 @@ def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     narrowing = None
     if dtype is not None:
         with contextlib.suppress(Unfit):  # a value is another one
-            narrowing = find([numbers_of(leaf, value, dtype) for value in values], leaf.stored)
+            narrowing = _way_of_most([numbers_of(leaf, value, dtype) for value in values], leaf.stored)
     return leaf if narrowing is None else NarrowLeaf(leaf, narrowing)
+
+
+def _way_of_most(values: list[NDArray[Any]], shape: tuple[int, ...]) -> Narrowing | None:
+    """Return the way to store all of some arrays, or all but one: an odd sample has no part in what the others cost."""
+    half = len(values) // 2
+    ways = [find(values, shape)]
+    if ways[0] is None and half > 1:
+        ways = [find(values[:half], shape), find(values[half:], shape)]
+    for way in ways:
+        if way is not None and sum(way.narrow(array.reshape(-1)) is None for array in values) <= 1:
+            return way
+    return None
 
 
 def _with_leaves(node: Node, leaves: Iterator[Leaf]) -> Node:

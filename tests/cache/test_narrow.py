@@ -117,6 +117,21 @@ def test_a_sample_that_is_made_of_other_numbers_stays_uncached_and_right(loader,
     assert "is not made of uint8 / 255" in caplog.text
 
 
+@pytest.mark.parametrize("odd", [0, 17, N - 1])
+def test_one_odd_sample_among_the_probed_does_not_end_narrowing(odd):
+    class Odd(Images):
+        def __getitem__(self, idx):
+            image, label = super().__getitem__(idx)
+            image[0, 0, 0] = -0.0 if idx == odd else image[0, 0, 0]
+            return image, label
+
+    with CachedDataset(Odd(MAKERS["to tensor"]), "1MB", narrow=True, example=None, probe=N) as cached:
+        assert cached.cache.structure.is_narrow
+        for _ in range(2):
+            assert all(same(cached[idx], cached.dataset[idx]) for idx in range(N))
+        assert cached.stats().total.filled == N - 1
+
+
 def test_where_the_probe_finds_other_numbers_nothing_is_narrowed():
     for make in (lambda image: image.float().sqrt(), lambda image: torch.randn(3, 100), lambda image: image.half() / 255):
         with CachedDataset(Images(make), "4MB", narrow=True, on_change="keep") as cached:
