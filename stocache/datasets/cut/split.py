@@ -41,11 +41,6 @@ class CutPlan(NamedTuple):
     encoded: bool = False
     reads: bool = False
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether anything runs after the cache."""
-        return self.division is not None or self.reads
-
 
 class UnplannedSample:
     """Takes the place of a sample that cannot be cached: the dataset makes it in `finish`."""
@@ -136,7 +131,7 @@ class Split:
     def __init__(self, dataset: Any, plans: Mapping[int, CutPlan], tree: DatasetTree | None = None, text: str = "") -> None:
         self._dataset, self.plans, self._tree, self.text = dataset, dict(plans), tree, text
         self._bound: list[BoundCut | ReadTransform] = []  # one for each leaf
-        self.has_rest = any(plan.has_rest for plan in self.plans.values())
+        self.has_rest = any(plan.division is not None or plan.reads for plan in self.plans.values())
 
     def __reduce__(self) -> Any:
         return Split, (self._dataset, self.plans, None, self.text)
