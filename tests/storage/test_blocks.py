@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import stocache
 from stocache import RaggedCache
 from stocache.errors import DamagedError, StocacheError, StorageError
 from stocache.samples.record_decoder import pack_sample
@@ -97,6 +99,15 @@ def test_a_block_of_records_is_what_is_specified():
     records = [heads[0] + b"abc\3" + bytes(4), heads[1] + (5).to_bytes(8, "little")]
     checks = b"".join(xxhash.xxh3_64_intdigest(record).to_bytes(8, "little") for record in records)
     assert bytes(data) == checks + np.array([0, 24, 48], "<i8").tobytes() + b"".join(records)
+
+
+def test_the_page_of_the_layouts_has_the_bytes_of_a_row_and_of_a_record():
+    page = " ".join((Path(stocache.__file__).parent / "samples" / "README.md").read_text().split())
+    for values in ([("abc", 7)], ["abc", 5]):
+        header, _, data = apart(file_of(values))
+        first = header["samples"]["data_offsets"][0]
+        size = 16 if len(values) == 1 else 24
+        assert f"`{data[first : first + size].hex(' ')}`" in page
 
 
 def test_a_block_is_a_file_of_safetensors_from_which_labels_are_read_without_the_samples(tmp_path):
