@@ -363,7 +363,8 @@ def _checked_arrays(tree: object, rows: int) -> Any:
         except (TypeError, ValueError):
             array = None
         if array is None or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0:
-            raise StreamError(f"parse returned a {type(leaf).__name__}; its leaves must be arrays or tensors, one row a line.")
+            kind = f"{type(leaf).__name__}{' of objects' * (getattr(leaf, 'dtype', None) == object)}"
+            raise StreamError(f"parse returned a {kind}; its leaves must be arrays or tensors of numbers, one row a line.")
         return array
 
     tree = tree_map(array_of, tree)

@@ -212,7 +212,7 @@ def test_what_is_not_a_disk_cache_is_named_and_stays(run, tmp_path, command):
 
 def manifest_of(**changes):
     """A manifest whose checksum is right, with other values."""
-    whole = {"version": 1, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
+    whole = {"version": 2, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
     whole |= {"facts": {"memory_slots": 0, "example": None}, "checksum": ZEROS}
     return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
 
