@@ -363,7 +363,7 @@ def _checked_arrays(tree: object, rows: int) -> Any:
         except (TypeError, ValueError):
             array = None
         if array is None or not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0:
-            kind = f"{type(leaf).__name__}{' of objects' * (getattr(leaf, 'dtype', None) == object)}"
+            kind = "array of objects" if isinstance(leaf, np.ndarray) and leaf.dtype.hasobject else type(leaf).__name__
             raise StreamError(f"parse returned a {kind}; its leaves must be arrays or tensors of numbers, one row a line.")
         return array
 

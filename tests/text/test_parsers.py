@@ -152,7 +152,8 @@ def test_bad_rows_are_refused_in_bulk_and_named_row_by_row(kind):
 
 def test_a_parse_function_that_returns_something_else_is_an_error():
     for returned, why in (
-        (5, "parse returned a int; its leaves must be arrays or tensors"), (np.array(["a", None]), "parse returned a ndarray of objects"),
+        (5, "parse returned a int; its leaves must be arrays or tensors"),
+        (np.array(["a", None]), "parse returned a array of objects"),
         (torch.tensor(5), "parse returned a Tensor"), ((np.zeros(2), np.zeros(3)), r"arrays of \[2, 3\] rows for 2 lines"),
         ((), r"arrays of \[\] rows"),
     ):  # fmt: skip
