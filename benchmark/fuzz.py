@@ -380,7 +380,7 @@ def forged_integers(rng: random.Random) -> str:
     for _ in range(rng.choice((1, 2, 4))):
         if facts["row"]:
             owner, key = rng.choice(list(_places(facts["row"])))
-            owner[key] = rng.choice(_INTS + _ODD)
+            owner[key] = copy.deepcopy(rng.choice(_INTS + _ODD))
         else:
             first, middle = header["offsets"]["data_offsets"]
             at = rng.randrange(first, middle, 8)
@@ -398,7 +398,7 @@ def forged_header(rng: random.Random) -> str:
         deep = rng.choice((300, 100_000))
         return _read_block(values, seal_block(header, text[:-1] + ', "more": ' + "[" * deep + "]" * deep + "}", columns))
     if rng.random() < 0.4:
-        facts[rng.choice(("samples", "version", "treedefs", "row"))] = rng.choice(_INTS + _ODD)
+        facts[rng.choice(("samples", "version", "treedefs", "row"))] = copy.deepcopy(rng.choice(_INTS + _ODD))
     else:
         del header["__metadata__"]
         mutate(header, rng)
