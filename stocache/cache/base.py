@@ -325,6 +325,10 @@ class SampleCache(SampleStates[_T]):
         states = self._states
         return [idx for idx in items if states[idx] == EMPTY]
 
+    def _unset(self, items: list[int]) -> list[int]:
+        states = self._states
+        return [idx for idx in items if states[idx] != SET]
+
     def _claim_to_write(self, items: list[int], taken: set[int], overwrite: bool) -> list[int]:
         states, writable = self._states, (EMPTY, SET) if overwrite else (EMPTY,)
         self._claims.to_write(items, taken)

@@ -187,6 +187,10 @@ class LoadingCache(Generic[_T]):
         """Return those of some items that may be published: they are not there, nor outside the cache."""
         raise NotImplementedError
 
+    def _unset(self, items: list[Any]) -> list[Any]:
+        """Return those of some items that are not cached."""
+        return [item for item in items if not self.holds(item)]
+
     def _claim_to_write(self, items: list[Any], taken: set[int], overwrite: bool) -> list[Any]:
         """Claim items to write them, and add the words to ``taken``. Return those of the items that can be written now."""
         raise NotImplementedError
@@ -277,14 +281,15 @@ class LoadingCache(Generic[_T]):
 
     def _claim_missing(self, items: list[Any], taken: set[int], claimed: Collection[Any]) -> list[Any]:
         """Claim items to load them. Return those that this thread loads: not those that others are loading."""
-        empty = self._empty([item for item in items if item not in claimed])
-        words = dict(zip(empty, self._words(empty), strict=True))
-        if words:
-            self._claims.to_load(list({*words.values()}), taken)
-        missing = [item for item in items if words.get(item) in taken or item in claimed or not self.fillable(item)]
-        if taken or claimed or not self._store.unreadable:
-            missing = [item for item in missing if not self.holds(item)]  # set meanwhile
-        return missing
+        empty = self._empty([item for item in items if item not in claimed] if claimed else items)
+        words = self._words(empty)
+        distinct = list(dict.fromkeys(words))
+        if distinct:
+            self._claims.to_load(distinct, taken)
+        if len(empty) < len(items) or len(taken) < len(distinct):
+            mine = {item for item, word in zip(empty, words, strict=True) if word in taken}
+            items = [item for item in items if item in mine or item in claimed or not self.fillable(item)]
+        return self._unset(items) if taken or claimed or not self._store.unreadable else items
 
     def end_loading(self, taken: set[int]) -> None:
         """Release claims to load, and empty ``taken``."""
@@ -321,8 +326,10 @@ class LoadingCache(Generic[_T]):
         encode: Callable[[list[Any]], list[Any] | None] | None = None,
     ) -> None:
         """Cache loaded values. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
-        empty = set(self._empty(items))
-        rows = [row for row, item in enumerate(items) if item in empty]
+        empty = self._empty(items)
+        rows: Sequence[int] = range(len(items))
+        if len(empty) < len(items):
+            rows = [row for row, item in enumerate(items) if item in empty]
         if self._store.unreadable and any(self.holds(item) and self.peek(item) is MISSING for item in items):
             self._warn_of_unreadable()  # loading the sample has not imported its class
         if encode is None and not strict and not rows:

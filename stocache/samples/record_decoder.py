@@ -56,7 +56,15 @@ class RecordReader:
         self._steps, self._join = self._program.steps, self._program.join
         *self._streams, self._last = sorted(streams) or [0]
 
-    def read(self, memory: Any, start: int, nbytes: int, packed: int, copy: bool | None) -> Any:
+    def read(
+        self,
+        memory: Any,
+        start: int,
+        nbytes: int,
+        packed: int,
+        copy: bool | None,
+        integers: tuple[int, ...] | None = None,
+    ) -> Any:
         """Return a sample.
 
         Args:
@@ -65,19 +73,17 @@ class RecordReader:
             packed: the number that describes the integers; see `record_encoder.pack_integers`.
             copy: True for a private sample; False for one whose tensors and arrays are views of ``memory``. None for memory of
                 the sample's own: only large leaves are views, because the user may keep a small one, such as a label.
+            integers: those of a row; None if they lie behind the leaves.
 
         Raises:
             SegmentError: the record is damaged.
             struct.error, OverflowError, MemoryError: it reaches beyond ``memory``.
         """
-        integers = integers_codec(packed).unpack_from(memory, start + nbytes)
-        if packed & COMPRESSED:
-            memory = self._decompressed(memory[start : start + nbytes], integers)
-            start, nbytes, copy = 0, len(memory), True
-        return self.read_leaves(memory, start, nbytes, integers, copy)
-
-    def read_leaves(self, memory: Any, start: int, nbytes: int, integers: tuple[int, ...], copy: bool | None) -> Any:
-        """Return a sample as `read` does, given its integers."""
+        if integers is None:
+            integers = integers_codec(packed).unpack_from(memory, start + nbytes)
+            if packed & COMPRESSED:
+                memory = self._decompressed(memory[start : start + nbytes], integers)
+                start, nbytes, copy = 0, len(memory), True
         least = nbytes + 1 if copy else 0 if copy is False else nbytes >> 2
         streams = self._streams
         at = [start, start, start, start, start + nbytes, BARE_NODES + nbytes + len(integers), len(streams)]

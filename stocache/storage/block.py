@@ -141,7 +141,7 @@ class _Rows:
 
     def make(self, memory: Any, copy: bool | None) -> Any:
         """Return the sample in a row. ``copy``: as for `RecordReader.read`."""
-        return self._reader().read_leaves(memory, 0, self._leaves, self._integers, copy)
+        return self._reader().read(memory, 0, self._leaves, 0, copy, self._integers)
 
     @cached_property
     def _tail(self) -> tuple[bytes, int]:
@@ -178,7 +178,7 @@ class _Records:
     def make(self, memory: Any, copy: bool | None) -> Any:
         """Return the sample in a record."""
         text, leaves, _, integers = self._parts(memory)
-        return _reader(text, self._allow_pickle).read_leaves(memory, HEAD.size, leaves, integers, copy)
+        return _reader(text, self._allow_pickle).read(memory, HEAD.size, leaves, 0, copy, integers)
 
     def _parts(self, memory: Any) -> tuple[str, int, int, tuple[int, ...]]:
         """Return the treedef of a record, the bytes of its leaves, and its integers, packed and unpacked."""
