@@ -133,100 +133,34 @@ def _nested(depth: int) -> Any:
 _INTS = [-1, 0, 1, 2, 3, 7, 8, 17, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**60, 2**62, 2**63 - 1, -(2**63), 2**64]
 _ODD = [True, False, None, 1.5, float("nan"), float("inf"), "3", "", [], {}, [[]], {"a": 1}, {"enum": ["os:system", "A"]}]
 _SHAPES = [
-    [],
-    [0],
-    [1],
-    [2**40],
-    [0, 2**40],
-    [2**62, 2**62, 0],
-    [-1],
-    [1.5],
-    [True],
-    [1] * 65,
-    [2**63],
-    "ab",
-    [[1]],
-    [2**31, 2**31],
-]
+    [], [0], [1], [2**40], [0, 2**40], [2**62, 2**62, 0], [-1], [1.5], [True], [1] * 65, [2**63], "ab", [[1]], [2**31,
+    2**31],
+]  # fmt: skip
 _DTYPES = [
     *("|O8", "O", "object", "|V8", "|V0", "|V2147483647", "<f4", "<f8", "(2,)f4", "f4,O", "<U1000000000", "<U0", "|S0"),
-    *(
-        "<M8[ns]",
-        "<M8[5Z]",
-        "<m8",
-        "bfloat16",
-        "qint8",
-        "quint4x2",
-        "save",
-        "float8_e5m2",
-        "bits8",
-        "int1",
-        "nn",
-        "bool",
-        "uint8",
-    ),
-    *(
-        [["a", "|O8"]],
-        [["a", "<f4"], ["b", [["c", "|O"]]]],
-        [["a", "<f4", [2, 3]]],
-        [["a", "|O8", [2]]],
-        [["a", "|V0", [2**40]]],
-    ),
-    *(
-        [["a", "<f4", [2**31, 2**31]]],
-        [["a", "<f4"], ["a", "<f4"]],
-        [[["t", "a"], "<i8"]],
-        _nested(40),
-        [],
-        [["", "|V100000000"]],
-    ),
-]
+    *("<M8[ns]", "<M8[5Z]", "<m8", "bfloat16", "qint8", "quint4x2", "save", "float8_e5m2", "bits8", "int1", "nn", "bool",
+    "uint8"), *([["a", "|O8"]], [["a", "<f4"], ["b", [["c", "|O"]]]], [["a", "<f4", [2, 3]]], [["a", "|O8", [2]]], [["a",
+    "|V0", [2**40]]]), *([["a", "<f4", [2**31, 2**31]]], [["a", "<f4"], ["a", "<f4"]], [[["t", "a"], "<i8"]], _nested(40),
+    [], [["", "|V100000000"]]),
+]  # fmt: skip
 _CLASSES = [
     *("subprocess:Popen", "os:system", "builtins:exec", "builtins:eval", "antigravity:fly", "this:s", "builtins:list"),
     *("builtins:dict", "builtins:tuple", "collections:Counter", "collections:UserDict", "torch:Tensor", "torch:Size"),
-    *(
-        "torch.nn.parameter:Parameter",
-        "PIL.Image:Image",
-        "PIL.ImageFile:ImageFile",
-        "numpy:memmap",
-        "enum:Enum",
-        "enum:IntFlag",
-    ),
-    *("os:environ", "sys:modules", "ctypes:c_char_p", "pathlib:Path", "builtins:type", "types:ModuleType", "a", "", ":", "os:"),
-    *(
-        "torch.return_types:max",
-        "shelve:Shelf",
-        "collections.abc:Mapping",
-        "builtins:NoneType",
-        "collections:OrderedDict",
-        ".:x",
-    ),
-    *("builtins:set", "collections:defaultdict", "builtins:slice", f"{__name__}:Pair", f"{__name__}:Box", f"{__name__}:Kind"),
-]
+    *("torch.nn.parameter:Parameter", "PIL.Image:Image", "PIL.ImageFile:ImageFile", "numpy:memmap", "enum:Enum",
+    "enum:IntFlag"), *("os:environ", "sys:modules", "ctypes:c_char_p", "pathlib:Path", "builtins:type", "types:ModuleType",
+    "a", "", ":", "os:"), *("torch.return_types:max", "shelve:Shelf", "collections.abc:Mapping", "builtins:NoneType",
+    "collections:OrderedDict", ".:x"), *("builtins:set", "collections:defaultdict", "builtins:slice", f"{__name__}:Pair",
+    f"{__name__}:Box", f"{__name__}:Kind"),
+]  # fmt: skip
 _KINDS = [
-    *(
-        "in",
-        "list",
-        "tuple",
-        "union",
-        "tensor",
-        "array",
-        "scalar",
-        "number",
-        "numbers",
-        "enum",
-        "pickle",
-        "str",
-        "bytes",
-        "long",
-    ),
-    *("items", "range", "date", "datetime", "time", "timedelta", "Decimal", "Fraction", "torch.dtype", "torch.device", "void"),
-    *("PosixPath", "PureWindowsPath", "bytearray"),
-]
+    *("in", "list", "tuple", "union", "tensor", "array", "scalar", "number", "numbers", "enum", "pickle", "str", "bytes",
+    "long"), *("items", "range", "date", "datetime", "time", "timedelta", "Decimal", "Fraction", "torch.dtype",
+    "torch.device", "void"), *("PosixPath", "PureWindowsPath", "bytearray"),
+]  # fmt: skip
 _CONTAINERS = [
-    *("dict", "list", "tuple", "none", "namedtuple", "mapping", "tensordict", "dataclass", "tensor", "image", "set", "deque"),
-    *("slice", "defaultdict", "memmap", "void"),
-]
+    *("dict", "list", "tuple", "none", "namedtuple", "mapping", "tensordict", "dataclass", "tensor", "image", "set",
+    "deque"), *("slice", "defaultdict", "memmap", "void"),
+]  # fmt: skip
 _POOLS: dict[str, list[Any]] = {
     **{
         "dtype": _DTYPES,
@@ -475,15 +409,8 @@ def _as_tuples(tree: Any) -> Any:
 
 
 _NAMES = [
-    *_CLASSES,
-    *_KINDS,
-    *_CONTAINERS,
-    *[name for name in _DTYPES if isinstance(name, str)],
-    "coded",
-    "items",
-    "int",
-    "list",
-]
+    *_CLASSES, *_KINDS, *_CONTAINERS, *[name for name in _DTYPES if isinstance(name, str)], "coded", "items", "int", "list",
+]  # fmt: skip
 
 
 def _mutate_skeleton(skeleton: Any, rng: random.Random) -> bytes:

@@ -10,6 +10,7 @@ this tree to the earlier one in each round: median, least and most.
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CLAIM = "A change of structure leaves hits, misses, fills, warm batches and block reads at most 3 % slower than before."
 
@@ -81,7 +83,52 @@ def costs() -> dict[str, float]:
         blocks = StorageDataset(OnDiskBlockDataStorage(f"{folder}/blocks"))
         note("sample of a block, in sequence", lambda: [blocks[idx] for idx in range(COUNT)], COUNT)
         note("sample of a block, at random", lambda: [blocks[idx] for idx in order], COUNT)
+    for kind, samples in {
+        "JPEG": [(bytes(100_000 + idx), idx) for idx in range(128)],
+        "text": [("a" * (150 + idx % 100), idx) for idx in range(COUNT)],
+        "row of 10 floats": [(torch.full((10,), idx / 7), idx) for idx in range(COUNT)],
+        "detection": [
+            {"image": images[idx, :, : 40 + idx % 9], "boxes": torch.rand(idx % 7, 4), "labels": [1] * (idx % 7)}
+            for idx in range(512)
+        ],
+    }.items():  # fmt: skip
+        note_codec(kind, samples, note)
     return found
+
+
+def note_codec(kind: str, samples: list[Any], note: Callable[..., None]) -> None:
+    """Note the microseconds of a sample that is turned into bytes, and back, in each place that keeps some."""
+    from stocache import CachedDataset, KeyedCache, StorageDataset, prepare
+    from stocache.storage.block import encode
+    from stocache.storage.storage import OnDiskBlockDataStorage
+
+    count, size = len(samples), len(samples) // 8
+    batches = [random.Random(at).sample(range(count), 32) for at in range(count // 32)]
+    note(f"{kind}: block, written", lambda: encode(samples), count)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(samples, f"{folder}/blocks", block_size=size, progress=False)
+        storage = OnDiskBlockDataStorage[Any, Any](f"{folder}/blocks")
+        blocks = StorageDataset(storage)
+        note(f"{kind}: block, read whole", lambda: [storage.load_block(number) for number in range(8)], count)
+        note(
+            f"{kind}: block, batches in sequence",
+            lambda: [blocks.__getitems__(range(at, at + 16)) for at in range(0, count, 16)],
+            count,
+        )
+        note(f"{kind}: block, batches at random", lambda: [blocks.__getitems__(batch) for batch in batches], 32 * len(batches))
+
+        def admit() -> None:
+            with CachedDataset(blocks, 1) as dataset:
+                for number in range(8):
+                    dataset._loader.admit(number)
+
+        note(f"{kind}: block, admitted", admit, count)
+        with CachedDataset(samples, f"{200 * count}B", disk=f"{folder}/disk", disk_limit="1GB", audit=0) as dataset:
+            dataset.warm(progress=False)
+            note(f"{kind}: disk, batches", lambda: [dataset.__getitems__(batch) for batch in batches], 32 * len(batches))
+    with KeyedCache(1) as keyed:
+        note(f"{kind}: key, filled", lambda: (keyed.clear(), [keyed.put(idx, samples[idx]) for idx in range(count)]), count)
+        note(f"{kind}: key, hit", lambda: [keyed.get(idx) for idx in range(count)], count)
 
 
 def main() -> None:
