@@ -288,7 +288,7 @@ class Block:
 
     def close(self) -> None:
         """Close the file until a sample is read again. The checksums and offsets of the samples stay in memory."""
-        self._source.close(0)
+        self._source.close()
 
     def prefetch(self, row: int) -> None:
         """Ask for the bytes of a sample to be read ahead, unless the whole block was asked for."""

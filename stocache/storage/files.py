@@ -13,7 +13,7 @@ import numpy as np
 from stocache.system.platform import here
 
 HEAD_BYTES = 64 << 10
-"""Bytes read when a file is opened: of a block the header, sizes, checksums, and most often the labels."""
+"""Bytes read when a file is opened: of a block the header, the checksums and offsets, and the first samples."""
 _ZEROED = 8 << 10  # bytes of a buffer, from which zeroing it costs more than making it without
 _STEP = 128 << 10  # bytes to read ahead in one call: of a longer range the kernel may read only the beginning
 
@@ -36,8 +36,8 @@ class ByteSource(ABC):
     def prefetch(self, at: int = 0, nbytes: int | None = None) -> None:  # noqa: B027
         """Ask for ``nbytes`` from offset ``at``, by default all, to be read ahead, if that is possible."""
 
-    def close(self, head: int) -> None:  # noqa: B027
-        """Close the file until it is read again, if it is open. Of its bytes in memory, keep the first ``head``."""
+    def close(self) -> None:  # noqa: B027
+        """Close the file until it is read again, if it is open. Keep none of its bytes in memory."""
 
 
 class _Descriptor:
@@ -62,14 +62,14 @@ class File(ByteSource):
         self._head = b""
 
     def open(self) -> "File":
-        """Read the beginning of the file: most small columns are there."""
+        """Read the beginning of the file."""
         self.prefetch(0, HEAD_BYTES)  # else the kernel, which takes it for a sequential read, reads four times as much
         self._head = here.pread(self._opened().fd, HEAD_BYTES, 0)
         return self
 
-    def close(self, head: int) -> None:
+    def close(self) -> None:
         """See `ByteSource`."""
-        self._descriptor, self._head = None, self._head[:head]
+        self._descriptor, self._head = None, b""
 
     def _opened(self) -> _Descriptor:
         descriptor = self._descriptor
