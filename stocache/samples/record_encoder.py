@@ -287,6 +287,11 @@ class EncodedRecord(NamedTuple):
         """Bytes of the arena that the record takes."""
         return HEAD.size + self.nbytes + len(self.tail)
 
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """The integers."""
+        return integers_codec(self.packed).unpack_from(self.tail)
+
 
 def pack_integers(integers: list[int]) -> tuple[bytes, int]:
     """Return integers as bytes, and the number for the head that says how many there are and how wide."""

@@ -9,7 +9,7 @@ NOTE [ Rows ]
 from functools import cached_property
 from typing import Any
 
-from stocache.samples.record_encoder import RecordEncoder, integers_codec
+from stocache.samples.record_encoder import RecordEncoder
 from stocache.samples.spec import Structure
 
 
@@ -42,7 +42,7 @@ class RowLayout:
         if self._structure.is_narrow:
             return None
         record = RecordEncoder(allow_pickle=False).pack(self._structure.example(), "example")
-        return record.treedef, record.nbytes, integers_codec(record.packed).unpack_from(record.tail)
+        return record.treedef, record.nbytes, record.integers
 
     def leaves_of(self, row: Any) -> list[Any]:
         """Return the bytes of each leaf in a row, as `Structure.encode` returns them."""

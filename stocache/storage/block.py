@@ -84,7 +84,7 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
     facts["treedefs"] = [text.decode("utf-8", "surrogatepass") for text in texts]
     columns: dict[str, BytesLike] = {}
     if len({(record.treedef, record.nbytes, record.packed, record.tail) for record in records}) == 1:
-        facts["row"] = [records[0].nbytes, integers_of(records[0])]
+        facts["row"] = [records[0].nbytes, records[0].integers]
         width, gap = records[0].nbytes + (-records[0].nbytes & 7), bytes(-records[0].nbytes & 7)
         bounds = range(0, width * len(samples) + 1, width) if width else [0] * (len(samples) + 1)
         pieces = [piece for record in records for piece in (*record.leaves, gap)]
@@ -101,11 +101,6 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
     head, covered = _header(columns, shape, json.dumps(facts)), b"".join(list(columns.values())[:-1])
     head = embed_checksum(head, _MARK, covered)
     return [head, *columns.values()], read_checksum(head, _MARK, covered)
-
-
-def integers_of(record: EncodedRecord) -> tuple[int, ...]:
-    """Return the integers of a record."""
-    return integers_codec(record.packed).unpack_from(record.tail)
 
 
 def _header(columns: dict[str, BytesLike], shape: list[int], facts: str) -> bytes:
