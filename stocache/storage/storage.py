@@ -25,7 +25,7 @@ TSample = TypeVar("TSample")
 TInfo = TypeVar("TInfo")
 
 _OPEN_BLOCKS = 256  # at most; and at most a quarter of the descriptors that a process may have
-_CLOSED_SAMPLES = 1 << 20  # at most, in blocks whose files are closed and whose checksums and offsets stay in memory: 16 bytes each
+_CLOSED_SAMPLES = 1 << 20  # at most, in blocks whose files are closed, with 16 bytes each in memory
 
 
 class DataStorage(ABC, Generic[TSample, TInfo]):
