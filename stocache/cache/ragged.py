@@ -153,9 +153,9 @@ class RaggedCache(ListCache[_T]):
         """Whether records are compressed."""
         return self._options.codec is not None
 
-    def overhead_of(self, samples: Iterable[object]) -> tuple[int, int] | None:
-        """Return the most bytes that a record of such samples has besides values, and the bytes that all records share.
+    def treedef_bytes(self, samples: Iterable[object]) -> int | None:
+        """Return the bytes that all records of such samples share.
 
         None if there are no samples, one does not fit, or records are compressed.
         """
-        return self._records.overhead_of(list(samples)) if not self.compresses else None
+        return self._records.treedef_bytes(list(samples)) if not self.compresses else None

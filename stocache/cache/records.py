@@ -72,17 +72,10 @@ class RecordStore:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
         return self._encoder.pack(sample, where)
 
-    def overhead_of(self, samples: list[Any]) -> tuple[int, int] | None:
-        """Return the most bytes that a record of such samples has besides its leaves, and those of their treedefs.
-
-        None if there are no samples, or one does not fit.
-        """
+    def treedef_bytes(self, samples: list[Any]) -> int | None:
+        """Return the bytes of the treedefs of such samples; None if there are no samples, or one does not fit."""
         records = self.encode_many(samples)
-        if not records:
-            return None
-        return max(record.room - record.nbytes for record in records), self.arena.bytes_of(
-            {record.treedef for record in records}
-        )
+        return self.arena.bytes_of({record.treedef for record in records}) if records else None
 
     def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
         """Return the parts of samples' records; None if a sample does not fit."""

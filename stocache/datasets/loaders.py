@@ -327,11 +327,11 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
         record_bytes = dataset.record_bytes()
     except (StorageError, OSError):  # the error is raised when a sample of that block is requested
         return None
-    overhead, block_bounds = cache.overhead_of(samples), dataset.block_bounds
-    if overhead is None or record_bytes is None or block_bounds is None:
+    shared, block_bounds = cache.treedef_bytes(samples), dataset.block_bounds
+    if shared is None or record_bytes is None or block_bounds is None:
         return None
     bounds = np.append(0, np.cumsum(np.ceil(record_bytes).astype(np.int64)))
-    room = max(0, cache.stats().capacity_bytes - overhead[1])
+    room = max(0, cache.stats().capacity_bytes - shared)
     chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room)
     return np.asarray(chosen.resident(bounds[:-1]), bool)
 
