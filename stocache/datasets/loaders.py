@@ -108,14 +108,16 @@ class BlockLoader:
         disk: the cache behind that one, or None. It keeps samples, not blocks; but of a block that has been fetched, all.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_layouts", "_whole")
+    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_layout", "_whole")
     _holds_dataset = True
 
     def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
         self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
         self._bounds: NDArray[Any] = dataset.block_bounds
         self._whole = bool(attribute_of(attribute_of(dataset, "storage"), "reads_whole_blocks", False))
-        self._layouts: list[RowLayout | None] = []  # that of the slots of the cache, when it is known
+        self._layout: RowLayout | None = None  # of rows that can be copied into slots
+        if isinstance(cache, SharedCache) and issubclass(type(dataset), StorageDataset):
+            self._layout = RowLayout(cache.structure)
 
     def __reduce__(self) -> Any:
         return BlockLoader, (self._dataset, self._cache, self._chosen, self._disk)
@@ -141,16 +143,6 @@ class BlockLoader:
         with self._cache.claimed(range(int(self._bounds[block]), int(self._bounds[block + 1]))) as indices:
             if indices and not self._copy(indices) and (samples := self._load_block(indices)) is not None:
                 self._cache.set_if_empty(indices, samples)
-
-    @property
-    def _layout(self) -> RowLayout | None:
-        """The layout of rows that can be copied into slots; None if there is none."""
-        if not self._layouts:
-            layout = None
-            if isinstance(self._cache, SharedCache) and issubclass(type(self._dataset), StorageDataset):
-                layout = RowLayout(self._cache.structure)
-            self._layouts.append(layout)
-        return self._layouts[0]
 
     def copy_samples(self, indices: Sequence[int]) -> None:
         """Cache those of some samples of one block that can be cached without making them."""

@@ -6,6 +6,7 @@ NOTE [ Rows ]
     places.
 """
 
+import contextlib
 from functools import cached_property
 from typing import Any
 
@@ -34,15 +35,15 @@ class RowLayout:
 
     @cached_property
     def row(self) -> tuple[bytes, int, tuple[int, ...]] | None:
-        """The treedef of the samples, the bytes of their leaves, and their integers; None if leaves are narrow.
+        """The treedef of the samples, the bytes of their leaves, and their integers.
 
-        Raises:
-            Exception: a class of the samples refuses zeros.
+        None if leaves are narrow, or a class of the samples refuses the zeros of an example.
         """
-        if self._structure.is_narrow:
-            return None
-        record = RecordEncoder(allow_pickle=False).pack(self._structure.example(), "example")
-        return record.treedef, record.nbytes, record.integers
+        if not self._structure.is_narrow:
+            with contextlib.suppress(Exception):
+                record = RecordEncoder(allow_pickle=False).pack(self._structure.example(), "example")
+                return record.treedef, record.nbytes, record.integers
+        return None
 
     def leaves_of(self, row: Any) -> list[Any]:
         """Return the bytes of each leaf in a row, as `Structure.encode` returns them."""

@@ -85,8 +85,7 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
     columns: dict[str, BytesLike] = {}
     if len({(record.treedef, record.nbytes, record.packed, record.tail) for record in records}) == 1:
         facts["row"] = [records[0].nbytes, records[0].integers]
-        width, gap = records[0].nbytes + (-records[0].nbytes & 7), bytes(-records[0].nbytes & 7)
-        bounds = range(0, width * len(samples) + 1, width) if width else [0] * (len(samples) + 1)
+        bounds, gap = _row_bounds(records[0].nbytes, len(samples)), bytes(-records[0].nbytes & 7)
         pieces = [piece for record in records for piece in (*record.leaves, gap)]
     else:
         bounds = list(accumulate([record.room for record in records], initial=0))
@@ -97,7 +96,7 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
     data = memoryview(b"".join(pieces))
     digests = map(xxhash.xxh3_64_intdigest, map(data.__getitem__, map(slice, bounds, bounds[1:])))
     columns = {"checks": np.fromiter(digests, "<u8", len(samples)).tobytes(), **columns, "samples": data}
-    shape = [len(samples), width] if facts["row"] else [len(data)]
+    shape = [len(samples), bounds[1]] if facts["row"] else [len(data)]
     head, covered = _header(columns, shape, json.dumps(facts)), b"".join(list(columns.values())[:-1])
     head = embed_checksum(head, _MARK, covered)
     return [head, *columns.values()], read_checksum(head, _MARK, covered)
@@ -116,6 +115,12 @@ def _header(columns: dict[str, BytesLike], shape: list[int], facts: str) -> byte
     return struct.pack("<Q", len(text)) + text
 
 
+def _row_bounds(nbytes: int, count: int) -> Sequence[int]:
+    """Return where ``count`` rows begin, and where the last one ends, given the bytes of their leaves."""
+    width = nbytes + (-nbytes & 7)
+    return range(0, (count + 1) * width, width) if width else [0] * (count + 1)
+
+
 class _Rows:
     """The rows of a block.
 
@@ -132,8 +137,7 @@ class _Rows:
     def __init__(self, text: str, row: Any, count: int, allow_pickle: bool) -> None:
         self._text, self._reader = text, partial(_reader, text, allow_pickle)
         self._leaves, self._integers = check_size(row[0]), tuple(map(check_size, row[1]))
-        width = self._leaves + (-self._leaves & 7)
-        self.bounds: Sequence[int] = range(0, (count + 1) * width, width) if width else [0] * (count + 1)
+        self.bounds = _row_bounds(self._leaves, count)
 
     def make(self, memory: Any, copy: bool | None) -> Any:
         """Return the sample in a row. ``copy``: as for `RecordReader.read`."""

@@ -173,9 +173,8 @@ def stream_of(alignment: int) -> int:
 
 def stream_of_dtype(dtype: Any) -> int:
     """Return the stream of values of a dtype of torch or numpy."""
-    if getattr(dtype, "kind", "") == "V":  # fields of records need not be aligned
-        return BYTES
-    return stream_of(getattr(dtype, "alignment", dtype.itemsize))
+    is_record = getattr(dtype, "kind", "") == "V"  # whose fields need not be aligned
+    return BYTES if is_record else stream_of(getattr(dtype, "alignment", dtype.itemsize))
 
 
 def hashable(descr: Any) -> Any:
