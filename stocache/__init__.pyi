@@ -10,7 +10,7 @@ from .cache.options import AuditOptions as AuditOptions, CacheOptions as CacheOp
 from .cache.placement import Placement as Placement
 from .cache.ragged import RaggedCache as RaggedCache
 from .cache.shared import SharedCache as SharedCache, SharedCacheDDP as SharedCacheDDP
-from .cache.states import SlotState as SlotState
+from .cache.stats import SlotState as SlotState
 from .cache.disk.cache import DiskCache as DiskCache
 from .cache.keyed.cache import KeyedCache as KeyedCache
 from .cache.keyed.functions import cache_method as cache_method, cached as cached

@@ -41,7 +41,7 @@ from tqdm import tqdm
 from stocache.cache.base import SampleCache
 from stocache.cache.keyed.cache import KeyedCache
 from stocache.cache.options import AuditOptions
-from stocache.cache.states import SlotState
+from stocache.cache.stats import SlotState
 from stocache.datasets.cut import surveying
 from stocache.errors import CacheNameError
 from stocache.system.platform import here

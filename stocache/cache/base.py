@@ -1,23 +1,27 @@
-"""SampleCache: the samples of a dataset by their index, whatever has their bytes. It sets, loads and claims them."""
+"""SampleCache: the samples of a dataset by their index, whatever has their bytes. One module, because all of it is about the
+state byte that each sample has: it is set once, and read without a lock."""
 
 import contextlib
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import starmap
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from stocache.cache.loading import nested, nesting
-from stocache.cache.states import SampleStates
-from stocache.cache.stats import EMPTY, HITS, MISSING, OOB, SET, CacheStats
-from stocache.errors import BusyError, SampleError, SlotError
-from stocache.samples.indices import check_indices
+from stocache.cache.loading import LoadingCache, nested, nesting
+from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET, CacheStats
+from stocache.cache.store import SampleStore
+from stocache.errors import BusyError, SampleError, SampleIndexError, SlotError
+from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import BLOCKS
-from stocache.shm.locks import fence
+from stocache.shm.locks import WEAKLY_ORDERED, fence
+from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.shm.siblings import count_ranks
 from stocache.system.spans import LOAD, span
 
@@ -25,8 +29,97 @@ _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
 
 
-class SampleCache(SampleStates[_T]):
+class SampleCache(LoadingCache[_T]):
     """The base of the caches of samples: everything but how samples are stored."""
+
+    _store: SampleStore
+
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled.
+
+        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
+        """
+        self._attach(segment, store, dataset_len)
+        self._dataset_len, self._samples, self._room, self._slot = dataset_len, samples, room, store.slot
+        self._states = segment.control[:dataset_len]
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
+        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
+        if segment.backing == "none":  # then nothing is shared, and nothing can be cached
+            self._aux.numpy().fill(OOB)
+
+    def hit(self, idx: int, copy: bool) -> Any:
+        """Return sample ``idx`` if it is set; else MISSING, also if ``idx`` is not an index. Other methods try this first."""
+        try:
+            if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
+                return MISSING
+        except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
+            return MISSING
+        if WEAKLY_ORDERED:
+            fence()
+        value = self._load(self._slot(idx), copy)
+        if value is not MISSING:  # else it is of a class that is not imported here
+            if FREE_THREADED:
+                self._segment.count(HITS)
+            else:
+                self._segment.counters[HITS] += 1  # faster, and the GIL keeps other threads from it
+        return value
+
+    def set_among(self, indices: _Indices) -> "NDArray[np.bool_]":
+        """Return which of the samples ``indices`` are set: these may be read from now on."""
+        mask: NDArray[np.bool_] = self._aux.numpy()[indices] == SET  # at a third of the cost of torch's
+        if WEAKLY_ORDERED:
+            fence()
+        return mask
+
+    def holds_all(self) -> bool:
+        """Return whether all samples that are not outside the cache will have room in it; an estimate if sizes vary."""
+        return self._store.has_room_for(self._aux.numpy())
+
+    def fillable(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is not cached, and can be. A process without its own counter row caches nothing."""
+        return self._states[idx] == EMPTY and self._segment.holder > 0 and not self._store.refused(idx)
+
+    def holds(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is cached."""
+        return self._states[idx] == SET
+
+    def keeps(self, idx: int) -> bool:
+        """Return whether sample ``idx`` is cached, or will be. With admission by cost, only cached samples are sure to stay."""
+        return self.holds(idx) or (not self.may_admit_later and self.fillable(idx))
+
+    def peek(self, idx: int) -> Any:
+        """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
+        return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
+
+    def _miss(self, idx: int, since: float) -> None:
+        """Count a miss, and remember it if the sample can be set."""
+        self._segment.count(MISSES)
+        if self._states[idx] != OOB:
+            self._note_miss(idx, since)
+
+    def _miss_many(self, indices: _Indices) -> None:
+        now = time.perf_counter()
+        for idx in indices.tolist():
+            self._miss(idx, now)
+
+    @property
+    def dataset_len(self) -> int:
+        """The number of samples of the dataset."""
+        return self._dataset_len
+
+    @property
+    def aux_array(self) -> Tensor:
+        """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
+        return self._aux
+
+    def _index(self, idx: Any, call: str) -> int:
+        return check_index(idx, self._dataset_len, call)
+
+    def _outside(self, idx: int, call: str) -> NoReturn:
+        raise SampleIndexError(
+            f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
+            f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
+        )
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> _T | None:
         """Return sample ``idx``, or None when it is not cached.
@@ -120,6 +213,39 @@ class SampleCache(SampleStates[_T]):
         elif len(indices):
             costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
             self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
+
+    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[_T | None], Tensor]:
+        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
+
+        Returns:
+            ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
+
+        Raises:
+            SampleIndexError: an index is not an integer or lies outside the dataset.
+        """
+        index = check_indices(indices, self._dataset_len, "get_slots")
+        samples = [self.hit(idx, True) for idx in index.tolist()]
+        mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
+        if self._store.unreadable and self.set_among(index[~mask]).any():
+            self._warn_of_unreadable()
+        self._miss_many(index[~mask])
+        return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
+
+    def set_slots(
+        self, indices: Sequence[int] | Tensor, values: Sequence[_T], allow_oob_idx: bool = True, allow_overwrite: bool = False
+    ) -> None:
+        """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
+
+        Raises:
+            SampleError: there are not B values, and nothing is stored; or as `set_slot`.
+            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
+        """
+        index = check_indices(indices, self._dataset_len, "set_slots")
+        if len(values) != len(index):
+            raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
+        encode = self._store.encode
+        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
+        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[object]) -> None:
         """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""

@@ -1,69 +1,23 @@
 """RaggedCache: keep samples of any size in shared memory, as records that are appended to an arena."""
 
-import logging
-from collections.abc import Iterable, Sequence
-from itertools import starmap
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import SampleCache
 from stocache.cache.options import RECORDS, SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.records import RecordStore, control_bytes
-from stocache.cache.stats import MISSING
-from stocache.errors import SampleError
-from stocache.samples.indices import check_indices, check_len
+from stocache.samples.indices import check_len
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.limits import format_size
 
-logger = logging.getLogger("stocache")
-
 _T = TypeVar("_T", default=Any)  # the samples
 
 
-class ListCache(SampleCache[_T]):
-    """A cache whose batches are lists of samples."""
-
-    def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[_T | None], Tensor]:
-        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
-
-        Returns:
-            ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
-
-        Raises:
-            SampleIndexError: an index is not an integer or lies outside the dataset.
-        """
-        index = check_indices(indices, self._dataset_len, "get_slots")
-        samples = [self.hit(idx, True) for idx in index.tolist()]
-        mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
-        if self._store.unreadable and self.set_among(index[~mask]).any():
-            self._warn_of_unreadable()
-        self._miss_many(index[~mask])
-        return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
-
-    def set_slots(
-        self, indices: Sequence[int] | Tensor, values: Sequence[_T], allow_oob_idx: bool = True, allow_overwrite: bool = False
-    ) -> None:
-        """Cache B samples: `set_slot` for each of ``indices`` with its item of ``values``.
-
-        Raises:
-            SampleError: there are not B values, and nothing is stored; or as `set_slot`.
-            SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
-        """
-        index = check_indices(indices, self._dataset_len, "set_slots")
-        if len(values) != len(index):
-            raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
-        encode = self._store.encode
-        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
-        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
-
-
-class RaggedCache(ListCache[_T]):
+class RaggedCache(SampleCache[_T]):
     """A cache in shared memory for samples that vary in size: images, detection targets, text, token lists, point clouds.
 
         cache = RaggedCache(size_limit_gib=32, dataset_len=len(dataset))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from stocache.system.figures import flat_numbers
@@ -9,7 +10,17 @@ from stocache.system.figures import flat_numbers
 if TYPE_CHECKING:
     from stocache.observe.recording.epochs import EpochStats  # which imports torch
 
-# The state byte of a sample, as in SlotState; plain ints, for an enum look-up costs as much as the byte itself
+
+class SlotState(IntEnum):
+    """The state of a sample, as ``cache.aux_array`` holds it."""
+
+    EMPTY = 0
+    SET = 1
+    OOB = 2
+    """Out of bounds of the cache: in the dataset, but without a slot."""
+
+
+# The same as plain ints: an enum look-up costs as much as the byte itself
 EMPTY, SET, OOB = range(3)
 
 MISSING: Any = object()

@@ -48,8 +48,7 @@ from stocache.cache.base import SampleCache
 from stocache.cache.placement import BlockBounds, Placement, residency
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.cache.states import SlotState
-from stocache.cache.stats import MISSING
+from stocache.cache.stats import MISSING, SlotState
 from stocache.errors import StorageError
 from stocache.samples.rows import RowLayout
 from stocache.storage.dataset import StorageDataset

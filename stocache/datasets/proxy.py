@@ -9,8 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset, MapDataPipe, get_worker_info
 from typing_extensions import TypeVar
 
-from stocache.cache.states import SlotState
-from stocache.cache.stats import MISSING
+from stocache.cache.stats import MISSING, SlotState
 from stocache.datasets.audit import Audit
 from stocache.datasets.cut.tree import CONVENTIONAL
 from stocache.datasets.decoders.cache import DecoderCache, open_decoders

@@ -17,8 +17,7 @@ from stocache.cache.options import CacheOptions, SampleOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
-from stocache.cache.states import SlotState
-from stocache.cache.stats import MISSING
+from stocache.cache.stats import MISSING, SlotState
 from stocache.datasets.cut.planning import ENCODED, Planner, holds_pipelines
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.split import Split

@@ -13,7 +13,7 @@ import torch
 
 from stocache import ClosedError, SampleError, SampleIndexError, SlotError
 from stocache.cache.disk.cache import DiskCache
-from stocache.cache.states import SlotState
+from stocache.cache.stats import SlotState
 from tests.support.equality import same
 from tests.support.faults import claimed
 from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, keyed, ragged, sample, scattered

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
 from stocache.cache.records import LATER, NEVER, YES, CostAdmission, admission_bytes
-from stocache.cache.states import SlotState
+from stocache.cache.stats import SlotState
 from stocache.errors import CodecError, LimitError, MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory

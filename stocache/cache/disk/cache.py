@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+from stocache.cache.base import SampleCache
 from stocache.cache.disk.folder import Folder
 from stocache.cache.disk.formats import Rows
 from stocache.cache.disk.opening import DiskOptions, affordable, blank, count_slots, open_control
@@ -22,7 +23,6 @@ from stocache.cache.disk.store import DiskStore
 from stocache.cache.loading import nested
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
-from stocache.cache.ragged import ListCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import HITS, CacheStats
 from stocache.errors import ClosedError, DiskError, SegmentError
@@ -56,7 +56,7 @@ _TOGETHER = 256  # samples, and releases of claims, that are taken together
 _Indices = NDArray[np.int64]
 
 
-class DiskCache(ListCache[_T]):
+class DiskCache(SampleCache[_T]):
     """A cache in a folder on a local disk: for samples that come from a network, or take long to make.
 
         cache = DiskCache("/nvme/photos", "500GB", dataset_len=len(dataset), fingerprint="v1")

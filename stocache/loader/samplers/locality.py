@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler, Subset
 
 from stocache.cache.placement import Placement, ordering_of
 from stocache.cache.shared import SharedCache
-from stocache.cache.states import SlotState
+from stocache.cache.stats import SlotState
 from stocache.errors import LimitError, StateError
 from stocache.loader.samplers.assignment import EpochShape, ShuffledEpoch, StrataLayout, StratifiedEpoch, assign_ranks
 from stocache.loader.samplers.block import ResumableSampler, sampler_form

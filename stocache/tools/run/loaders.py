@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
 from stocache.cache.options import CacheOptions
-from stocache.cache.states import SlotState
+from stocache.cache.stats import SlotState
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoders, peek
 from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
