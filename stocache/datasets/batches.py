@@ -2,11 +2,12 @@
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map  # documented, for extending default_collate
 
+from stocache.cache.columns import as_bytes
 from stocache.cache.shared import NextTier, SharedCache
 from stocache.errors import SampleError
 from stocache.samples.indices import check_indices
@@ -170,42 +172,118 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
     return parts if known else [part.view(tensor.dtype) for part in parts]
 
 
+@dataclass(eq=False)
+class CacheRows:
+    """The samples of a batch that are of one cache.
+
+    Attributes:
+        cache: keeps the samples.
+        indices: of the samples, in the cache.
+        load: loads those that are not cached.
+        next_tier: the cache behind that one, or None.
+        direct: whether all samples are loaded when the batch is read, in its order: those that are cached may not be served.
+        rows: of the samples in the batch; None if it has no others.
+        hits: the indices, as soon as all samples were found to be cached.
+        claimed: the samples that were claimed to load them.
+        loaded: the samples that were loaded ahead, by index.
+        samples: the samples, as soon as they were read.
+    """
+
+    cache: SharedCache
+    indices: Sequence[int]
+    load: Load
+    next_tier: NextTier | None = None
+    direct: bool = False
+    rows: NDArray[np.int64] | None = None
+    hits: NDArray[np.int64] | None = None
+    claimed: set[int] = field(default_factory=set)
+    loaded: dict[int, Any] = field(default_factory=dict)
+    samples: list[Any] | None = None
+
+    def claim_missing(self) -> list[int]:
+        """Claim the samples that are not cached. Return their rows; see `LazyBatch.claim_missing`."""
+        if self.direct:
+            return []
+        indices = check_indices(self.indices, self.cache.dataset_len, "batch")
+        is_set = self.cache.set_among(indices)
+        if is_set.all():
+            self.hits = indices
+            return []
+        first: dict[int, int] = {}  # by sample: where it is first
+        if self.next_tier is not None:
+            is_set |= self.cache.outside(indices) & self.next_tier.has_rows(indices)
+        for at in np.flatnonzero(~is_set).tolist():
+            first.setdefault(int(indices[at]), at)
+        self.cache.claim_to_load(list(first), self.claimed)
+        others = {idx for idx in first if idx not in self.claimed and (self.cache.fillable(idx) or self.cache.has([idx]))}
+        missing = [at for idx, at in first.items() if idx not in others]
+        return missing if self.rows is None else self.rows[missing].tolist()
+
+    def find(self) -> bool:
+        """Return whether all samples are cached."""
+        if self.hits is None and not self.direct:
+            index = check_indices(self.indices, self.cache.dataset_len, "batch")
+            self.hits = index if self.cache.set_among(index).all() else None
+        return self.hits is not None
+
+    def load_rest(self, indices: list[int]) -> Iterable[Any]:
+        """Load samples, those that were not loaded ahead."""
+        if not self.loaded:
+            return self.load(indices)
+        rest = [idx for idx in indices if idx not in self.loaded]
+        samples = self.loaded | (dict(zip(rest, self.load(rest), strict=True)) if rest else {})
+        return [samples[idx] for idx in indices]
+
+    def read(self) -> list[Any]:
+        """Return the samples."""
+        if self.samples is None and self.direct:
+            self.samples = list(self.load(list(self.indices)))
+        elif self.samples is None:
+            load = self.cache.get_or_load_many
+            self.samples = load(self.indices, self.load_rest, strict=False, claimed=self.claimed, ahead=self.loaded)
+        return self.samples
+
+    def read_one(self, at: int) -> Any:
+        """Return one sample. If it is loaded in any case, no others are."""
+        return next(iter(self.load([self.indices[at]]))) if self.direct else self.read()[at]
+
+    def fill(self, tensors: list[Tensor]) -> bool:
+        """Write the samples into the rows of a batch. Return False if one does not fit, and they have to be read."""
+        if self.hits is not None:
+            self.cache.gather(self.hits, tensors)
+        else:
+            rest = self.load_rest, self.claimed, self.next_tier, self.loaded
+            self.samples = self.cache.fill_batch(self.indices, tensors, *rest)
+        return self.samples is None
+
+
 class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch.
 
     Args:
-        cache: keeps the samples.
-        indices: of the samples.
-        load: loads those that are not cached.
-        spec: the batches of the cache.
-        next_tier: the cache behind that one, or None.
-        direct: whether all samples are loaded when the batch is read, in its order: those that are cached may not be served.
+        spec: the batches of each cache.
+        parts: the samples of each cache.
+        length: the number of samples.
     """
 
-    def __init__(
-        self, cache: SharedCache, indices: Sequence[int], load: Load, spec: BatchSpec, next_tier: NextTier | None = None,
-        direct: bool = False,
-    ) -> None:  # fmt: skip
-        self._cache, self._indices, self._load, self._spec = cache, indices, load, spec
-        self._next_tier, self._direct = next_tier, direct
+    def __init__(self, spec: BatchSpec, parts: list[CacheRows], length: int) -> None:
+        self._spec, self.parts, self._length = spec, parts, length
         self._samples: list[Any] | None = None
-        self._claimed: set[int] = set()  # by `claim_missing`
-        self._hits: NDArray[np.int64] | None = None  # if it has found that all are cached
-        self._part: GroupPart | None = None  # of a group that was found to be cached
-        self._loaded: dict[int, Any] = {}
+        self._group: GroupPart | None = None  # that was found to be cached
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
-        """Return batches of some sizes with the samples of this one. If all are cached, a GPU plans them together."""
-        ends, hits = np.cumsum(sizes).tolist(), self._hits if self.cached else None
+        """Return batches of some sizes with the samples of this one, which is of one cache. If all are cached, a GPU plans
+        them together."""
+        (whole,) = self.parts
+        ends, hits = np.cumsum(sizes).tolist(), whole.hits if whole.find() else None
         group = BatchGroup(hits, ends) if hits is not None and self._spec.on_device else None
-        parts = []
+        batches = []
         for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            indices = self._indices[end - size : end]
-            part = LazyBatch(self._cache, indices, self._load, self._spec, self._next_tier, self._direct)
-            part._hits = None if hits is None else hits[end - size : end]
-            part._part = None if group is None else GroupPart(group, number)
-            parts.append(part)
-        return parts
+            part = replace(whole, indices=whole.indices[end - size : end], hits=None, claimed=set(), loaded={})
+            part.hits = None if hits is None else hits[end - size : end]
+            batches.append(LazyBatch(self._spec, [part], size))
+            batches[-1]._group = None if group is None else GroupPart(group, number)
+        return batches
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
@@ -213,21 +291,7 @@ class LazyBatch:
         A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
         are read, too.
         """
-        if self._direct:
-            return []
-        indices = check_indices(self._indices, self._cache.dataset_len, "batch")
-        is_set = self._cache.set_among(indices)
-        if is_set.all():
-            self._hits = indices
-            return []
-        rows: dict[int, int] = {}
-        if self._next_tier is not None:
-            is_set |= self._cache.outside(indices) & self._next_tier.has_rows(indices)
-        for row in np.flatnonzero(~is_set).tolist():
-            rows.setdefault(int(indices[row]), row)
-        self._cache.claim_to_load(list(rows), self._claimed)
-        others = {idx for idx in rows if idx not in self._claimed and (self._cache.fillable(idx) or self._cache.has([idx]))}
-        return [row for idx, row in rows.items() if idx not in others]
+        return [row for part in self.parts for row in part.claim_missing()]
 
     @property
     def on_device(self) -> bool:
@@ -236,106 +300,112 @@ class LazyBatch:
 
     @property
     def found_all(self) -> bool:
-        """Whether `claim_missing`, or `cached`, has found all samples in the cache."""
-        return self._hits is not None
-
-    def load_all(self) -> dict[int, Any]:
-        """Return the samples, by index, without asking the cache. Another `LazyBatch` has claimed them."""
-        indices = [int(idx) for idx in self._indices]
-        return dict(zip(indices, self._cache.load_ahead(indices, self._load), strict=True))
-
-    def take_loaded(self, samples: dict[int, Any]) -> None:
-        """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
-        self._loaded.update(samples)
-
-    def _load_rest(self, indices: list[int]) -> Iterable[Any]:
-        if not self._loaded:
-            return self._load(indices)
-        rest = [idx for idx in indices if idx not in self._loaded]
-        samples = dict(zip(rest, self._load(rest), strict=True)) if rest else {}
-        return [self._loaded[idx] if idx in self._loaded else samples[idx] for idx in indices]
-
-    def release_claims(self) -> None:
-        """Let others load the samples that this batch has claimed and not cached."""
-        self._cache.end_loading(self._claimed)
-
-    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[object]]) -> None:
-        """Load missing samples with ``load``. It gets the present function, the indices of the batch, and those to load."""
-        self._load = partial(load, self._load, self._indices)
-
-    def load_as(self, other: "LazyBatch") -> None:
-        """Load missing samples as another batch of the same samples does."""
-        self._load = other._load
-
-    def read(self) -> list[Any]:
-        """Return the samples."""
-        if self._samples is None and self._direct:
-            self._samples = list(self._load(list(self._indices)))
-        elif self._samples is None:
-            self._samples = self._cache.get_or_load_many(
-                self._indices, self._load_rest, strict=False, claimed=self._claimed, ahead=self._loaded
-            )
-        return self._samples
-
-    def read_one(self, position: int) -> Any:
-        """Return one sample. If it is loaded in any case, no others are."""
-        return next(iter(self._load([self._indices[position]]))) if self._direct else self.read()[position]
+        """Whether `claim_missing`, or `cached`, has found all samples in the caches."""
+        return all(part.hits is not None for part in self.parts)
 
     @property
     def cached(self) -> bool:
-        """Whether all samples are in the cache."""
-        if self._hits is None and not self._direct:
-            index = check_indices(self._indices, self._cache.dataset_len, "batch")
-            self._hits = index if self._cache.set_among(index).all() else None
-        return self._hits is not None
+        """Whether all samples are in the caches."""
+        return all(part.find() for part in self.parts)
+
+    def load_all(self) -> dict[SharedCache, dict[int, Any]]:
+        """Return the samples, by cache and index, without asking the caches. Another `LazyBatch` has claimed them."""
+        loaded: dict[SharedCache, dict[int, Any]] = {}
+        for part in self.parts:
+            indices = [int(idx) for idx in part.indices]
+            samples = part.cache.load_ahead(indices, part.load)
+            loaded.setdefault(part.cache, {}).update(zip(indices, samples, strict=True))
+        return loaded
+
+    def take_loaded(self, samples: dict[SharedCache, dict[int, Any]]) -> None:
+        """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
+        for part in self.parts:
+            part.loaded.update(samples.get(part.cache, {}))
+
+    def release_claims(self) -> None:
+        """Let others load the samples that this batch has claimed and not cached."""
+        for part in self.parts:
+            part.cache.end_loading(part.claimed)
+
+    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[object]]) -> None:
+        """Load missing samples with ``load``.
+
+        It gets the present function, the indices of the batch, and those to load. The index of a sample of another cache is -1.
+        """
+        for part in self.parts:
+            indices: Any = part.indices
+            if part.rows is not None:
+                indices = np.full(self._length, -1)
+                indices[part.rows] = part.indices
+            part.load = partial(load, part.load, indices)
+
+    def load_as(self, other: "LazyBatch") -> None:
+        """Load missing samples as another batch of the same samples does."""
+        for part, own in zip(self.parts, other.parts, strict=True):
+            part.load = own.load
+
+    def read(self) -> list[Any]:
+        """Return the samples."""
+        if self._samples is None and len(self.parts) == 1:
+            self._samples = self.parts[0].read()
+        elif self._samples is None:
+            places = [(row, at, part) for part in self.parts for at, row in enumerate(cast(Any, part.rows).tolist())]
+            in_order = sorted(places, key=operator.itemgetter(0))  # as without a cache: samples may draw random numbers
+            self._samples = [part.read_one(at) for _, at, part in in_order]
+        return self._samples
 
     def gather(self, empty: Empty, joined: bool = True) -> Any:
         """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list.
 
         If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
         """
-        if self._direct or BatchSpec.of(self._cache) is None:  # default_collate was extended since
-            return None
+        for part in self.parts:
+            if (
+                part.direct or part.samples is not None or BatchSpec.of(part.cache) is None
+            ):  # default_collate was extended since
+                return None
         if self._spec.on_device:
             return self._load_missing(empty)
-        tensors = self._spec.empty(len(self._indices), empty) if len(self._indices) and self._samples is None else None
-        if tensors is None:
+        tensors = self._spec.empty(self._length, empty) if self._length else None
+        if tensors is None or not all(self._fill(part, tensors) for part in self.parts):
             return None
-        if self._hits is not None:
-            self._cache.gather(self._hits, tensors)
-        else:
-            rest = self._load_rest, self._claimed, self._next_tier, self._loaded
-            self._samples = self._cache.fill_batch(self._indices, tensors, *rest)
-            if self._samples is not None:
-                return None
         return self._spec.join(tensors) if joined else tensors
+
+    def _fill(self, part: CacheRows, tensors: list[Tensor]) -> bool:
+        """Write the samples of a cache into their rows of the batch. Return False if they have to be read."""
+        if part.rows is None:
+            return part.fill(tensors)
+        own = cast("list[Tensor]", self._spec.empty(len(part.indices), _new))
+        filled = part.fill(own)
+        for tensor, rows in zip(tensors, own, strict=True):
+            as_bytes(tensor)[part.rows] = as_bytes(rows)
+        return filled
 
     def _load_missing(self, empty: Empty) -> PartialBatch | GroupPart | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
-        if self._samples is not None:
-            return None
-        if self._hits is not None:
-            self._cache.count_hits(len(self._hits))
-            return PartialBatch(self._hits) if self._part is None else self._part
-        index = check_indices(self._indices, self._cache.dataset_len, "batch")
-        mask = self._cache.set_among(index)
+        (part,) = self.parts
+        if part.hits is not None:
+            part.cache.count_hits(len(part.hits))
+            return PartialBatch(part.hits) if self._group is None else self._group
+        index = check_indices(part.indices, part.cache.dataset_len, "batch")
+        mask = part.cache.set_among(index)
         positions = np.flatnonzero(~mask)
-        self._cache.count_hits(len(index) - len(positions))
+        part.cache.count_hits(len(index) - len(positions))
         if not len(positions):
             return PartialBatch(index)
-        tensors, missing = self._spec.empty(len(positions), empty), index[positions].tolist()
+        missing = replace(part, indices=index[positions].tolist())
+        tensors = self._spec.empty(len(positions), empty)
         if tensors is None:
             return None
-        samples = self._cache.fill_batch(missing, tensors, self._load_rest, self._claimed, self._next_tier, self._loaded)
-        if samples is not None:  # they do not fit: it has to be read as a list
-            self._loaded.update(zip(missing, samples, strict=True))
+        if not missing.fill(tensors):
+            part.loaded.update(zip(missing.indices, missing.samples or (), strict=True))
             return None
         return PartialBatch(index, positions, tensors)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the collated batch."""
-        return len(self._indices) * self._cache.slot_bytes
+        return sum(len(part.indices) * part.cache.slot_bytes for part in self.parts)
 
     def gather_parts(self, sizes: list[int], empty: Empty) -> list[Any] | None:
         """Return the result of `gather` for batches of some sizes with the samples of this one, after one gather of all.
@@ -354,10 +424,14 @@ class LazyBatch:
         return [self._spec.join(own) for own in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return self._length
 
     def __getitem__(self, position: Any) -> Any:
         return self.read()[position]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
+
+
+def _new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -20,7 +20,7 @@ from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, Samp
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
-from stocache.datasets.batches import BatchSpec, LazyBatch
+from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.decoders.cache import decoders_job
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
 from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decoders_of
@@ -260,9 +260,11 @@ class CachedDataset(DatasetProxy[_T]):
         """Return the samples ``indices`` as a batch that has read nothing yet."""
         numbers = None if self._keeps_types(indices) else self._numbers(indices)
         if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
-            return LazyBatch(self.cache, indices, self._read, spec, direct=True)
-        load_many = self._tiers.behind(self._audit.watched_many(self._loader))
-        return LazyBatch(self.cache, numbers, load_many, spec, self.disk_cache)
+            part = CacheRows(self.cache, indices, self._read, direct=True)
+        else:
+            load_many = self._tiers.behind(self._audit.watched_many(self._loader))
+            part = CacheRows(self.cache, numbers, load_many, self.disk_cache)
+        return LazyBatch(spec, [part], len(indices))
 
     def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
         """Return the samples ``indices``; from the dataset if they may not be served from the cache, or are not numbers."""

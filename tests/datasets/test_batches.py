@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
-from stocache.datasets.batches import BatchSpec, LazyBatch
+from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.samples.spec import Structure
 from tests.support.equality import everywhere, identical, same
@@ -30,7 +30,7 @@ def filled(samples, limit=1, indices=range(N), **options):
 def lazy(cache, samples, indices, loads):
     """A batch of samples that notes which it loads."""
     load = lambda missing: loads.extend(missing) or [samples[idx] for idx in missing]
-    return LazyBatch(cache, indices, load, BatchSpec.of(cache))
+    return LazyBatch(BatchSpec.of(cache), [CacheRows(cache, indices, load)], len(indices))
 
 
 def gathered(samples, indices, limit=1):
