@@ -66,7 +66,7 @@ class RingCollate:
         if default_collate_fn_map.get(Tensor) is _STACK:  # the user's collate_fn may call default_collate
             default_collate_fn_map[Tensor] = _stack_anywhere
         lane = self._ring.lane(self._iteration)
-        buffer = None if lane is None else lane.take()
+        buffer = lane if lane is not None and lane.take() else None
         if isinstance(samples, LazyBatch):
             batch = None if buffer is None else samples.gather(buffer.empty)
             if buffer is not None and batch is not None:

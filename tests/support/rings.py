@@ -19,3 +19,10 @@ def free(ring):
 def states(ring):
     """How many buffers are free (0), sent (1) and held (2)."""
     return Counter(word & 3 for word in ring._words)
+
+
+def filling(ring, iteration=1):
+    """The lane of this process, which has begun to fill a buffer."""
+    lane = ring.lane(iteration)
+    assert lane.take()
+    return lane

@@ -275,25 +275,26 @@ class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class Lane:
-    """The buffers of one sending process, for one of its threads.
+    """The buffers of one sending process, for one of its threads. It fills one of them at a time.
 
     Attributes:
-        packer: packs its batches.
-        packed: the result of packing, for each kind of batch; see `RingBuffer.publish`.
+        problem: why the last batch is sent without the ring, if it is.
     """
 
     def __init__(
         self, key: str, segment: Segment, address: int, first: int, owner: "memoryview[int]", words: "memoryview[int]"
     ) -> None:
-        self.key, self.segment, self.address, self._first = key, segment, address, first
-        self.words, self._owner = words, owner  # of this lane only
+        self._key, self._segment, self._ring_address, self._first = key, segment, address, first
+        self._words, self._owner = words, owner  # of this lane only
         self._pid = os.getpid()
         for at, word in enumerate(words):
             if word & 3 == _SENT:  # by a worker that has exited, for an iteration that is over
                 words[at] = word & ~3 | _FREE
-        self.packer = RingPickler()
-        self.packed: dict[Hashable, tuple[list[bytes], list[tuple[int, int]]]] = {}
+        self._packer = RingPickler()
+        self._packed: dict[Hashable, tuple[list[bytes], list[tuple[int, int]]]] = {}  # by kind of batch; see `publish`
         self._ready = [0] * len(words)  # bytes from the start of a buffer that are reserved and mapped here
+        self._at = self._start = self._used = 0  # the buffer that is filled, where it starts, and its bytes that are used
+        self.problem = TOO_SMALL
 
     @property
     def mine(self) -> bool:
@@ -304,39 +305,13 @@ class Lane:
         """Record the number of the batch that is made now."""
         self._owner[2] = number + 1
 
-    def record_small(self) -> None:
-        """Count a batch that is sent without the ring, because it is small."""
-        self._owner[3] += 1
-
-    def take(self) -> "RingBuffer | None":
-        """Return the first free buffer, which stays free until it is published; None if all are in use."""
-        for at, word in enumerate(self.words):
+    def take(self) -> bool:
+        """Fill the first free buffer from now on. It stays free until it is published. False if all are in use."""
+        for at, word in enumerate(self._words):
             if word & 3 == _FREE:
-                return RingBuffer(self, at, self._first + at)
-        return None
-
-    def ensure(self, at: int, nbytes: int) -> bool:
-        """Reserve the first ``nbytes`` of a buffer, and return whether they may be written."""
-        ready = self._ready[at]
-        if nbytes <= ready:
-            return True
-        start, stop = (self._first + at) * STRIDE, -(-nbytes // _EXTENT) * _EXTENT
-        with self.segment.guard:
-            if not self.segment.extents.reserve(start + ready, start + stop, warn=False):
-                return False
-        self.segment.extents.populate(start + ready, start + stop)
-        self._ready[at] = stop
-        return True
-
-
-class RingBuffer:
-    """A free buffer that a worker fills. It stays free unless it is published."""
-
-    def __init__(self, lane: Lane, at: int, slot: int) -> None:
-        self._lane, self._at, self._slot = lane, at, slot
-        self._address = lane.address + slot * STRIDE
-        self._used = 0
-        self.problem = TOO_SMALL
+                self._at, self._start, self._used, self.problem = at, (self._first + at) * STRIDE, 0, TOO_SMALL
+                return True
+        return False
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return an uninitialised tensor in the buffer; None if it has no room."""
@@ -344,7 +319,7 @@ class RingBuffer:
         at = self._allocate(nbytes)
         if at is None:
             return None
-        return self._lane.segment.tensor(self._slot * STRIDE + at, nbytes).view(dtype).view(shape)
+        return self._segment.tensor(self._start + at, nbytes).view(dtype).view(shape)
 
     def publish(self, batch: object, kind: Hashable = None) -> "BatchHandle":
         """Return the handle to send in place of ``batch``. From then on the buffer belongs to the receiver.
@@ -353,27 +328,26 @@ class RingBuffer:
             kind: equal for batches that differ in their values only, and whose tensors all lie in the buffer. They are pickled
                 once.
         """
-        lane = self._lane
-        packed = None if kind is None else lane.packed.get(kind)
+        packed = None if kind is None else self._packed.get(kind)
         if packed is None:
             try:
-                packed = lane.packer.pack(batch, self._place)
+                packed = self._packer.pack(batch, self._place)
             except (RuntimeError, OSError):
                 if self.problem is not NO_MEMORY:
                     raise
-                return fallback(lane.key, NO_MEMORY, batch)
+                return fallback(self._key, NO_MEMORY, batch)
             if kind is not None:
-                lane.packed[kind] = packed
+                self._packed[kind] = packed
         pieces, places = packed
         payload = self._write(pieces) or b"".join(pieces)
         if not places and isinstance(payload, bytes):  # send this very payload: it may hold descriptors to be fetched
             if self.problem is TOO_SMALL:
-                lane.record_small()
+                self._owner[3] += 1
                 return BatchHandle(pickle.loads, payload)
-            return BatchHandle(_receive_fallback, lane.key, self.problem, payload)
-        number = (lane.words[self._at] >> 2) + 1
-        lane.words[self._at] = number << 2 | _SENT
-        return BatchHandle(_receive, lane.key, self._slot, number, self._used, places, payload)
+            return BatchHandle(_receive_fallback, self._key, self.problem, payload)
+        number = (self._words[self._at] >> 2) + 1
+        self._words[self._at] = number << 2 | _SENT
+        return BatchHandle(_receive, self._key, self._first + self._at, number, self._used, places, payload)
 
     def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
         """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
@@ -381,18 +355,19 @@ class RingBuffer:
         start = self._allocate(nbytes) if nbytes > _SMALL else None
         if start is None:
             return None
-        memory, at = self._lane.segment.view(self._slot * STRIDE + start, nbytes), 0
+        memory, at = self._segment.view(self._start + start, nbytes), 0
         for piece in pieces:
             memory[at : at + len(piece)] = piece
             at += len(piece)
         return start, nbytes
 
     def _place(self, address: int, nbytes: int) -> int | None:
-        if self._address <= address < self._address + self._used:  # it lies in this buffer
-            return address - self._address
+        begin = self._ring_address + self._start
+        if begin <= address < begin + self._used:  # it lies in this buffer
+            return address - begin
         at = self._allocate(nbytes)
         if at is not None:
-            memmove(self._address + at, address, nbytes)
+            memmove(begin + at, address, nbytes)
         return at
 
     def _allocate(self, nbytes: int) -> int | None:
@@ -400,11 +375,24 @@ class RingBuffer:
         if at + nbytes > STRIDE:
             self.problem = TOO_LARGE
             return None
-        if not self._lane.ensure(self._at, at + nbytes):
+        if not self._ensure(at + nbytes):
             self.problem = NO_MEMORY
             return None
         self._used = at + nbytes
         return at
+
+    def _ensure(self, nbytes: int) -> bool:
+        """Reserve the first ``nbytes`` of the buffer, and return whether they may be written."""
+        ready = self._ready[self._at]
+        if nbytes <= ready:
+            return True
+        stop = -(-nbytes // _EXTENT) * _EXTENT
+        with self._segment.guard:
+            if not self._segment.extents.reserve(self._start + ready, self._start + stop, warn=False):
+                return False
+        self._segment.extents.populate(self._start + ready, self._start + stop)
+        self._ready[self._at] = stop
+        return True
 
 
 class BatchHandle:

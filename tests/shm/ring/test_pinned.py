@@ -15,7 +15,7 @@ from stocache.system import limits
 from tests.support.devices import PlayedRuntime
 from tests.support.equality import same
 from tests.support.processes import in_child, wait_until
-from tests.support.rings import free, numbers
+from tests.support.rings import filling, free, numbers
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def make_ring():
 
 
 def arrive(ring, batch):
-    return pickle.loads(pickle.dumps(ring.lane(1).take().publish(batch)))
+    return pickle.loads(pickle.dumps(filling(ring).publish(batch)))
 
 
 def test_a_buffer_is_registered_once_with_all_it_has_and_again_when_it_has_grown(runtime):

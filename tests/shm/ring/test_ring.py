@@ -18,13 +18,13 @@ from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO
 from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import in_child, stopped, wait_until
-from tests.support.rings import free, numbers, states
+from tests.support.rings import filling, free, numbers, states
 
 
 def send(ring, batch, iteration=1):
     """What a worker does: returns the bytes of the message. The receiver asks for it first."""
     ring.reap()
-    return pickle.dumps(ring.lane(iteration).take().publish(batch))
+    return pickle.dumps(filling(ring, iteration).publish(batch))
 
 
 def through(ring, batch):
@@ -56,13 +56,13 @@ def test_a_batch_goes_through_in_a_few_bytes_and_buffers_grow_with_their_batches
 
 def test_a_tensor_born_in_the_buffer_is_not_copied_and_batches_of_one_kind_are_packed_once(ring):
     for value in (1, 2):
-        buffer = ring.lane(1).take()
+        buffer = filling(ring)
         tensor = buffer.empty((10, 100), torch.float32).fill_(value)
         (came,) = pickle.loads(pickle.dumps(buffer.publish([tensor], kind="ten")))
         assert came.data_ptr() == tensor.data_ptr()
         assert torch.equal(came, torch.full((10, 100), float(value)))
         del came, tensor
-    assert len(ring.lane(1).packed) == 1
+    assert len(ring.lane(1)._packed) == 1
 
 
 def values(kept):
@@ -92,7 +92,7 @@ def test_a_buffer_is_free_when_the_last_view_of_it_is_gone(ring, keep):
 
 def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
     held = [through(ring, numbers(start)) for start in range(3)]
-    assert ring.lane(1).take() is None
+    assert not ring.lane(1).take()
     assert pickle.loads(pickle.dumps(fallback(ring.key, NO_BUFFER, "torch's way"))) == "torch's way"
     assert ring.fallbacks[NO_BUFFER] == 1
     assert all(same(batch, numbers(start)) for start, batch in enumerate(held))
@@ -106,9 +106,9 @@ def test_all_that_is_held_stays_and_a_full_ring_waits_for_nothing(ring):
 
 def test_a_buffer_that_was_not_published_stays_free(ring):
     for _ in range(10):
-        ring.lane(1).take().empty((100,), torch.float32)
+        filling(ring).empty((100,), torch.float32)
     with pytest.raises((AttributeError, pickle.PicklingError), match=r"pickle|local object"):
-        ring.lane(1).take().publish([torch.zeros(3), lambda: None])
+        filling(ring).publish([torch.zeros(3), lambda: None])
     batch = {"names": ["a", "b"], "empty": torch.empty(0)}  # without bytes
     assert same(through(ring, batch), batch)
     assert ring.fallbacks[TOO_SMALL] == 1
@@ -119,7 +119,7 @@ def test_a_buffer_that_was_not_published_stays_free(ring):
 def test_batches_larger_than_a_buffer_go_the_way_of_torch(monkeypatch):
     monkeypatch.setattr(ring_module, "STRIDE", 2 * limits.MIB)
     ring = Ring(1, 2)
-    buffer = ring.lane(ring.begin()).take()
+    buffer = filling(ring, ring.begin())
     assert buffer.empty((3 * limits.MIB,), torch.uint8) is None
     large = torch.arange(300_000)
     assert same(pickle.loads(pickle.dumps(buffer.publish(large))), large)
