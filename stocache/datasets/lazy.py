@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Subset
 from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.cached import is_cache
-from stocache.system.walking import branch_of, inner_datasets, passes_on, through_subsets
+from stocache.system.walking import inner_datasets, passes_on, through_subsets
 
 
 class LazyConcat(ConcatDataset[Any]):
@@ -25,18 +25,16 @@ class LazyConcat(ConcatDataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> LazyBatch:
         """Return the samples ``indices`` as a batch that has read nothing yet."""
-        branches: dict[int, tuple[list[int], list[int]]] = {}
-        for row, idx in enumerate(indices):
-            number, inner_idx = branch_of(self, int(idx))
-            rows, inner = branches.setdefault(number, ([], []))
-            rows.append(row)
-            inner.append(inner_idx)
-        if len(branches) == 1:
-            return self.datasets[number].__getitems__(inner)  # type: ignore[no-any-return]
-        parts: list[CacheRows] = []
-        for number, (rows, inner) in branches.items():
-            own = self.datasets[number].__getitems__(inner).parts
-            parts += [replace(part, rows=np.array(rows)[slice(None) if part.rows is None else part.rows]) for part in own]
+        index = indices if isinstance(indices, np.ndarray) else np.array(list(map(int, indices)), np.int64)
+        index = np.where(index < 0, index + len(self), index)
+        numbers = np.searchsorted(self.cumulative_sizes, index, side="right")
+        begins, parts = [0, *self.cumulative_sizes], list[CacheRows]()
+        for number in dict.fromkeys(numbers.tolist()):
+            rows = np.flatnonzero(numbers == number)
+            own = self.datasets[number].__getitems__(index[rows] - begins[number])
+            if len(rows) == len(index):
+                return own  # type: ignore[no-any-return]
+            parts += [replace(part, rows=rows if part.rows is None else rows[part.rows]) for part in own.parts]
         return LazyBatch(self._batch_spec, parts, len(indices))
 
 
