@@ -117,7 +117,7 @@ def test_the_table_grows_when_later_values_are_smaller_than_the_first(cache):
         cache.put(number, number)
     assert [cache.get(number) for number in numbers] == list(numbers)
     assert len(cache) == cache.stats().fills == len(numbers) + 1
-    assert len(cache._table._seen[1]) > 2
+    assert len(cache._store._seen[1]) > 2
     copy = pickle.loads(pickle.dumps(cache))
     assert copy.get(19_999) == 19_999
 
@@ -394,8 +394,8 @@ def test_a_kill_at_any_moment_leaves_right_values_only(cache, tmp_path, seed, on
 def test_a_damaged_table_is_an_error_and_no_crash(cache):
     cache.put("a", 1)
     other = pickle.loads(pickle.dumps(cache))
-    other._table._seen = -1, []
-    cache._table._words[layout.FIRST] = 1 << 40  # where the first level is
+    other._store._seen = -1, []
+    cache._store.words[layout.OFFSET] = 1 << 40  # where the first level is
     with pytest.raises(Exception, match="damaged: its table of keys"):
         other.get("a")
 

@@ -1,8 +1,8 @@
 """KeyedCache: keep values by key in shared memory: frames, images, tiles, latents, once for all samples that need them."""
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any, Generic
 
@@ -10,9 +10,8 @@ from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout
 from stocache.cache.keyed.disk import KeyedDisk
-from stocache.cache.keyed.keys import Key, decode, key_of
-from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES
-from stocache.cache.keyed.mapping import KeyedMapping
+from stocache.cache.keyed.keys import Key, key_of
+from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES, STOPPED
 from stocache.cache.keyed.store import KeyedStore
 from stocache.cache.loading import LoadingCache
 from stocache.cache.options import CacheOptions, shows_options, take_options
@@ -90,9 +89,9 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
     @shows_options(*KEYED)
     def __init__(self, size_limit_gib: float | str | CacheOptions = "auto", **options: Any) -> None:
         (taken,) = take_options(type(self).__name__, [size_limit_gib], options, {CacheOptions: KEYED})
-        self._open(taken, job=None)
+        self._open(taken)
 
-    def _open(self, options: CacheOptions, job: Job | None) -> None:
+    def _open(self, options: CacheOptions, job: Job | None = None) -> None:
         identity = {"samples": BY_KEY, "codec": options.codec, "allow_pickle": options.allow_pickle}
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, identity)
         self._open_memory(layout, options, (options, KeyedDisk.of(options)), job=job)
@@ -105,23 +104,23 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         return cache
 
     def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
-        options: CacheOptions = parts[0]
         self._disk: KeyedDisk | None = parts[1]
-        store = KeyedStore(segment, options)
-        self._attach(segment, store, _CLAIMS)
-        self._arena, self._table = store.arena, store.table
-        self._full_in = -1  # the generation of the table in which this process has found the cache full
-        if segment.data_bytes == 0:
+        if segment.data_bytes == 0:  # where there is no room, these are the states of samples
             segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
+        store = KeyedStore(segment, parts[0])
+        self._attach(segment, store, _CLAIMS)
+        self._arena, self._slot = store.arena, store.find
+        # The generation of the table in which this process has found the cache full
+        self._full_in = -1 if segment.data_bytes else store.generation
 
     @property
     def stopped(self) -> bool:
         """Whether a cached function has found in a process that its values are wrong by now. They are still served."""
-        return self._table.stopped
+        return self._store.words[STOPPED] != 0
 
     @stopped.setter
     def stopped(self, stopped: bool) -> None:
-        self._table.stopped = stopped
+        self._store.words[STOPPED] = stopped
 
     def get(self, key: _K, default: Any = None, *, copy: bool = True) -> Any:
         """Return the value of a key, or ``default`` where it is not cached.
@@ -142,12 +141,12 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         if self._store.unreadable and self.holds(found):
             self._warn_of_unreadable()
         self._segment.count(MISSES)
-        self._note_miss(found, time.perf_counter())
+        self._note_miss(found)
         return default
 
     def hit(self, item: Key, copy: bool) -> Any:
         """Return the value of a stored key, else MISSING. Other methods try this first. A miss is not counted."""
-        slot = self._table.find(item)
+        slot = self._slot(item)
         if slot < 0:
             return MISSING
         value = self._load(slot, copy)
@@ -161,51 +160,42 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
     def find(self, item: Key, copy: bool = True) -> Any:
         """Return the value of a stored key from memory or the disk, else MISSING. A miss is not counted."""
         value = self.hit(item, copy)
-        if value is MISSING and self._disk is not None:
-            value = self._disk.read(item)
-            if value is not MISSING:
-                self._segment.count(HITS)
-                self._keep_in_memory(item, value, self._disk)
+        if value is MISSING and self._disk is not None and (value := self._disk.read(item)) is not MISSING:
+            self._segment.count(HITS)
+            if self._has_memory():
+                super()._publish([item], [self._store.encode(value, "value")])
+                if not self._disk.has(item):  # it was removed meanwhile, and maybe from memory before it was published there
+                    self._store.remove(item)
         return value
-
-    def _keep_in_memory(self, key: Key, value: Any, disk: KeyedDisk) -> None:
-        """Keep a value from the disk in memory, if there is room by now."""
-        if self._has_memory():
-            super()._publish([key], [self._store.encode(value, "value")])
-            if not disk.has(key):  # it was removed meanwhile, and maybe from memory before it was published there
-                self._store.remove(key)
 
     def peek(self, item: Key) -> Any:
         """Return a copy of the value of a stored key that is in memory, else MISSING. Do not count it."""
-        slot = self._table.find(item)
+        slot = self._slot(item)
         return MISSING if slot < 0 else self._load(slot, True)
 
     def holds(self, item: Key) -> bool:
         """Return whether a stored key is cached, in memory or on the disk."""
-        return self._table.find(item) >= 0 or (self._disk is not None and self._disk.has(item))
+        return self._slot(item) >= 0 or (self._disk is not None and self._disk.has(item))
 
     def fillable(self, item: Key) -> bool:
         """Return whether another key may be cached. A process without its own counter row caches nothing."""
         return self._has_memory() or (self._disk is not None and self._disk.takes)
 
     def _has_memory(self) -> bool:
-        return not (self._full or self._arena.refused) and self._segment.holder > 0
+        is_full = self._full_in == self._store.generation or self._arena.refused
+        return not is_full and self._segment.holder > 0
 
-    @property
-    def _full(self) -> bool:
-        return self._segment.data_bytes == 0 or self._full_in == self._table.generation
-
-    def _note_miss(self, item: Key, since: float) -> None:
+    def _note_miss(self, item: Key, since: float = 0.0) -> None:
         if self.fillable(item):
             if len(self._missed) >= _MOST_MISSED:
                 self._missed.clear()
-            super()._note_miss(item[0], since)
+            super()._note_miss(item, since)
 
     def __contains__(self, key: _K) -> bool:
         found = key_of(key)
         if self.holds(found):
             return True
-        self._note_miss(found, time.perf_counter())
+        self._note_miss(found)
         return False
 
     @property
@@ -215,7 +205,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
     def __len__(self) -> int:
         """Return how many keys are cached in memory."""
-        return len(self._table)
+        return len(self._store)
 
     def keys(self) -> Iterator[_K]:
         """Yield the keys that are cached in memory, in no order. Paths come as ``Path``, and numbers of numpy as Python's.
@@ -223,7 +213,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         Raises:
             CacheKeyError: one is a member of an enum whose module is not imported here.
         """
-        return map(decode, self._table.texts())
+        return self._store.keys()
 
     def as_mapping(self) -> "KeyedMapping":
         """Return the cache as a mutable mapping, for programs that keep a dict. The value of a key does not change."""
@@ -280,26 +270,19 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
             CacheKeyError, SampleError: as `get_or_load`.
             ValueError: ``load_missing`` gives fewer or more values than keys. Those before are cached.
         """
-        found, given = [key_of(key) for key in keys], dict[Key, _K]()
-        for each, key in zip(found, keys, strict=True):
-            given.setdefault(each, key)
-        once = list(given)
-        values = [self.find(each, copy) for each in once]
+        given = {key_of(key): key for key in keys}
+        found = list(given)
+        values = [self.find(each, copy) for each in found]
         if any(value is MISSING for value in values):
 
             def load(part: list[Key]) -> Iterable[_T]:
                 return load_missing([given[each] for each in part])
 
-            self._load_many(once, values, load, copy=copy, strict=strict, timeout_s=timeout_s)
-        if len(once) == len(found):
+            self._load_many(found, values, load, copy=copy, strict=strict, timeout_s=timeout_s)
+        if len(found) == len(keys):
             return values
-        first = dict(zip(once, values, strict=True))
-        return [first[each] if given.pop(each, MISSING) is not MISSING else self._again(each, first[each]) for each in found]
-
-    def _again(self, key: Key, value: _T) -> _T:
-        """Return a value once more, for a caller of its own."""
-        found: _T = self.hit(key, True)
-        return deepcopy(value) if found is MISSING else found
+        first = dict(zip(found, values, strict=True))
+        return [first[each] if given.pop(each, MISSING) is not MISSING else deepcopy(first[each]) for each in map(key_of, keys)]
 
     def put(self, key: _K, value: _T) -> bool:
         """Cache the value of a key. Return whether it is cached now: not if the cache is full.
@@ -312,7 +295,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
             SlotError: the key is cached with another value, and this process has not missed it before.
         """
         found = key_of(key)
-        missed, _ = self._take_miss(found[0])
+        missed, _ = self._take_miss(found)
         held = MISSING if missed else self.find(found)
         if held is not MISSING and describe(held) != describe(value):
             raise SlotError(f"put({key!r:.100}): the key is cached with another value, which does not change.")
@@ -357,7 +340,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         for word in range(first, first + _TRIES):  # any will do: `clear` waits until none is taken
             self._claims.to_write([_CLAIMS + word % BLOCKS], taken)
             if taken:
-                return items
+                return [item for item in items if self._slot(item) < 0]
         return []  # a process that is stopped holds the lock of claims
 
     def _words(self, items: list[Key]) -> list[int]:
@@ -369,9 +352,9 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
     def _note_full(self) -> None:
         """Note that the cache is full, and warn once; unless a value like the others would still fit."""
         stats = self.stats()
-        if self._arena.capacity - self._arena.used > stats.slot_bytes > 0 or not stats.filled:
+        if self.room[0] > stats.slot_bytes > 0 or not stats.filled:
             return
-        self._full_in = self._table.generation
+        self._full_in = self._store.generation
         if self._disk is not None:
             return  # which has the values
         with self._segment.guard:
@@ -391,7 +374,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         super().close()
 
     def _count(self) -> tuple[int, int]:
-        return (filled := len(self._table)), filled
+        return (filled := len(self._store)), filled
 
     def _describe(self, stats: CacheStats) -> str:
         return f"{stats.filled} keys, {format_size(self._arena.used)} of {format_size(stats.capacity_bytes)}"
@@ -400,3 +383,49 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 def _on_cpu(value: Any) -> Any:
     """Return a tensor that lies on a device as one in memory; anything else as it is."""
     return value.detach().cpu() if hasattr(value, "is_cpu") and not value.is_cpu else value
+
+
+class KeyedMapping(MutableMapping[Any, Any]):
+    """A `KeyedCache` as a mutable mapping. A full cache serves each thread the value that it has set last."""
+
+    def __init__(self, cache: KeyedCache[Any, Any]) -> None:
+        self.cache = cache
+        self._uncached: dict[int, tuple[Key, Any]] = {}  # by thread
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedMapping, (self.cache,)
+
+    def __getitem__(self, key: object) -> Any:
+        value = self.cache.get(key, MISSING)
+        if value is MISSING:
+            last, value = self._uncached.get(threading.get_ident(), (None, None))
+            if last != key_of(key):
+                raise KeyError(key)
+        return value
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if self.cache.put(key, value):
+            self._uncached.pop(threading.get_ident(), None)
+        else:
+            self._uncached[threading.get_ident()] = key_of(key), value
+
+    def __delitem__(self, key: object) -> None:
+        last, _ = self._uncached.get(threading.get_ident(), (None, None))
+        if last == key_of(key):
+            del self._uncached[threading.get_ident()]
+        elif not self.cache.remove(key):
+            raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.cache
+
+    def clear(self) -> None:
+        """Forget all keys; see `KeyedCache.clear`."""
+        self._uncached.clear()
+        self.cache.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.cache.keys()
+
+    def __len__(self) -> int:
+        return len(self.cache)

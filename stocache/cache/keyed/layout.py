@@ -4,10 +4,10 @@ arena      as of a `RaggedCache` without samples, see NOTE [ Control of an arena
 state      how many levels the table has, and 256 times how often they were dropped
 stopped    1 if a function has found that the values are wrong by now
 removed    how many keys were removed since all were dropped
-levels     for each: the offset of its cells in the data, the logarithm of their number, and how many keys it has or has had
+offset     for each level: where its cells are in the data
+bits       for each level: the logarithm of their number
+count      for each level: how many keys it has or has had
 """
-
-import struct
 
 from stocache.cache import arena
 from stocache.errors import SegmentError
@@ -15,20 +15,17 @@ from stocache.errors import SegmentError
 BY_KEY = "values by key"
 """Identifies the segment of a `KeyedCache` among those of other caches."""
 
-STATE, STOPPED, REMOVED, FIRST = range(4)
-OFFSET, BITS, COUNT = range(3)
-WORDS_OF_LEVEL, LEVELS = 3, 20
+LEVELS = 20
+STATE, STOPPED, REMOVED, OFFSET = range(4)
+BITS, COUNT = OFFSET + LEVELS, OFFSET + 2 * LEVELS
 
 AT = arena.control_bytes(0)
-_WORDS = struct.Struct(f"{FIRST + WORDS_OF_LEVEL * LEVELS}Q")
-CONTROL_BYTES = AT + _WORDS.size
+CONTROL_BYTES = AT + 8 * (COUNT + LEVELS)
 
 
 def count_keys(control: bytes) -> int:
     """Return the number of keys, given the control bytes. It may be too high by one for each process that was killed."""
     if len(control) < CONTROL_BYTES:
         raise SegmentError("is damaged: its control is too small.")
-    words = _WORDS.unpack_from(control, AT)
-    counts: list[int] = [words[FIRST + WORDS_OF_LEVEL * level + COUNT] for level in range(min(words[STATE] & 255, LEVELS))]
-    removed: int = words[REMOVED]
-    return max(0, sum(counts) - removed)
+    words = memoryview(control)[AT:CONTROL_BYTES].cast("Q")
+    return max(0, sum(words[COUNT : COUNT + min(words[STATE] & 255, LEVELS)]) - words[REMOVED])
