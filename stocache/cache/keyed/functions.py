@@ -18,12 +18,11 @@ import dataclasses
 import functools
 import inspect
 import logging
-import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -50,7 +49,8 @@ _recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_n
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _OPTIONS = "name", "persist", "fingerprint", "codec", "allow_pickle"
-_PLAIN = (list, tuple, dict, set, frozenset, bytearray, np.ndarray, Tensor)
+_SIZED = (list, tuple, dict, set, frozenset, bytearray)
+_DATA = (*_SIZED, np.ndarray, Tensor)
 
 
 @shows_options(*_OPTIONS, "audit")
@@ -148,7 +148,7 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
     kind = type(obj).__name__
     if not inspect.isfunction(function):
         raise DatasetError(f"{kind} has no method {name!r} that is written in Python.")
-    own = (vars_of(obj) or {}).get(name)
+    own = vars_of(obj).get(name)
     if isinstance(own, CachedFunction):
         raise DatasetError(f"{kind}.{name} is cached already. Close that first.")
     if own is not None:
@@ -166,19 +166,20 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
 class CachedFunction:
     """A function whose results are cached, or a method: of all objects of its class, or of one."""
 
+    thread_safe = True  # worker threads share it; that of one object is copied with the object
+    _object: Any = None  # of a method of one object
+    _name = ""  # of the attribute, if it is a method
+
     def __init__(self, function: Callable[..., Any], cache: KeyedCache[Any, Any], files: bool, key: Any, audit: float) -> None:
-        functools.update_wrapper(self, function)
         self.cache = cache
         self._function, self._files, self._key, self._audit = function, files, key, audit
-        self._object: Any = None  # of a method of one object
-        self._name = ""
-        self._is_method = False
-        # By class, once it was called: attributes that the method reads, and functions of the class, of which an object may
-        # have others
-        self._reads: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        # By class, once it was called: the names that the method reads of its object, and whether they are values. Others are
+        # functions of the class, of which an object may have others
+        self._reads: dict[str, list[tuple[str, bool]]] = {}
         self._begin()
 
     def _begin(self) -> None:
+        functools.update_wrapper(self, self._function)
         try:
             self._signature = inspect.signature(self._function, follow_wrapped=False)
         except ValueError:  # of a builtin function
@@ -186,33 +187,26 @@ class CachedFunction:
         kinds = {parameter.kind for parameter in self._signature.parameters.values()}
         self._plain = kinds <= {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
         self._digests: dict[tuple[str, int], tuple[Any, int, str]] = {}  # by attribute and object: value, length, digest
-        self._reason = ""  # why results are not served
-        self._owner = os.getpid()
-        self._next_s = 0.0 if self._audit else math.inf  # when to compare the next result
+        self._next_s: dict[int, float] = {}  # by process: when to compare the next result
+        self._shown = getattr(self._function, "__qualname__", repr(self._function))
         self._warned = False
-
-    @property
-    def thread_safe(self) -> bool:
-        """Whether worker threads share it. That of one object is copied with the object."""
-        return self._object is None
 
     def bind(self, obj: object, name: str) -> None:
         """Make this a method of one object, until it is closed."""
-        self._object, self._name, self._is_method = obj, name, True
+        self._object, self._name, self.thread_safe = obj, name, False
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._is_method = True
+        self._name = name
 
     def __get__(self, obj: object, cls: type | None = None) -> Any:
         return self if obj is None else MethodType(self, obj)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "_is_method", "_reads"
-        return {name: vars(self)[name] for name in names}
+        names = "cache", "_function", "_files", "_key", "_audit", "_object", "_name", "thread_safe", "_reads"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        functools.update_wrapper(self, self._function)
         self._begin()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -226,23 +220,23 @@ class CachedFunction:
         """Return the result for the arguments: from the cache, or from the function, which is then cached."""
         if self._object is not None:
             args = self._object, *args
-        if self._reason or self.cache.closed or self.cache.stopped:
+        if self.cache.closed or self.cache.stopped:
             return self._function(*args, **kwargs)
-        if self._owner != os.getpid():  # a forked child compares for itself
-            self._owner = os.getpid()
-            self._next_s = 0.0 if self._audit else math.inf
         try:
             key = self._key_of(args, kwargs)
             found = None if key is None else key_of(key)
         except CacheKeyError as error:
-            self._warn_of_call(str(error))
+            if not self._warned:
+                self._warned = True
+                logger.warning("a call of %s is not cached: %s", self._shown, error)
             return self._function(*args, **kwargs)
         if found is None:
             return self._first_call(args, kwargs)
         value = self.cache.hit(found, copy=True)
         if value is MISSING:
             return self.cache.get_or_load(key, lambda _: self._computed(args, kwargs), strict=False)
-        return value if time.monotonic() < self._next_s else self._compared(value, args, kwargs)
+        is_due = self._audit and time.monotonic() >= self._next_s.get(os.getpid(), 0.0)
+        return self._compared(value, args, kwargs) if is_due else value
 
     def _key_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the key of a call; None if the attributes that the method reads are not known yet."""
@@ -251,43 +245,38 @@ class CachedFunction:
         if kwargs or not self._plain or len(args) != len(self._signature.parameters):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            args = tuple(_flat(value, self._signature.parameters[name].kind) for name, value in bound.arguments.items())
+            args = bound.args if self._plain else (*bound.args, tuple(sorted(bound.kwargs.items())))
         attributes: tuple[Any, ...] = ()
-        if self._is_method:
-            kind, own = _kind_of(args[0]), vars_of(args[0]) or {}
+        if self._name:
+            obj, kind, own = args[0], _kind_of(args[0]), vars_of(args[0])
             if kind not in self._reads:
                 return None
-            names = (*self._reads[kind][0], *(name for name in self._reads[kind][1] if name in own))
-            attributes, args = (kind, *((name, self._attribute(args[0], name)) for name in names)), args[1:]
+            names = [name for name, is_value in self._reads[kind] if is_value or name in own]
+            attributes, args = (kind, *((name, self._attribute(obj, name)) for name in names)), args[1:]
         return tuple(map(_typed, args)), attributes, tuple(map(_stamp, args)) if self._files else ()
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method, and notice which attributes it reads."""
-        obj = args[0]
         recording = _recordings.setdefault(os.getpid(), threading.RLock())
         if not recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
             return self._function(*args, **kwargs)
         try:
-            if _kind_of(obj) in self._reads or self._reason:
-                return self(*(args if self._object is None else args[1:]), **kwargs)
-            before = _marks(obj)
+            obj, before = args[0], _marks(args[0])
             with recorded_names(obj) as reads:
                 value = self._computed(args, kwargs)
             changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
-            own = vars_of(obj) or {}
-            read = sorted(name for name in reads if own.get(name) is not self)
-            names = tuple(name for name in read if _is_data(obj, name))
             if changed:
                 self._refuse(f"it sets {changed[0]!r} of its object")
+            names = [(name, _is_value(obj, name)) for name in sorted(reads) if vars_of(obj).get(name) is not self]
             try:
-                for name in names:
+                for name in (name for name, is_value in names if is_value):
                     self._attribute(obj, name)
             except CacheKeyError as error:
                 self._refuse(str(error))
-            self._reads[_kind_of(obj)] = names, tuple(name for name in read if name not in names)
+            self._reads[_kind_of(obj)] = names
         finally:
             recording.release()
-        if not self._reason:
+        if not self.cache.closed and not self.cache.stopped:
             with contextlib.suppress(CacheKeyError):  # of an argument: the next call says so
                 self.cache.get_or_load(self._key_of(args, kwargs), lambda _: value, strict=False)
         return value
@@ -295,13 +284,11 @@ class CachedFunction:
     def _attribute(self, obj: Any, name: str) -> Any:
         """Return what stands for an attribute in the key. Raises CacheKeyError."""
         value = getattr(obj, name, None)
-        if isinstance(value, str | bytes) and len(value) > _LONGEST:
-            return checksum(value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value)
-        if not isinstance(value, _PLAIN):
-            if isinstance(value, ModuleType):
-                return value.__name__
-            if isinstance(value, type | BuiltinFunctionType) or (isinstance(value, FunctionType) and not value.__closure__):
-                return callable_text(value)
+        if isinstance(value, ModuleType):
+            return value.__name__
+        if isinstance(value, type | BuiltinFunctionType) or (isinstance(value, FunctionType) and not value.__closure__):
+            return callable_text(value)
+        if not isinstance(value, _DATA) and not (isinstance(value, str | bytes) and len(value) > _LONGEST):
             try:
                 key_of(value)
             except CacheKeyError:
@@ -310,7 +297,7 @@ class CachedFunction:
                     f"function of the same arguments that returns what the result depends on"
                 ) from None
             return value
-        length = len(value) if isinstance(value, list | tuple | dict | set | frozenset | bytearray) else value.nbytes
+        length = getattr(value, "nbytes", None) or len(value)
         known = self._digests.get((name, id(obj)))
         if known is None or known[0] is not value or known[1] != length:
             if len(self._digests) >= _MOST_DIGESTS:
@@ -321,11 +308,9 @@ class CachedFunction:
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, and notice if it draws random numbers."""
-        if in_worker_thread():  # others draw from the same generators meanwhile
-            return self._function(*args, **kwargs)
-        monitor = RngMonitor()
+        monitor = None if in_worker_thread() else RngMonitor()  # other threads draw from the same generators meanwhile
         value = self._function(*args, **kwargs)
-        if monitor.changed():
+        if monitor is not None and monitor.changed():
             self._refuse("it draws random numbers")
         return value
 
@@ -334,28 +319,15 @@ class CachedFunction:
         began = time.monotonic()
         fresh = self._computed(args, kwargs)
         place = difference(describe(value, strides=False), describe(fresh, strides=False))
-        took_s = time.monotonic() - began
-        self._next_s = time.monotonic() + took_s / self._audit
+        now = time.monotonic()
+        self._next_s[os.getpid()] = now + (now - began) / self._audit
         if place is None:
             return value
         self._refuse(f"its result for the same arguments is another one now ({place:.300})")
         return fresh
 
-    def _warn_of_call(self, problem: str) -> None:
-        """Warn once of a call that cannot be cached."""
-        if not self._warned:
-            self._warned = True
-            logger.warning("a call of %s is not cached: %s", self._shown, problem)
-
-    @property
-    def _shown(self) -> str:
-        return getattr(self, "__qualname__", "") or repr(self._function)
-
     def _refuse(self, reason: str) -> None:
         """Serve no results from now on, in any process."""
-        if self._reason:
-            return
-        self._reason = reason
         if not self.cache.closed and not self.cache.stopped:
             self.cache.stopped = True
             logger.warning("%s is not cached: %s.", self._shown, reason)
@@ -366,7 +338,7 @@ class CachedFunction:
 
     def close(self) -> None:
         """Release the memory; the function runs uncached from now on. An object gets its own method back. Twice is fine."""
-        if self._object is not None and (vars_of(self._object) or {}).get(self._name) is self:
+        if self._object is not None and vars_of(self._object).get(self._name) is self:
             delattr(self._object, self._name)
         self.cache.close()
 
@@ -377,26 +349,22 @@ class CachedFunction:
         self.close()
 
 
-def _kind_of(obj: object) -> str:
-    return f"{type(obj).__module__}.{type(obj).__qualname__}"
+def _kind_of(value: object) -> str:
+    """Return the name of a value's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".replace("__mp_main__", "__main__")
 
 
-def _is_data(obj: object, name: str) -> bool:
+def _is_value(obj: object, name: str) -> bool:
     """Whether an attribute holds a value: of the object, in a slot, or of its class; not a method or property."""
-    if name in (vars_of(obj) or {}):
-        return True
     found = static_attribute(type(obj), name)
-    return isinstance(found, MemberDescriptorType) or not hasattr(type(found), "__get__")
+    return name in vars_of(obj) or isinstance(found, MemberDescriptorType) or not hasattr(type(found), "__get__")
 
 
 def _is_described(function: Any) -> bool:
     """Return whether `callable_text` says all that a function has bound: nothing but plain values."""
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
-    bound = [
-        *cells,
-        *(getattr(function, "__defaults__", None) or ()),
-        *(getattr(function, "__kwdefaults__", None) or {}).values(),
-    ]
+    defaults, named = getattr(function, "__defaults__", None) or (), getattr(function, "__kwdefaults__", None) or {}
+    bound = [*cells, *defaults, *named.values()]
     return all(isinstance(value, bool | int | float | str | bytes | type | None) for value in bound)
 
 
@@ -407,13 +375,8 @@ def _typed(value: Any) -> Any:
         return value
     if isinstance(value, tuple):
         parts = tuple(map(_typed, value))
-        return parts if kind is tuple else (f"{kind.__module__}.{kind.__qualname__}", parts)
-    return f"{kind.__module__}.{kind.__qualname__}".replace("__mp_main__", "__main__"), value
-
-
-def _flat(value: Any, kind: Any) -> Any:
-    """Return the values of ``*args`` and ``**kwargs`` as a tuple; others as they are."""
-    return tuple(sorted(value.items())) if kind is inspect.Parameter.VAR_KEYWORD else value
+        return parts if kind is tuple else (_kind_of(value), parts)
+    return _kind_of(value), value
 
 
 def _stamp(value: object) -> Any:
@@ -431,8 +394,5 @@ def _stamp(value: object) -> Any:
 
 def _marks(obj: object) -> dict[str, Any]:
     """Return for each attribute of an object which value it is, and how long."""
-    return {name: (id(value), len(value) if isinstance(value, _PLAIN[:6]) else 0) for name, value in _items(obj)}
-
-
-def _items(obj: object) -> Iterator[tuple[str, Any]]:
-    yield from list((vars_of(obj) or {}).items())
+    items = list(vars_of(obj).items())  # other threads may set some meanwhile
+    return {name: (id(value), len(value) if isinstance(value, _SIZED) else 0) for name, value in items}

@@ -10,9 +10,12 @@ NOTE [ Parts of a stream ]
 """
 
 import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,68 +116,56 @@ class CachedIterable(IterableDataset[_T]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         here = ranks_here()
         rank, ranks = self._ranks if here.world_size == 1 else here[:2]
-        recorded = self._marks.find(key_of((rank, ranks)))
+        parts = [(rank, ranks, workers, number)]
+        recorded = self._marks.get((rank, ranks), MISSING)
         if recorded not in (MISSING, workers):
-            lengths = [self._marks.find(key_of((rank, ranks, recorded, part))) for part in range(recorded)]
-            if MISSING not in lengths and self._holds((rank, ranks, recorded), lengths):
-                return self._parts((rank, ranks, recorded), range(number, recorded, workers), lengths)
-        part = rank, ranks, workers, number
-        length = self._marks.find(key_of(part))
-        return self._recorded(part) if length is MISSING else self._replayed(part, length)
+            others = [(rank, ranks, recorded, part) for part in range(recorded)]
+            if all(map(self._holds, others)):  # else this worker would read the source for parts of several workers
+                parts = others[number::workers]
+        return itertools.chain.from_iterable(map(self._samples, parts))
 
-    def _found(self, *key: Any) -> Any:
+    def _holds(self, part: tuple[int, ...]) -> bool:
+        """Whether a part was recorded to its end, and all its samples are cached."""
+        length = self._marks.get(part, MISSING)
+        return length is not MISSING and all((*part, at) in self.cache for at in range(length))
+
+    def _found(self, *key: int) -> Any:
         return self.cache.find(key_of(key))
 
-    def _holds(self, stream: tuple[int, ...], lengths: list[int]) -> bool:
-        """Whether all samples of a stream are cached: this worker could read others of another worker's part by itself only."""
-        return all((*stream, part, at) in self.cache for part, length in enumerate(lengths) for at in range(length))
-
-    def _parts(self, stream: tuple[int, ...], parts: Iterable[int], lengths: list[int]) -> Iterator[_T]:
-        for part in parts:
-            yield from self._replayed((*stream, part), lengths[part])
-
-    def _replayed(self, part: tuple[int, ...], length: int) -> Iterator[_T]:
-        """Yield the samples of a part that was recorded to its end. Those that did not fit are read from the source."""
-        source = _SourcePass(self.dataset)
-        order: Iterable[int] = range(length)
-        if self.shuffle and all((*part, at) in self.cache for at in order):
+    def _samples(self, part: tuple[int, ...]) -> Iterator[_T]:
+        """Yield the samples of a part. Those that are not cached are read from the source, and recorded."""
+        length = self._marks.get(part, MISSING)
+        is_new = length is MISSING
+        source = _SourcePass(self.dataset, partial(self._found, *part) if is_new else None)
+        order: Iterable[int] = itertools.count() if is_new else range(length)
+        if self.shuffle and self._holds(part):
             order = self._order(length)
         for at in order:
             sample = self._found(*part, at)
             if sample is MISSING:
                 sample = source.read(at)
                 if sample is MISSING:
-                    logger.warning("%s ends earlier than when it was recorded.", type(self.dataset).__name__)
-                    return
-                self._keep((*part, at), sample)
+                    break
+                _keep(self.cache, (*part, at), sample)
             yield sample
-
-    def _recorded(self, part: tuple[int, ...]) -> Iterator[_T]:
-        """Yield the samples of a part, and record them; first those that an earlier pass has recorded from its beginning."""
-        at = 0
-        while (sample := self._found(*part, at)) is not MISSING:
-            yield sample
-            at += 1
-        source = _SourcePass(self.dataset)
-        before = self._found(*part, at - 1) if at else MISSING
-        while (sample := source.read(at, before)) is not MISSING:
-            self._keep((*part, at), sample)
-            yield sample
-            at += 1
-        self._marks.get_or_load(part, lambda _: at)
-        self._marks.get_or_load(part[:2], lambda _: part[2])
-
-    def _keep(self, key: tuple[Any, ...], value: Any) -> None:
-        self.cache.get_or_load(key, lambda _: value, strict=False)
+        else:
+            return
+        if is_new:
+            _keep(self._marks, part, at)
+            _keep(self._marks, part[:2], part[2])
+        else:
+            logger.warning("%s ends earlier than when it was recorded.", type(self.dataset).__name__)
 
     def _order(self, length: int) -> list[int]:
-        generator = torch.Generator()
         worker = get_worker_info()
+        seed: tuple[int, ...]
         if self.epoch is not None:
-            generator.manual_seed(hash((self.seed, self.epoch, 0 if worker is None else worker.id)) % 2**63)
+            seed = self.seed, self.epoch, 0 if worker is None else worker.id
+        elif worker is None:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()), 0
         else:
-            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if worker is None else worker.seed
-            generator.manual_seed(hash((seed, self._passes if worker else 0)) % 2**63)  # persistent workers keep their seed
+            seed = worker.seed, self._passes  # persistent workers keep their seed
+        generator = torch.Generator().manual_seed(hash(seed) % 2**63)
         return torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu").tolist()
 
     def stats(self) -> CacheStats:
@@ -193,23 +184,31 @@ class CachedIterable(IterableDataset[_T]):
         self.close()
 
 
+def _keep(cache: KeyedCache[Any, Any], key: tuple[int, ...], value: Any) -> None:
+    cache.get_or_load(key, lambda _: value, strict=False)
+
+
 class _SourcePass:
-    """One pass over a dataset, which is begun when it is read from."""
+    """One pass over a dataset, which is begun when it is read from.
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
-        self._dataset, self._at = dataset, 0
-        self._items: Iterator[Any] | None = None
+    ``cached`` returns a sample if it is cached: the last one that the pass skips is compared with it.
+    """
 
-    def read(self, at: int, before: Any = MISSING) -> Any:
-        """Return sample ``at``, which is not behind the position; MISSING at the end. ``before``: the sample before it."""
-        first = self._items is None
-        if self._items is None or at < self._at:  # of a cache that was cleared meanwhile
+    def __init__(self, dataset: Iterable[Any], cached: Callable[[int], Any] | None) -> None:
+        self._dataset, self._cached = dataset, cached
+        self._items: Iterator[Any] = iter(())
+        self._at = sys.maxsize
+
+    def read(self, at: int) -> Any:
+        """Return sample ``at``; MISSING at the end."""
+        begins, last = at < self._at, MISSING  # also where the cache was cleared meanwhile
+        if begins:
             self._items, self._at = iter(self._dataset), 0
-        last = MISSING
         for _ in range(at - self._at):  # not islice, which calls iter again: a stream of LitData begins anew then
             last = next(self._items, MISSING)
         self._at = at + 1
-        if first and last is not MISSING and before is not MISSING:
+        before = self._cached(at - 1) if begins and self._cached is not None and last is not MISSING else MISSING
+        if before is not MISSING:
             place = difference(describe(before, strides=False), describe(last, strides=False))
             if place is not None:
                 logger.warning(
