@@ -9,7 +9,7 @@ from typing import Any, Generic
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout
-from stocache.cache.keyed.disk import KeyedDisk
+from stocache.cache.keyed.disk import KeyedDisk, count_places
 from stocache.cache.keyed.keys import Key, key_of
 from stocache.cache.keyed.layout import BY_KEY, CONTROL_BYTES, STOPPED
 from stocache.cache.keyed.store import KeyedStore
@@ -94,7 +94,8 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
     def _open(self, options: CacheOptions, job: Job | None = None) -> None:
         identity = {"samples": BY_KEY, "codec": options.codec, "allow_pickle": options.allow_pickle}
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, identity)
-        self._open_memory(layout, options, (options, KeyedDisk.of(options)), job=job)
+        disk = KeyedDisk.from_options(options, count_places(options))
+        self._open_memory(layout, options, (options, disk), job=job)
 
     @classmethod
     def from_options(cls, options: CacheOptions, job: Job | None = None) -> "KeyedCache[Any, Any]":
@@ -118,9 +119,9 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         """Whether a cached function has found in a process that its values are wrong by now. They are still served."""
         return self._store.words[STOPPED] != 0
 
-    @stopped.setter
-    def stopped(self, stopped: bool) -> None:
-        self._store.words[STOPPED] = stopped
+    def stop(self) -> None:
+        """See `stopped`."""
+        self._store.words[STOPPED] = 1
 
     def get(self, key: _K, default: Any = None, *, copy: bool = True) -> Any:
         """Return the value of a key, or ``default`` where it is not cached.
@@ -274,11 +275,10 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         found = list(given)
         values = [self.find(each, copy) for each in found]
         if any(value is MISSING for value in values):
-
-            def load(part: list[Key]) -> Iterable[_T]:
-                return load_missing([given[each] for each in part])
-
-            self._load_many(found, values, load, copy=copy, strict=strict, timeout_s=timeout_s)
+            self._load_many(
+                found, values, lambda part: load_missing([given[each] for each in part]),
+                copy=copy, strict=strict, timeout_s=timeout_s,
+            )  # fmt: skip
         if len(found) == len(keys):
             return values
         first = dict(zip(found, values, strict=True))
@@ -355,10 +355,8 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         if self.room[0] > stats.slot_bytes > 0 or not stats.filled:
             return
         self._full_in = self._store.generation
-        if self._disk is not None:
-            return  # which has the values
         with self._segment.guard:
-            first = self._segment.extents.first_to_warn(FULL_WARNING)
+            first = self._disk is None and self._segment.extents.first_to_warn(FULL_WARNING)  # the disk has the values
         if first:
             logger.warning(
                 "the cache of keys is full: %d keys of %s each in %s, hit rate %.0f %%. Further keys are loaded each time. "

@@ -10,7 +10,6 @@ NOTE [ Places of keys ]
     again. When the folder is opened again, a search may end at such a place: then the value behind it is loaded once more.
 """
 
-import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -31,20 +30,6 @@ class KeyedDisk(DiskCache[Any]):
     """The values on a disk. See NOTE [ Places of keys ]."""
 
     _by_key: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, options: CacheOptions) -> "KeyedDisk | None":
-        """Return the disk that options name; None if they name none. Errors are those of `DiskCache`."""
-        if options.disk is None or options.disk_limit is None:
-            return None
-        return cls(
-            options.disk,
-            options.disk_limit,
-            _count_places(options.disk, options.disk_limit, options.fingerprint),
-            fingerprint=options.fingerprint,
-            codec=options.codec,
-            allow_pickle=options.allow_pickle,
-        )
 
     def read(self, key: Key) -> Any:
         """Return the value of a key, which the caller may keep; MISSING if it is not there, damaged, or of an unknown class."""
@@ -99,9 +84,9 @@ class KeyedDisk(DiskCache[Any]):
         return self._states[place] == SET and self._disk.begins_with(place, key[0])
 
 
-def _count_places(disk: str | os.PathLike[str], limit: float | str, fingerprint: str | None) -> int:
-    """Return the number of places of a folder; of one that holds values of this fingerprint, as many as it has."""
-    manifest = manifest_of(disk)
-    if manifest is not None and manifest["fingerprint"] == fingerprint:
+def count_places(options: CacheOptions) -> int:
+    """Return the number of places of a folder; of one that holds values of the same fingerprint, as many as it has."""
+    manifest = manifest_of(options.disk or "")
+    if manifest is not None and manifest["fingerprint"] == options.fingerprint:
         return int(manifest["identity"]["dataset_len"])
-    return max(_FEWEST, min(_MOST, parse_size(limit, "disk_limit") // _PLACE_BYTES))
+    return max(_FEWEST, min(_MOST, parse_size(options.disk_limit or 0, "disk_limit") // _PLACE_BYTES))

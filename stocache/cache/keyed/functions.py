@@ -329,7 +329,7 @@ class CachedFunction:
     def _refuse(self, reason: str) -> None:
         """Serve no results from now on, in any process."""
         if not self.cache.closed and not self.cache.stopped:
-            self.cache.stopped = True
+            self.cache.stop()
             logger.warning("%s is not cached: %s.", self._shown, reason)
 
     def stats(self) -> CacheStats:

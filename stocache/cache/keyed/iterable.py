@@ -208,11 +208,10 @@ class _SourcePass:
             last = next(self._items, MISSING)
         self._at = at + 1
         before = self._cached(at - 1) if begins and self._cached is not None and last is not MISSING else MISSING
-        if before is not MISSING:
-            place = difference(describe(before, strides=False), describe(last, strides=False))
-            if place is not None:
-                logger.warning(
-                    "sample %d of %s is another one in this pass (%.200s), so the rest of the pass may repeat samples. Give "
-                    "the source one order, and let shuffle=True shuffle.", at - 1, type(self._dataset).__name__, place,
-                )  # fmt: skip
+        place = None if before is MISSING else difference(describe(before, strides=False), describe(last, strides=False))
+        if place is not None:
+            logger.warning(
+                "sample %d of %s is another one in this pass (%.200s), so the rest of the pass may repeat samples. Give "
+                "the source one order, and let shuffle=True shuffle.", at - 1, type(self._dataset).__name__, place,
+            )  # fmt: skip
         return next(self._items, MISSING)

@@ -14,7 +14,6 @@ import marshal
 import math
 import struct
 import sys
-from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -28,12 +27,7 @@ _pack_length = struct.Struct("<Q").pack
 _PADDING = [bytes(-size & 7) for size in range(8)]
 _MOST_NESTED = 50  # tuples
 _AS_THEY_ARE = frozenset((str, bytes, int, bool, type(None)))
-_BASES: dict[type, Callable[[Any], Any]] = {
-    str: str.__str__,
-    bytes: lambda key: b"".join([key]),
-    int: int.__index__,
-    float: float.__float__,
-}
+_BASES: tuple[Any, ...] = str, bytes, int, float
 
 
 Key: TypeAlias = tuple[bytes, int]
@@ -59,7 +53,11 @@ def key_of(key: Any) -> Key:
 def _plain(key: Any, depth: int = 0) -> Any:
     """Return a key as marshal can write it."""
     kind = type(key)
-    if kind in _AS_THEY_ARE or (kind is float and not math.isnan(key)):
+    if kind in _AS_THEY_ARE:
+        return key
+    if kind is float:
+        if math.isnan(key):
+            raise CacheKeyError("NaN equals nothing, so it cannot be a key. Use None.")
         return key
     if isinstance(key, tuple):  # also a namedtuple, which equals a tuple
         if depth >= _MOST_NESTED:
@@ -72,11 +70,9 @@ def _plain(key: Any, depth: int = 0) -> Any:
         return [str(key)]
     if isinstance(key, np.generic) and key.dtype.kind in "biufSU" and not isinstance(item := key.item(), np.longdouble):
         return _plain(item, depth)
-    for base, plain in _BASES.items():  # of a subclass, whatever it overrides
-        if isinstance(key, base) and kind is not float:
-            return _plain(plain(key))
-    if kind is float:
-        raise CacheKeyError("NaN equals nothing, so it cannot be a key. Use None.")
+    for base in _BASES:  # of a subclass, whatever it overrides
+        if isinstance(key, base):
+            return _plain(*base.__getnewargs__(key))
     raise CacheKeyError(
         f"a key of type {kind.__name__} has no bytes that stay the same: {key!r:.100}. Use str, bytes, int, bool, None, "
         f"float, an enum member, a path, or a tuple of these; of an array or a list, tuple(x)."
