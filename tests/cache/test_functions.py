@@ -452,7 +452,7 @@ def test_static_and_class_methods(calls):
             return f"{cls.__name__} {number}"
 
     assert [Reader.read("a"), Reader().read("a"), Reader.read("a")] == ["aa"] * 3
-    assert len(calls) == 2  # once to compare
+    assert len(calls) in (2, 3)  # once to compare, and again if a long time has passed
     assert [Reader.name(1), Reader().name(1)] == ["Reader 1"] * 2
 
 

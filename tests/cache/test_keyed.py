@@ -17,7 +17,7 @@ import torch
 
 from stocache import ClosedError, DiskCache, KeyedCache, SampleError, SlotError
 from stocache.cache.keyed import disk, keys, layout
-from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
+from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError, SegmentError
 from stocache.tools.cli import listing
 from tests.support.equality import same
 from tests.support.processes import in_child, kill_in, run_all
@@ -389,6 +389,14 @@ def test_a_kill_at_any_moment_leaves_right_values_only(cache, tmp_path, seed, on
         count = next(key for key in range(100_000) if used.get(key) is None)
         assert all(same(used.get_or_load(key, value), value(key)) for key in range(count + 100))
         assert all(same(used.get(key), value(key)) for key in list(used.keys()))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"(\xff\xff\xff\x7f", b"l\xff\xff\xff\x7f", b"u\x09\x00\x00\x00ab", b"c", b"(" * 4000, b"[\x01\0\0\0N"]
+)
+def test_bytes_that_are_no_key_are_an_error_and_run_nothing(text):
+    with pytest.raises(SegmentError, match="damaged"):
+        keys.decode(memoryview(bytes(8) + text))
 
 
 def test_a_damaged_table_is_an_error_and_no_crash(cache):

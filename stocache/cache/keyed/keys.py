@@ -5,7 +5,7 @@ NOTE [ Keys ]
     begin with the type, so 1, 1.0, True and "1" are different keys, unlike in a dict: a function may return something else for
     each of them. A path is written as a list with its text, a member of an enum as a list of its class and its name: a list is
     no key. The bytes are stored in front of the value and compared whenever their hash is found, so two keys never share a
-    value, whatever their hashes.
+    value, whatever their hashes. `decode` reads these types only, and checks each size: `marshal.loads` trusts its bytes.
 """
 
 import enum
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from xxhash import xxh3_128_intdigest
 
-from stocache.errors import CacheKeyError
+from stocache.errors import CacheKeyError, SegmentError
 
 _VERSION = 2  # of marshal: later ones write a value in another way if something else refers to it
 _pack_length = struct.Struct("<Q").pack
@@ -84,8 +84,39 @@ def decode(prefix: memoryview) -> Any:
 
     Raises:
         CacheKeyError: it is a member of an enum whose module is not imported here.
+        SegmentError: there is no key.
     """
-    return _given(marshal.loads(prefix[8:]))
+    try:
+        return _given(_read(prefix, 8)[0])
+    except (LookupError, TypeError, AttributeError, ValueError, struct.error, RecursionError):
+        raise SegmentError("the cache is damaged: one of its keys is none.") from None
+
+
+_CONSTANTS = {b"N": None, b"T": True, b"F": False}
+
+
+def _read(data: memoryview, at: int) -> tuple[Any, int]:
+    """Return a value that marshal has written at an offset, and the offset behind it."""
+    kind, at = bytes(data[at : at + 1]), at + 1
+    if kind in _CONSTANTS:
+        return _CONSTANTS[kind], at
+    if kind == b"g":
+        return struct.unpack_from("<d", data, at)[0], at + 8
+    (size,), at = struct.unpack_from("<i", data, at), at + 4
+    if kind == b"i":
+        return size, at
+    if kind == b"l":  # digits of 15 bits; the size has the sign
+        digits = struct.unpack_from(f"<{abs(size)}H", data, at) if 2 * abs(size) <= len(data) else ()
+        number = sum(digit << 15 * place for place, digit in enumerate(digits))
+        return number if size > 0 else -number, at + 2 * abs(size)
+    if kind in (b"u", b"s"):
+        text = bytes(data[at : at + size])
+        return text if kind == b"s" else text.decode("utf-8", "surrogatepass"), at + size
+    parts = []
+    for _ in range(size):
+        part, at = _read(data, at)
+        parts.append(part)
+    return {b"(": tuple, b"[": list}[kind](parts), at
 
 
 def _given(plain: Any) -> Any:
