@@ -106,11 +106,10 @@ def _read(data: memoryview, at: int) -> tuple[Any, int]:
     if kind == b"i":
         return size, at
     if kind == b"l":  # digits of 15 bits; the size has the sign
-        digits = struct.unpack_from(f"<{abs(size)}H", data, at) if 2 * abs(size) <= len(data) else ()
-        number = sum(digit << 15 * place for place, digit in enumerate(digits))
+        number = sum(digit << 15 * place for place, digit in enumerate(struct.unpack_from(f"<{abs(size)}H", data, at)))
         return number if size > 0 else -number, at + 2 * abs(size)
     if kind in (b"u", b"s"):
-        text = bytes(data[at : at + size])
+        (text,) = struct.unpack_from(f"{size}s", data, at)
         return text if kind == b"s" else text.decode("utf-8", "surrogatepass"), at + size
     parts = []
     for _ in range(size):
