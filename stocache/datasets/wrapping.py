@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from stocache.cache.disk.cache import DiskCache
 from stocache.cache.disk.folder import manifest_of
-from stocache.cache.disk.opening import known_example
+from stocache.cache.disk.formats import known_example
 from stocache.cache.options import CacheOptions, SampleOptions
 from stocache.cache.placement import Placement
 from stocache.cache.ragged import RaggedCache

@@ -169,7 +169,7 @@ def test_a_transform_runs_after_both_tiers_and_its_cut_is_kept(tmp_path):
 def test_another_fingerprint_reads_the_source_again(tmp_path, source, caplog, monkeypatch):
     for fingerprint, reads in (("1", ONCE), ("1", 0), ("2", ONCE), ("2", 0), ("large", ONCE), ("large", 9)):
         if fingerprint == "large":  # samples are too large to be described, and probed in each run
-            monkeypatch.setattr("stocache.cache.disk.opening.MOST_TEXT", 10)
+            monkeypatch.setattr("stocache.cache.disk.formats._MOST_TEXT", 10)
         with open_tiers(source, tmp_path, fingerprint=fingerprint) as cached:
             check_epochs(cached, source, epochs=1)
             assert counted(source.reads) == reads
@@ -205,7 +205,7 @@ def test_a_disk_that_cannot_be_used_is_warned_of_once_and_the_source_is_read(tmp
     assert [str(tmp_path / "disk") in record.message for record in caplog.records] == [True]
     (tmp_path / "disk").unlink()
     (tmp_path / "disk").write_text("mine")
-    with pytest.raises(errors.DiskError, match="is a file"):
+    with pytest.raises(errors.DiskError, match="Not a directory"):
         open_tiers(source, tmp_path)
 
 

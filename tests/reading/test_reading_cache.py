@@ -164,7 +164,7 @@ def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_deli
     (lambda: list(source().shared_cache(str, 0.01)), TypeError, "integer"),
     (lambda: iter(cached(source().map(square).shuffle(), limit="much")), LimitError, "size_limit_gib"),
     (lambda: source().map(tensor).shared_cache(int, 0, disk="/d"), LimitError, "disk and disk_limit go together"),
-    (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"is a file or below one\. Give a folder"),
+    (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"Not a directory\. Give a folder"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):

@@ -1,12 +1,10 @@
 """DiskCache: keep samples in a folder on a local disk, for all processes of this machine and for later runs."""
 
-import contextlib
 import dataclasses
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -16,42 +14,30 @@ from typing_extensions import TypeVar
 
 from stocache.cache.base import SampleCache
 from stocache.cache.disk.folder import Folder
-from stocache.cache.disk.formats import Rows
-from stocache.cache.disk.opening import DiskOptions, affordable, blank, count_slots, open_control
-from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
-from stocache.cache.disk.store import DiskStore
-from stocache.cache.loading import nested
+from stocache.cache.disk.formats import make_form, pack_example
+from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes, room_of
+from stocache.cache.disk.store import DiskStore, no_states, open_states
+from stocache.cache.loading import nested, nesting
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import HITS, CacheStats
-from stocache.errors import ClosedError, DiskError, SegmentError
-from stocache.samples.codecs import Codec
+from stocache.errors import DiskError, LimitError, SegmentError
 from stocache.samples.indices import check_len
-from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from stocache.shm.extents import DISK_WARNING
+from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
 from stocache.system.background import Background
 from stocache.system.limits import format_size, parse_size
 
 logger = logging.getLogger("stocache")
 
-
 _T = TypeVar("_T", default=Any)  # the samples
 
-
-_LOOK_S = 0.1
-
-
 _MOST_BYTES = 64 << 20  # that wait to be written
-
-
 _ENOUGH_BYTES = 4 << 20  # are written at once; fewer wait for others
-
-
-_TOGETHER = 256  # samples, and releases of claims, that are taken together
-
+_TOGETHER = 256  # parts that are taken together
 
 _Indices = NDArray[np.int64]
 
@@ -109,39 +95,39 @@ class DiskCache(SampleCache[_T]):
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        if codec is not None:
-            Codec(codec)
         if not disk:
             raise DiskError(f"disk={disk!r} is not the path of a folder.")
-        options = DiskOptions(
-            os.path.abspath(os.fspath(disk)),
-            disk_limit,
-            check_len(dataset_len),
-            structure,
-            placement if isinstance(placement, Placement) else Placement(placement),
-            memory_slots,
-            fingerprint,
-            codec,
-            allow_pickle,
-            self._by_key,
-        )
-        limit, form = parse_size(disk_limit, "disk_limit"), options.make_form()
-        capacity = count_slots(options, form, limit)
+        path, dataset_len, limit = os.path.abspath(disk), check_len(dataset_len), parse_size(disk_limit, "disk_limit")
+        placement = placement if isinstance(placement, Placement) else Placement(placement)
+        form = structure, self._by_key, codec, allow_pickle
+        row_bytes = make_form(*form).nbytes
+        capacity, least = max(0, limit - index_bytes(dataset_len)), DATA_OFFSET + room_of(row_bytes or 0)
+        if dataset_len and capacity < least:
+            raise LimitError(
+                f"disk_limit={disk_limit!r} leaves {capacity} bytes after the index, which takes 16 for each sample; one "
+                f"sample needs {least}. Raise disk_limit."
+            )
+        identity: Identity = {
+            "dataset_len": dataset_len,
+            "samples": structure.identity if structure is not None else "values by key" if self._by_key else "any size",
+            "placement": "" if structure is None else str(placement),
+            "codec": codec,
+            "allow_pickle": allow_pickle,
+        }
         folder: Folder | None = None
         try:
-            folder = Folder(options.disk, options.identity, fingerprint, allow_pickle, options.facts)
-            capacity = affordable(options, folder, limit, capacity)
-            segment = open_control(options, form, folder, capacity)
-            folder.share()
+            folder = Folder(path, may_be_new=True)
+            with folder.closed_on_error():
+                folder.take(identity, fingerprint, allow_pickle, {"memory_slots": memory_slots} | pack_example(structure))
+                capacity = min(capacity, _room_in(folder, index_bytes(dataset_len), disk_limit, limit))
+                segment = open_states(folder, dataset_len, disk_limit, row_bytes, placement, capacity)
+                folder.share()
+        except (DiskError, SegmentError):
+            raise
         except OSError as error:
-            if folder is not None:
-                folder.close()
-            if isinstance(error, DiskError | SegmentError):
-                raise
-            logger.warning("disk=%r is not used: %s. Nothing is cached there.", options.disk, error.strerror or error)
-            folder, capacity = None, 0
-            segment = blank(options)
-        self._set_up(options, form, capacity, segment, folder)
+            logger.warning("disk=%r is not used: %s. Nothing is cached there.", path, error.strerror or error)
+            folder, capacity, segment = None, 0, no_states(dataset_len)
+        self._set_up((path, dataset_len, form, capacity), segment, folder)
         logger.info("%r", self)
 
     @classmethod
@@ -161,29 +147,27 @@ class DiskCache(SampleCache[_T]):
             allow_pickle=options.allow_pickle,
         )
 
-    def _set_up(
-        self, options: DiskOptions, form: Rows | Records, capacity: int, segment: Segment, folder: Folder | None
-    ) -> None:
+    def _set_up(self, parts: tuple[Any, ...], segment: Segment, folder: Folder | None) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
-        self._options, self._capacity, self._folder = options, capacity, folder
+        self._parts, self._folder = parts, folder
+        _, dataset_len, (structure, *others), capacity = parts
+        form = make_form(structure, *others)
         self._fills_batches = form.fills_batches
-        self._disk = store = DiskStore(segment, options.dataset_len, folder, form, capacity)
+        self._disk = store = DiskStore(segment, dataset_len, folder, form, capacity)
         self._writer = Background(
             "stocache writes to disk", _write, together=_TOGETHER, enough=_ENOUGH_BYTES, most=_MOST_BYTES, finishes=True
         )
         self._behind = threading.local()
-        self._has_room_for_all, self._looks_at = True, 0.0
-        samples, room = "values by key" if self._by_key else "samples of any size", max(0, capacity - DATA_OFFSET)
-        room_text = format_size(room)
+        samples, bytes_left = "values by key" if self._by_key else "samples of any size", max(0, capacity - DATA_OFFSET)
+        room = format_size(bytes_left)
         if form.nbytes is not None:
-            samples = str(options.structure)
-            room_text = f"{min(options.dataset_len, room // SamplesFile.room(form.nbytes))} ({room_text})"
-        self._share(segment, options.dataset_len, store, samples, room_text)
+            samples, room = str(structure), f"{min(dataset_len, bytes_left // room_of(form.nbytes))} ({room})"
+        self._share(segment, dataset_len, store, samples, room)
 
     @property
     def disk(self) -> str:
         """The folder."""
-        return self._options.disk
+        return str(self._parts[0])
 
     def has_rows(self, indices: _Indices) -> NDArray[np.bool_]:
         """Return which of the samples ``indices`` are here, in a form in which `fill` can read them into batches."""
@@ -216,7 +200,7 @@ class DiskCache(SampleCache[_T]):
         handed to its writer: so no two wait for each other.
         """
         taken, samples = set[int](), dict[int, Any]()
-        has_room = self._has_room(expected)
+        has_room = self._disk.has_room_for(self._aux.numpy(), expected)
         load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
         try:
             self.claim_to_load(list(indices), taken)
@@ -226,23 +210,12 @@ class DiskCache(SampleCache[_T]):
             samples.update(zip(ours, self.get_or_load_many(ours, load_claimed, strict=False, claimed=taken), strict=True))
         finally:
             self._behind.wanted = outer
-            end = partial(self.end_loading, taken)
-            if self._writer.is_busy:  # with samples that must be written before
-                self._writer.put(end)
-            else:
-                end()
-        # Within the load of another sample this thread does not wait
-        with nested(False) if outer is None else contextlib.nullcontext():
+            if taken:
+                self._writer.put(_Part(self, bool, {}, taken))
+        with nested(outer is not None and nesting.samples):  # within the load of another sample this thread does not wait
             for idx in others:
                 samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
         return [samples[idx] for idx in indices]
-
-    def _has_room(self, expected: int | None) -> bool:
-        """Return whether all samples will have room on the disk. Looking at all states is too slow for each sample."""
-        now = time.monotonic()
-        if now >= self._looks_at:
-            self._has_room_for_all, self._looks_at = self._disk.has_room_for(self._aux.numpy(), expected), now + _LOOK_S
-        return self._has_room_for_all
 
     def _publish(
         self,
@@ -251,21 +224,19 @@ class DiskCache(SampleCache[_T]):
         overwrite: bool = False,
         count_races: bool = True,
     ) -> None:
-        publish, wanted = super()._publish, getattr(self._behind, "wanted", None)
-        if wanted is None or overwrite:
-            publish(indices, encoded, overwrite, count_races)
-        elif not count_races:  # a block, which others may be waiting for
+        wanted = None if overwrite else getattr(self._behind, "wanted", None)
+        if wanted is not None and count_races:
+            samples = {idx: b"".join(buffers) for idx, buffers in zip(indices, encoded, strict=True)}
+            return self._writer.put(_Part(self, wanted, samples, set()), sum(map(len, samples.values())))
+        if wanted is not None:  # a block, which others may be waiting for
             rows = [row for row, idx in enumerate(indices) if wanted(idx)]
-            publish([indices[row] for row in rows], [encoded[row] for row in rows], False, False)
-        else:
-            for idx, buffers in zip(indices, encoded, strict=True):
-                data = b"".join(buffers)
-                self._writer.put(_Sample(publish, wanted, idx, data), len(data))
+            indices, encoded = [indices[row] for row in rows], [encoded[row] for row in rows]
+        super()._publish(indices, encoded, overwrite, count_races)
 
     def agrees(self, idx: int, sample: object) -> bool:
         """Return whether sample ``idx`` is not here, or has the bytes of ``sample``. Raises SampleError if it does not fit."""
         found = self._disk.read(idx) if self.holds(idx) else None
-        return found is None or found == b"".join(self._disk.encode(sample, f"sample {idx}"))
+        return found is None or found[0][: found[1]].tobytes() == b"".join(self._disk.encode(sample, f"sample {idx}"))
 
     def flush(self) -> None:
         """Wait until all samples that `serve` has loaded in this process are written; 60 seconds at most."""
@@ -282,42 +253,53 @@ class DiskCache(SampleCache[_T]):
         super().close()  # the files are closed with the last thread that uses them
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._options, self._capacity, self._segment, self._folder and self._folder.key
+        return self._parts, self._segment, self._folder and self._folder.key
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        options, capacity, segment, key = state
-        folder = None
+        parts, segment, key = state
+        folder: Folder | None = None
         if key is not None:
             try:
-                folder = Folder.reopen(options.disk, key)
+                folder = Folder(parts[0])
+                with folder.closed_on_error():
+                    folder.join(key)
             except OSError as error:
                 with segment.guard:
                     first = segment.extents.first_to_warn(DISK_WARNING)
                 if first:
                     problem = str(error).rstrip(".")
-                    logger.warning("disk=%r is not used in process %d: %s.", options.disk, os.getpid(), problem)
-        self._set_up(options, options.make_form(), capacity, segment, folder)
+                    logger.warning("disk=%r is not used in process %d: %s.", parts[0], os.getpid(), problem)
+                folder, segment = None, no_states(parts[1])
+        self._set_up(parts, segment, folder)
 
 
-class _Sample(NamedTuple):
-    """A sample to publish if it is ``wanted`` then."""
+def _room_in(folder: Folder, index: int, disk_limit: float | str, limit: int) -> int:
+    """Return the bytes for samples on the disk of a folder, behind an index of ``index`` bytes; warn if ``limit`` has more."""
+    if not folder.writable:
+        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", folder.path)
+        return limit
+    room = max(index, folder.at.free_bytes() + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index)))
+    if room < limit:
+        logger.warning("disk_limit=%s is more than %r has room for: %s.", disk_limit, folder.path, format_size(room))
+    return room - index
 
-    publish: Callable[[list[int], list[Any]], None]
+
+class _Part(NamedTuple):
+    """Samples that `DiskCache.serve` has loaded, to publish those that are ``wanted``; and claims to release after that."""
+
+    cache: DiskCache[Any]
     wanted: Callable[[int], bool]
-    idx: int
-    data: bytes
+    samples: Mapping[int, bytes]
+    taken: set[int]
 
 
-def _write(tasks: list[_Sample | Callable[[], None]]) -> None:
-    """Publish samples together, then call the functions among the tasks."""
-    samples = [task for task in tasks if isinstance(task, _Sample)]
-    wanted = [sample for sample in samples if sample.wanted(sample.idx)]
+def _write(parts: list[_Part]) -> None:
+    """Publish samples together. If that fails, the next ones may succeed; a sample that is missing is loaded again."""
+    cache = parts[0].cache
     try:
+        wanted = {idx: [data] for part in parts for idx, data in part.samples.items() if part.wanted(idx)}
         if wanted:
-            wanted[0].publish([sample.idx for sample in wanted], [[sample.data] for sample in wanted])
-    except Exception as error:  # the next ones may succeed; a sample that is missing is loaded again
-        logger.debug("not written: %s", error)
-    for task in tasks:
-        if not isinstance(task, _Sample):
-            with contextlib.suppress(ClosedError):  # while the disk did not take the samples before
-                task()
+            cache._publish(list(wanted), list(wanted.values()))  # at once: this thread does not serve
+    finally:
+        for part in parts:
+            cache.end_loading(part.taken)

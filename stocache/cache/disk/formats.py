@@ -1,20 +1,25 @@
 """Turn the samples of a disk cache into bytes: *rows*, if all have one structure, *records* of any size, or values by key."""
 
 import base64
+import os
 import zlib
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.columns import as_bytes
+from stocache.cache.disk.folder import manifest_of
+from stocache.cache.stats import MISSING
 from stocache.errors import SegmentError
+from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import Records
 from stocache.samples.rows import RowLayout
 from stocache.samples.spec import Structure
 from stocache.shm.segment import MOST_BUFFERS
 
 _MOST = 1 << 26  # bytes of an example
+_MOST_TEXT = 1 << 16  # bytes of its text
 _MOST_AT_ONCE = 1 << 30  # bytes of a row that is read into a batch; Linux reads at most 2 GiB at once
 
 _Bytes = NDArray[np.uint8]
@@ -71,15 +76,32 @@ class Values(Records):
         return bytes(memory[:begin]), super().decode(memory[begin:], nbytes - begin, copy)
 
 
-def pack_example(sample: object) -> str:
-    """Return a sample as text."""
-    return base64.b64encode(zlib.compress(b"".join(Records(allow_pickle=False).encode(sample, "sample")))).decode()
+def make_form(
+    structure: Structure | None, by_key: bool, codec: Literal["zstd", "lz4"] | None, allow_pickle: bool
+) -> Rows | Records:
+    """Return how the samples of a cache become bytes. Raises CodecError."""
+    compressing = None if codec is None else Codec(codec)
+    return Rows(structure) if structure is not None else (Values if by_key else Records)(allow_pickle, compressing)
 
 
-def unpack_example(text: str) -> Any:
-    """Return the sample in a text that `pack_example` has made. Raises ValueError, SegmentError or NotImported."""
+def pack_example(structure: Structure | None) -> dict[str, str | None]:
+    """Return an example of the samples as a fact for later runs, None if they vary in size; no fact if it is too long."""
+    if structure is None:
+        return {"example": None}
+    data = b"".join(Records(allow_pickle=False).encode(structure.example(), "sample"))
+    text = base64.b64encode(zlib.compress(data)).decode()
+    return {"example": text} if len(text) <= _MOST_TEXT else {}
+
+
+def known_example(disk: str | os.PathLike[str], dataset_len: int, fingerprint: str | None) -> Any:
+    """Return a sample as a disk cache holds them; None if they vary in size; MISSING if there is no such cache."""
+    manifest = manifest_of(disk)
+    if manifest is None or (manifest["identity"]["dataset_len"], manifest["fingerprint"]) != (dataset_len, fingerprint):
+        return MISSING
     try:
+        if (text := manifest["facts"]["example"]) is None:
+            return None
         data = zlib.decompressobj().decompress(base64.b64decode(text), _MOST)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    return Records(allow_pickle=False).decode(bytearray(data), len(data))
+        return Records(allow_pickle=False).decode(bytearray(data), len(data))
+    except (ValueError, LookupError, TypeError, SegmentError, zlib.error):
+        return MISSING

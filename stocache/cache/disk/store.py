@@ -2,59 +2,116 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stocache.cache.disk import samples_file
 from stocache.cache.disk.folder import Folder
 from stocache.cache.disk.formats import Rows
-from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
+from stocache.cache.disk.samples_file import DATA_OFFSET, free_rows, load_index, room_of, seed_of
+from stocache.cache.placement import Placement, residency
 from stocache.cache.stats import DAMAGED, EMPTY, FILLS, MISSING, OOB, READ_NS, REFUSED, SET
 from stocache.errors import SegmentError
 from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import Records
+from stocache.shm import claims, named, registry
 from stocache.shm.extents import DISK_WARNING
+from stocache.shm.layout import Layout
+from stocache.shm.named import Descriptor, Identity
 from stocache.shm.segment import Segment
+from stocache.system.platform import here
 
 logger = logging.getLogger("stocache")
 
 _WORDS_BYTES = 64
-USED, FULL = 0, 1
-"""Words: where the next sample can be written; whether the disk has refused one."""
+_USED, _FULL = 0, 1  # words: where the next sample can be written; whether the disk has refused one
 _ENOUGH = 16  # samples from which the bytes of the others are estimated
+_LOOK_S = 0.1  # for which an estimate counts: looking at all states is too slow for each sample
 _LOCK = 1  # of the owner's locks; 0 is that of the claims
+_WINDOW = 32 << 20  # bytes, after which pages are dropped
 
 _Indices = NDArray[np.int64]
 
 
-class Control(NamedTuple):
-    """The shared memory of a disk cache.
+def _control_bytes(dataset_len: int) -> int:
+    """Return the bytes of the shared memory: 17 for each sample, 64, and the words of claims."""
+    return claims.with_words(-(-dataset_len // 8) * 8 + _WORDS_BYTES + 16 * dataset_len, dataset_len)
 
-    Attributes:
-        states: a byte for each sample.
-        words: eight numbers; see `USED`.
-        offsets, sizes: of the samples in their file.
+
+def _parts_of(control: memoryview, dataset_len: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+    """Return the parts of the shared memory: a state for each sample, eight words, the offsets and the sizes of samples."""
+    at = -(-dataset_len // 8) * 8
+    words, places = control[at : at + _WORDS_BYTES], control[at + _WORDS_BYTES :][: 16 * dataset_len].cast("Q")
+    return control[:dataset_len], words.cast("Q"), places[:dataset_len], places[dataset_len:]
+
+
+def open_states(
+    folder: Folder, dataset_len: int, limit: float | str, row_bytes: int | None, placement: Placement, capacity: int
+) -> Segment:
+    """Return the shared memory with the states of the samples of a folder, attached to or new.
+
+    ``row_bytes``: the size of each sample, if it is one; ``placement`` then says which samples have room.
     """
+    name, control = f"disk.{folder.key}", _control_bytes(dataset_len)
+    initialise = partial(_initialise, folder, dataset_len, row_bytes, placement, capacity)
+    if not here.SHARES_MEMORY:
+        segment = Segment.create(control, 0, for_threads=True)
+        initialise(segment.control)
+        return segment
+    identity: Identity = {
+        "disk": folder.path,
+        "dataset_len": dataset_len,
+        "limit": str(limit),
+        "fingerprint": folder.key,
+    }
+    if folder.alone:  # shared memory that killed processes left behind is not newer than the index
+        with contextlib.suppress(OSError):
+            named.remove(registry.path_of(name), dead=True)
+    descriptor = Descriptor(identity, {"dataset_len": dataset_len, "capacity": 0})
+    layout = Layout.for_sizes(control, 0, descriptor.pack())
+    found = named.join(name, identity, False, lambda: (layout, initialise))
+    assert found is not None
+    return found[0]
 
-    states: memoryview
-    words: memoryview
-    offsets: memoryview
-    sizes: memoryview
 
-    @classmethod
-    def of(cls, memory: memoryview, dataset_len: int) -> "Control":
-        """Return the parts of `control_bytes` bytes."""
-        at = -(-dataset_len // 8) * 8
-        words, places = memory[at : at + _WORDS_BYTES], memory[at + _WORDS_BYTES : control_bytes(dataset_len)].cast("Q")
-        return cls(memory[:dataset_len], words.cast("Q"), places[:dataset_len], places[dataset_len:])
+def no_states(dataset_len: int) -> Segment:
+    """Return memory of this process and its children, for a cache that holds nothing."""
+    segment = Segment.create(_control_bytes(dataset_len), 0)
+    np.asarray(segment.control[:dataset_len]).fill(OOB)
+    return segment
 
 
-def control_bytes(dataset_len: int) -> int:
-    """Return the bytes of a `Control`: 17 for each sample, and 64."""
-    return -(-dataset_len // 8) * 8 + _WORDS_BYTES + 16 * dataset_len
+def _initialise(
+    folder: Folder, count: int, row_bytes: int | None, placement: Placement, capacity: int, control: memoryview
+) -> None:
+    """Write the states and the places of ``count`` samples into new shared memory."""
+    states, words, offsets, sizes = map(np.asarray, _parts_of(control, count))
+    words[_USED] = load_index(folder, offsets, sizes, row_bytes)
+    states[:] = np.where(offsets > 0, SET, EMPTY)
+    if not folder.writable:
+        states[states == EMPTY] = OOB
+    elif row_bytes is not None and count:
+        slots, in_memory = (capacity - DATA_OFFSET) // room_of(row_bytes), int(folder.manifest["facts"]["memory_slots"])
+        states[(states == EMPTY) & ~_resident(placement, count, in_memory, min(count, slots))] = OOB
+    if row_bytes is not None:
+        places, empty = free_rows(offsets, row_bytes, int(words[_USED])), np.flatnonzero(states == EMPTY)
+        empty = empty[: len(places)]
+        offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
+
+
+def _resident(placement: Placement, count: int, in_memory: int, slots: int) -> "NDArray[np.bool_]":
+    """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
+
+    def first(number: int) -> "NDArray[np.bool_]":
+        return np.asarray(residency(placement, count, min(count, number)).resident(np.arange(count)))
+
+    return (first(in_memory + slots) & ~first(in_memory)) | first(max(0, in_memory + slots - count))
 
 
 class DiskStore:
@@ -68,11 +125,13 @@ class DiskStore:
     may_miss = True
 
     def __init__(self, segment: Segment, dataset_len: int, folder: Folder | None, form: Rows | Records, capacity: int) -> None:
+        """``folder``: None for `no_states`, with which nothing is read or written."""
         self._segment, self._form, self._capacity = segment, form, capacity
-        self._states, self._words, offsets, sizes = Control.of(segment.control, dataset_len)
-        self.file = None if folder is None else SamplesFile(folder, offsets, sizes)
-        self._writable = folder is not None and folder.writable
-        self._path = "" if folder is None else folder.path
+        self._states, self._words, self._offsets, self._sizes = _parts_of(segment.control, dataset_len)
+        self._folder = folder  # keeps the descriptors open: another file could have their numbers
+        self._index, self._samples, self._key = (-1, -1, 0) if folder is None else (folder.index, folder.samples, folder.seed)
+        self._advised = 0  # pages up to here were written to the disk, and dropped
+        self._room_for_all, self._looks_at = True, 0.0
         self._warned = False
         self.slot = int
         self.encode = form.encode
@@ -85,7 +144,12 @@ class DiskStore:
     @property
     def used(self) -> int:
         """Bytes of the file that are taken."""
-        return self._words[USED]
+        return self._words[_USED]
+
+    @property
+    def free(self) -> int:
+        """Bytes of the file that may still be taken."""
+        return self._capacity - self.used
 
     def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
         """See `SampleStore`: one by one."""
@@ -93,12 +157,12 @@ class DiskStore:
 
     def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
-        if self.file is None or not self._writable:
+        if self._folder is None or not self._folder.writable:
             return [REFUSED] * len(indices)
-        packed = [self.file.pack(idx, buffers) for idx, buffers in zip(indices, encoded, strict=True)]
-        sizes = [sum(memoryview(buffer).nbytes for buffer in buffers) for buffers in encoded]
+        packed = [samples_file.pack(buffers, seed_of(self._key, idx)) for idx, buffers in zip(indices, encoded, strict=True)]
+        sizes = [nbytes for _, nbytes in packed]
         with self._segment.guard:
-            places = self._segment.run_locked(_LOCK, lambda: self._take(indices, sizes, [room for _, room in packed]), None)
+            places = self._segment.run_locked(_LOCK, lambda: self._take(indices, sizes), None)
         if places is None:
             return [REFUSED] * len(indices)
         try:
@@ -106,51 +170,52 @@ class DiskStore:
             for idx, at, nbytes in zip(indices, places, sizes, strict=True):
                 if at:
                     self._states[idx] = EMPTY  # nobody reads it while its place changes
-                    self.file.enter(idx, at, nbytes)
+                    samples_file.enter(self._index, idx, at, nbytes)
+                    self._offsets[idx], self._sizes[idx] = at, nbytes
+                else:
+                    self._states[idx] = OOB  # room is never freed
         except OSError as error:
             self.stop(f"takes no more samples: {error.strerror}. The others come from the dataset.")
             return [REFUSED] * len(indices)
-        return [self._outcome(idx, at) for idx, at in zip(indices, places, strict=True)]
+        return [FILLS if at else None for at in places]
 
-    def _take(self, indices: list[int], sizes: list[int], rooms: list[int]) -> list[int]:
+    def _take(self, indices: list[int], sizes: list[int]) -> list[int]:
         """Take room for samples; return offsets, 0 for no room. A sample that was there with the same size keeps its room."""
-        assert self.file is not None
-        places, at = [], self._words[USED]
-        for idx, nbytes, room in zip(indices, sizes, rooms, strict=True):
-            if self.file.offsets[idx] and self.file.sizes[idx] == nbytes:
-                places.append(self.file.offsets[idx])
-            elif at + room <= self._capacity:
+        places, at = [], self.used
+        for idx, nbytes in zip(indices, sizes, strict=True):
+            if self._offsets[idx] and self._sizes[idx] == nbytes:
+                places.append(self._offsets[idx])
+            elif (end := at + room_of(nbytes)) <= self._capacity:
                 places.append(at)
-                at += room
+                at = end
             else:
                 places.append(0)
-        self._words[USED] = at
+        self._words[_USED] = at
         return places
 
     def _write(self, places: list[int], packed: list[tuple[list[Any], int]]) -> None:
-        """Write packed samples, those that lie one behind the other together."""
-        assert self.file is not None
+        """Write packed samples, those that lie one behind the other together.
+
+        Have the kernel write the file up to there to the disk soon, and drop the pages that are there already. So samples that
+        were written once, and are read an epoch later, do not fill the memory.
+        """
         buffers: list[Any] = []
         begin = end = 0
-        for at, (own, room) in zip(places, packed, strict=True):
+        for at, (own, nbytes) in zip(places, packed, strict=True):
             if at:
                 if at != end:
-                    self.file.write(begin, buffers)
+                    samples_file.write(self._samples, begin, buffers)
                     begin, buffers = at, []
                 buffers += own
-                end = at + room
-        self.file.write(begin, buffers)
-        self.file.drop_pages(end)
-
-    def _outcome(self, idx: int, at: int) -> int | None:
-        if at:
-            return FILLS
-        self._states[idx] = OOB  # room is never freed
-        return None
+                end = at + room_of(nbytes)
+        samples_file.write(self._samples, begin, buffers)
+        if end - self._advised >= 2 * _WINDOW:
+            here.drop_pages(self._samples, self._advised, end - self._advised)
+            self._advised = end - _WINDOW  # once more: these are being written
 
     def refused(self, idx: int) -> bool:
         """Return whether the disk has refused a sample."""
-        return not self._writable or self._words[FULL] != 0
+        return self._folder is None or not self._folder.writable or self._words[_FULL] != 0
 
     def has_room_for(self, states: "NDArray[np.uint8]", expected: int | None = None) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
@@ -159,34 +224,31 @@ class DiskStore:
         """
         if self._form.nbytes is not None:  # which ones have room was decided beforehand
             return True
-        empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
-        if expected is not None:
-            empty = min(empty, max(0, expected - filled))
-        return filled < _ENOUGH or 1.25 * empty * (self.used - DATA_OFFSET) / filled <= self._capacity - self.used
+        if (now := time.monotonic()) >= self._looks_at:
+            empty, filled = (int(np.count_nonzero(states == state)) for state in (EMPTY, SET))
+            if expected is not None:
+                empty = min(empty, max(0, expected - filled))
+            self._room_for_all = filled < _ENOUGH or 1.25 * empty * (self.used - DATA_OFFSET) / filled <= self.free
+            self._looks_at = now + _LOOK_S
+        return self._room_for_all
 
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Return whether all of these samples fit."""
-        rooms = sum(SamplesFile.room(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded)
-        return rooms <= self.free
-
-    @property
-    def free(self) -> int:
-        """Bytes of the file that may still be taken."""
-        return self._capacity - self.used
+        return sum(room_of(sum(memoryview(buffer).nbytes for buffer in buffers)) for buffers in encoded) <= self.free
 
     def stop(self, problem: str) -> None:
         """Accept no more samples, in any process. Warn once that the cache has a ``problem``."""
-        self._words[FULL] = 1
+        self._words[_FULL] = 1
         self._warn(problem)
 
     def was_taken(self, idx: int) -> bool:
         """Return whether a sample is there, or was there and is damaged or removed."""
-        return self.file is not None and self.file.offsets[idx] != 0
+        return self._offsets[idx] != 0
 
     def begins_with(self, idx: int, data: bytes) -> bool:
         """Return whether the bytes of a sample begin with ``data``."""
         with contextlib.suppress(OSError):
-            return self.file is not None and self.file.begins_with(idx, data)
+            return here.pread(self._samples, len(data), self._offsets[idx]) == data
         return False
 
     def remove(self, indices: list[int], wanted: Callable[[int], bool]) -> bool | None:
@@ -194,95 +256,82 @@ class DiskStore:
 
         None if another process does not release the lock. Raises OSError: the disk does not allow it.
         """
-        file = self.file
-        if file is None:
-            return False
-        with self._segment.guard:
-            removed = self._segment.run_locked(_LOCK, lambda: self._remove(file, list(filter(wanted, indices))), None)
-        if removed:
-            file.sync_index()
-        return None if removed is None else bool(removed)
 
-    def _remove(self, file: SamplesFile, indices: list[int]) -> list[int]:
-        """Remove samples that are set. With the lock held, so that no process takes room in their places meanwhile."""
-        for idx in indices:
-            file.forget(idx)
-            self._states[idx] = EMPTY
-            file.sizes[idx] = 0  # the room is not used again; the offset stays: see `was_taken`
-        return indices
+        def remove_locked() -> bool:  # so that no process takes room in their places meanwhile
+            removed = list(filter(wanted, indices))
+            for idx in removed:
+                samples_file.enter(self._index, idx, 0, 0)
+                self._states[idx] = EMPTY
+                self._sizes[idx] = 0  # the room is not used again; the offset stays: see `was_taken`
+            return bool(removed)
+
+        with self._segment.guard:
+            removed = self._segment.run_locked(_LOCK, remove_locked, None)
+        if removed:
+            os.fsync(self._index)
+        return removed
 
     def load(self, idx: int, copy: bool) -> Any:
         """Return a sample in memory of its own; MISSING if it is damaged, or its class is in a module that is not imported."""
         with self._timed():
             return self._load(idx)
 
-    def _load(self, idx: int) -> Any:
-        if self.file is None:  # which says nothing about the sample
-            return MISSING
-        at, found = self.file.offsets[idx], self._read(self.file, idx)
-        if found is not None:
-            try:
-                return self._form.decode(*found)
-            except NotImported:
-                return MISSING
-            except SegmentError:
-                pass
-        self.lose(idx, at)
-        return MISSING
-
-    def read(self, idx: int) -> bytes | None:
-        """Return the bytes of a sample; None where they are damaged, or cannot be read."""
-        found = None if self.file is None else self._read(self.file, idx)
-        return None if found is None else found[0][: found[1]].tobytes()
-
-    def _read(self, file: SamplesFile, idx: int) -> tuple[Any, int] | None:
-        """Return the result of `SamplesFile.read`. Treat an error as damage: the sample is written again, which may mend it."""
-        with contextlib.suppress(OSError, MemoryError):
-            return file.read(idx)
-        return None
-
     def load_many(self, indices: _Indices) -> list[Any]:
         """Return samples as `load` does; the kernel reads all that are not in its page cache at the same time."""
         numbers = indices.tolist()
         with self._timed():
-            self.read_ahead(numbers)
+            self._read_ahead(numbers)
             return [self._load(idx) for idx in numbers]
 
-    def read_ahead(self, indices: list[int]) -> None:
+    def _load(self, idx: int) -> Any:
+        at, found = self._offsets[idx], self.read(idx)
+        if found is not None:
+            try:
+                return self._form.decode(*found)
+            except NotImported:  # which says nothing about the sample
+                return MISSING
+            except SegmentError:
+                pass
+        self._lose(idx, at)
+        return MISSING
+
+    def read(self, idx: int) -> tuple[Any, int] | None:
+        """Return memory that begins with the bytes of a sample, and how many they are; None if they are damaged."""
+        with contextlib.suppress(OSError, MemoryError):  # the sample is written again, which may mend it
+            return samples_file.read(self._samples, self._offsets[idx], self._sizes[idx], seed_of(self._key, idx))
+        return None
+
+    def _read_ahead(self, indices: list[int]) -> None:
         """Have the kernel read samples into its page cache."""
-        if self.file is not None:
-            with contextlib.suppress(OSError):
-                for idx in indices:
-                    self.file.read_ahead(idx)
+        with contextlib.suppress(OSError):
+            for idx in indices:
+                here.read_ahead(self._samples, self._offsets[idx], room_of(self._sizes[idx]))
 
     def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "NDArray[np.bool_]":
-        """Read samples into rows of a contiguous batch. Return which of them are there."""
-        nothing = np.zeros(len(indices), bool)
-        if self.file is None or not len(indices):
-            return nothing
-        assert isinstance(self._form, Rows)
-        with self._timed():
-            offsets, sizes = self.file.places_of(indices)
-            if np.count_nonzero(sizes != self._form.nbytes):
-                return nothing
-            return np.array(self._read_rows(self.file, indices, offsets, self._form.columns(items), rows))
+        """Read samples into rows of a contiguous batch. Return which of them are there.
 
-    def _read_rows(
-        self, file: SamplesFile, indices: _Indices, offsets: Any, columns: list[NDArray[np.uint8]], rows: _Indices
-    ) -> list[bool]:
-        """Read samples that the page cache has, then the others, which the kernel reads at the same time."""
-        found = file.read_into(indices, offsets, columns, rows, wait=False)
-        if None in found:
-            late = [number for number, there in enumerate(found) if there is None]
-            self.read_ahead(indices[late].tolist())
-            read = file.read_into(indices[late], offsets[late], columns, rows[late], wait=True)
-            for number, there in zip(late, read, strict=True):
-                found[number] = there
+        Read those that the page cache has, then the others, which the kernel reads at the same time.
+        """
+        assert isinstance(self._form, Rows)
+        offsets, sizes = (np.frombuffer(numbers, np.uint64)[indices] for numbers in (self._offsets, self._sizes))
+        if not len(indices) or np.count_nonzero(sizes != self._form.nbytes):
+            return np.zeros(len(indices), bool)
+        with self._timed():
+            columns = self._form.columns(items)
+            found = samples_file.read_into(self._samples, self._key, indices, offsets, columns, rows, wait=False)
+            if None in found:
+                late = [number for number, there in enumerate(found) if there is None]
+                self._read_ahead(indices[late].tolist())
+                read = samples_file.read_into(
+                    self._samples, self._key, indices[late], offsets[late], columns, rows[late], wait=True
+                )
+                for number, there in zip(late, read, strict=True):
+                    found[number] = there
         if False in found:
             for idx, at, there in zip(indices.tolist(), offsets.tolist(), found, strict=True):
                 if not there:
-                    self.lose(idx, at)
-        return list(map(bool, found))
+                    self._lose(idx, at)
+        return np.array(found, bool)
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -292,30 +341,33 @@ class DiskStore:
         finally:
             self._segment.count(READ_NS, time.perf_counter_ns() - began)
 
-    def lose(self, idx: int, at: int) -> None:
+    def _lose(self, idx: int, at: int) -> None:
         """Note that a sample that was written at ``at`` is damaged: it is EMPTY from now on."""
         with self._segment.guard:
-            if self._states[idx] != SET or self.file is None or self.file.offsets[idx] != at:
+            if self._states[idx] != SET or self._offsets[idx] != at:
                 return  # it was removed or written again meanwhile
             self._states[idx] = EMPTY
             self._segment.counters[DAMAGED] += 1
         self._warn("has lost samples, which are damaged or cannot be read. They come from the dataset, and are written again.")
 
     def _warn(self, problem: str) -> None:
-        if not self._warned:
+        if not self._warned and self._folder is not None:
             self._warned = True
             with self._segment.guard:
                 first = self._segment.extents.first_to_warn(DISK_WARNING)
             if first:
-                logger.warning("the disk cache %s %s", self._path, problem)
+                logger.warning("the disk cache %s %s", self._folder.path, problem)
 
     def clear(self) -> None:
-        """Give all room back to the disk."""
-        if self.file is not None:
-            self.file.clear()
-        self._words[USED], self._words[FULL] = DATA_OFFSET, 0
-        if self._form.nbytes is None:
-            np.asarray(self._states).fill(EMPTY)
+        """Forget all samples, and give their room back to the disk. Raises OSError."""
+        if self._folder is not None:
+            for numbers in (self._offsets, self._sizes):
+                np.frombuffer(numbers, np.uint64).fill(0)
+            os.ftruncate(self._index, 0)
+            os.ftruncate(self._samples, 0)
+            self._words[_USED], self._words[_FULL] = DATA_OFFSET, 0
+            if self._form.nbytes is None:
+                np.asarray(self._states).fill(EMPTY)
 
     def amounts(self, filled: int) -> dict[str, int]:
         """See `SampleStore`."""

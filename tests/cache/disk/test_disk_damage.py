@@ -20,7 +20,7 @@ import xxhash
 
 from stocache import CachedDataset, DataLoader, DiskCache
 from stocache.cache.disk.formats import Rows
-from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile, index_bytes
+from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes, room_of
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
 from stocache.system import background
@@ -80,7 +80,7 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
     rng = random.Random(seed)
     count, limit = 150, "1GB"
     if kind == "rows":  # no more room than the samples need
-        limit = f"{index_bytes(count) + DATA_OFFSET + count * SamplesFile.room(Rows(Structure.of(row(0))).nbytes)}B"
+        limit = f"{index_bytes(count) + DATA_OFFSET + count * room_of(Rows(Structure.of(row(0))).nbytes)}B"
     for _ in range(3):
         before = contents(tmp_path) if (tmp_path / "index").exists() else {}
         with open_disk(kind, tmp_path, count, limit) as cache:

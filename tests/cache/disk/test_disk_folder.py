@@ -41,8 +41,8 @@ def refused(path, match, error=DiskError, **options):
 def test_files_and_folders_with_other_files_are_refused(tmp_path):
     (tmp_path / "thesis\x1b[31m.tex").write_text("x")
     for path in (tmp_path / "thesis\x1b[31m.tex", tmp_path / "thesis\x1b[31m.tex" / "below"):
-        refused(path, "is a file or below one. Give a folder of its own")
-    with pytest.raises(DiskError, match=r"thesis.*is not of a disk cache. Give a folder of its own") as caught:
+        refused(path, "is not the folder of a disk cache: Not a directory. Give a folder of its own")
+    with pytest.raises(DiskError, match=r"is not the folder of a disk cache: it holds .*thesis.*Give a folder of its own") as caught:
         open_disk("rows", tmp_path)
     assert "\x1b" not in str(caught.value)
     assert len(os.listdir(tmp_path)) == 1
@@ -54,7 +54,7 @@ def test_files_and_folders_with_other_files_are_refused(tmp_path):
 def test_a_folder_or_file_of_another_user_is_refused(filled):
     for name in ("lock", "index", "samples"):
         os.chown(filled / name, 4321, 4321)
-        refused(filled, f"{name} is not a file of this user. Remove it")
+        refused(filled, f"{name} is not a file of the user of the folder. Remove it")
         os.chown(filled / name, 0, 0)
     os.chown(filled, 4321, 4321)
     refused(filled, r"belongs to user 4321, not to 0. Give a folder of your own")
@@ -136,7 +136,7 @@ def test_what_is_not_a_file_is_refused(filled, tmp_path, put_thing):
         for name in ("lock", "index", "samples", "cache.json"):
             (filled / name).rename(tmp_path / name)
             put_thing(filled / name)
-            refused(filled, rf"{name} is (not a file of this user. Remove it|damaged: it is not a file)")
+            refused(filled, rf"{name} is not a file of the user of the folder. Remove it|it holds '{name}'")
             assert (tmp_path / "precious").exists() == leads_to_a_file
             (filled / name).rmdir() if put_thing is os.mkdir else (filled / name).unlink()
             (tmp_path / name).rename(filled / name)
@@ -282,7 +282,8 @@ def test_what_killed_processes_left_in_shared_memory_goes(tmp_path):
 
 
 def test_a_process_that_reopens_the_folder_lets_others_in(filled):
-    folder = Folder.reopen(str(filled), json.loads((filled / "cache.json").read_text())["key"])
+    folder = Folder(filled)
+    folder.join(json.loads((filled / "cache.json").read_text())["key"])
     assert in_child(functools.partial(open_disk, "rows", filled)) == 0
     folder.close()
 

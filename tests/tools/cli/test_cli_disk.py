@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from stocache import DiskCache, prepare
+from stocache.cache.disk import folder as folder_module
 from stocache.cache.disk import inspection
-from stocache.cache.disk.samples_file import DATA_OFFSET, SamplesFile
+from stocache.cache.disk.folder import Folder
+from stocache.cache.disk.samples_file import DATA_OFFSET, room_of
 from stocache.samples.spec import Structure
 from stocache.shm import registry
 from stocache.system.hashing import ZEROS, embed_checksum
@@ -23,7 +25,7 @@ from tests.support.processes import in_child
 
 N, DIMS, LIMIT = 20, (3, 5), "1MB"
 FILLED = 12
-ROOM = SamplesFile.room(15)
+ROOM = room_of(15)
 
 
 def sample(idx):
@@ -159,15 +161,15 @@ def test_an_index_of_another_size_is_read_as_far_as_there_are_samples(run, folde
 
 @pytest.mark.parametrize("command", ["stat", "check"])
 def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, monkeypatch, command):
-    open_file = inspection._open_file
+    open_files = Folder._open_files
 
     def make_anew(*arguments):
         monkeypatch.undo()
         with open_cache(folder, fingerprint="v2") as cache:
             cache.set_slot(0, sample(0))
-        return open_file(*arguments)
+        return open_files(*arguments)
 
-    monkeypatch.setattr(inspection, "_open_file", make_anew)
+    monkeypatch.setattr(Folder, "_open_files", make_anew)
     result = run(command, folder)
     assert (result.exit_code, result.output) == (1, f"{folder} is being recreated by another process. Try again.\n")
     assert run(command, folder).exit_code == 0
@@ -204,7 +206,7 @@ def test_what_is_not_a_disk_cache_is_named_and_stays(run, tmp_path, command):
     for name, problem in problems.items():
         said = f"{tmp_path / name} is not the folder of a disk cache: {problem}\n"
         if (name, command[0]) == ("inner", "stat"):
-            said = f"{tmp_path / name}/cache.json cannot be read: Is a directory.\n"
+            said = f"{tmp_path / name}/cache.json is not a file of the user of the folder. Remove it.\n"
         result = run(*command, tmp_path / name)
         assert (result.exit_code, result.output) == (1, said)
     assert sorted(tmp_path.rglob("*")) == before
@@ -383,7 +385,7 @@ def test_doctor_says_where_a_disk_cache_lies(tmp_path, monkeypatch, is_live):
     network = "is on a network file system (nfs4): it may be as slow as the source."
     with open_cache(path) if is_live else contextlib.nullcontext():
         for kind, what in (("ext4", None), ("", None), ("tmpfs", "is on tmpfs, which is memory."), ("nfs4", network)):
-            monkeypatch.setattr(inspection, "filesystem_of", lambda fd, kind=kind: kind)
+            monkeypatch.setattr(folder_module, "filesystem_of", lambda fd, kind=kind: kind)
             expected = [("problem", f"the disk cache {path} {what}", "give a folder on a local disk: disk=...")] if what else []
             assert about(path, disk=None if is_live else str(path)) == expected
     assert path.exists() == is_live
