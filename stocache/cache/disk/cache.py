@@ -117,14 +117,15 @@ class DiskCache(SampleCache[_T]):
         folder: Folder | None = None
         try:
             folder = Folder(path, may_be_new=True)
-            with folder.closed_on_error():
-                folder.take(identity, fingerprint, allow_pickle, {"memory_slots": memory_slots} | pack_example(structure))
-                capacity = min(capacity, _room_in(folder, index_bytes(dataset_len), disk_limit, limit))
-                segment = open_states(folder, dataset_len, disk_limit, row_bytes, placement, capacity)
-                folder.share()
-        except (DiskError, SegmentError):
-            raise
+            folder.take(identity, fingerprint, allow_pickle, {"memory_slots": memory_slots} | pack_example(structure))
+            capacity = min(capacity, _room_in(folder, index_bytes(dataset_len), disk_limit, limit))
+            segment = open_states(folder, dataset_len, disk_limit, row_bytes, placement, capacity)
+            folder.share()
         except OSError as error:
+            if folder is not None:
+                folder.close()
+            if isinstance(error, DiskError | SegmentError):
+                raise
             logger.warning("disk=%r is not used: %s. Nothing is cached there.", path, error.strerror or error)
             folder, capacity, segment = None, 0, no_states(dataset_len)
         self._set_up((path, dataset_len, form, capacity), segment, folder)
@@ -135,17 +136,10 @@ class DiskCache(SampleCache[_T]):
         """Return a cache with these options, None without a disk. ``memory``: the cache before it, for samples of one shape."""
         if options.disk is None or options.disk_limit is None:
             return None
-        return cls(
-            options.disk,
-            options.disk_limit,
-            dataset_len,
-            structure=None if memory is None else memory.structure,
-            placement="scattered" if memory is None else memory.placement,
-            memory_slots=0 if memory is None else len(memory),
-            fingerprint=options.fingerprint,
-            codec=options.codec,
-            allow_pickle=options.allow_pickle,
-        )
+        alike = {name: getattr(options, name) for name in ("fingerprint", "codec", "allow_pickle")}
+        if memory is not None:
+            alike |= {"structure": memory.structure, "placement": memory.placement, "memory_slots": len(memory)}
+        return cls(options.disk, options.disk_limit, dataset_len, **alike)
 
     def _set_up(self, parts: tuple[Any, ...], segment: Segment, folder: Folder | None) -> None:
         """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
@@ -217,13 +211,7 @@ class DiskCache(SampleCache[_T]):
                 samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
         return [samples[idx] for idx in indices]
 
-    def _publish(
-        self,
-        indices: list[int],
-        encoded: Sequence[Any],
-        overwrite: bool = False,
-        count_races: bool = True,
-    ) -> None:
+    def _publish(self, indices: list[int], encoded: Sequence[Any], overwrite: bool = False, count_races: bool = True) -> None:
         wanted = None if overwrite else getattr(self._behind, "wanted", None)
         if wanted is not None and count_races:
             samples = {idx: b"".join(buffers) for idx, buffers in zip(indices, encoded, strict=True)}
@@ -261,9 +249,10 @@ class DiskCache(SampleCache[_T]):
         if key is not None:
             try:
                 folder = Folder(parts[0])
-                with folder.closed_on_error():
-                    folder.join(key)
+                folder.join(key)
             except OSError as error:
+                if folder is not None:
+                    folder.close()
                 with segment.guard:
                     first = segment.extents.first_to_warn(DISK_WARNING)
                 if first:

@@ -18,7 +18,7 @@ import secrets
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,9 @@ _MOST = 1 << 20  # bytes of a manifest
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _MACHINE, _BOOT = "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
-IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
-NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
-NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "fuse.sshfs"}
+_NETWORK |= {"fuse.glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone", "fuse.juicefs"}
 
 
 class Folder:
@@ -91,15 +91,6 @@ class Folder:
         hint = " Give a folder of its own; it may be new." if self._may_be_new else ""
         return DiskError(f"{self.shown} is not the folder of a disk cache: {problem}.{hint}")
 
-    @contextlib.contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close the folder if a block raises an error."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
     def close(self) -> None:
         """Close all files. Twice is fine."""
         self._close()
@@ -124,17 +115,12 @@ class Folder:
         self._lock()
         manifest = self.read_manifest() if MANIFEST_FILE in self.at.names() else None
         changed = manifest is not None and manifest["fingerprint"] != fingerprint
-        if manifest is not None:  # other data may be more or fewer samples
-            held, left = manifest["identity"], {"dataset_len"} if changed else set[str]()
-            wrong = [
-                f"{key} {held.get(key)!r}, now {value!r}"
-                for key, value in identity.items()
-                if key not in left and held.get(key) != value
-            ]
-            if wrong:
+        for name, value in identity.items():
+            held = value if manifest is None else manifest["identity"].get(name)
+            if held != value and not (changed and name == "dataset_len"):  # other data may be more or fewer samples
                 raise MismatchError(
-                    f"the disk cache {self.shown} is for other samples: {'; '.join(wrong)}. Give another folder, or remove it: "
-                    f"stocache rm {self.shown}"
+                    f"the disk cache {self.shown} is for other samples: {name} {held!r}, now {value!r}. Give another folder, "
+                    f"or remove it: stocache rm {self.shown}"
                 )
         if manifest is None or changed:
             manifest = self._make(manifest, {"fingerprint": fingerprint, "identity": identity, "facts": facts})
@@ -202,14 +188,8 @@ class Folder:
             raise DiskError(
                 f"others may write to {self.shown} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {self.shown}"
             )
-        kind = self.file_system
-        if kind in IN_MEMORY:
-            logger.warning("disk=%r is on %s, which is memory. Give a folder on a local disk.", self.path, kind)
-        elif kind in NETWORK:
-            logger.warning(
-                "disk=%r is on a network file system (%s): it may be as slow as the source. Give a folder on a local disk.",
-                self.path, kind,
-            )  # fmt: skip
+        if problem := unfit(self.file_system):
+            logger.warning("disk=%r %s. Give a folder on a local disk.", self.path, problem)
 
     @property
     def file_system(self) -> str:
@@ -252,7 +232,7 @@ class Folder:
                 )
             return
         machines = {text.partition(" ")[0] for text in (found, ours)} - {""}
-        if len(machines) > 1 and self.file_system in NETWORK:
+        if len(machines) > 1 and self.file_system in _NETWORK:
             raise DiskError(
                 f"{self.shown} was made by another machine, and is on a network file system. Give each machine a folder of its "
                 f"own, on a local disk."
@@ -289,13 +269,10 @@ class Folder:
         key, created = secrets.token_hex(8), time.time()
         manifest = {"format": "stocache disk cache", "version": _VERSION, "key": key, "created": created, **content}
         text = embed_checksum(json.dumps(manifest | {"checksum": ZEROS}, indent=1).encode(), _MARK)
-        draft = self.at.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
-            if os.write(draft, text) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(draft)
-        finally:
-            os.close(draft)
+        with os.fdopen(self.at.open(f"{MANIFEST_FILE}.new", os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as draft:
+            draft.write(text)
+            draft.flush()
+            os.fsync(draft.fileno())
         self.at.rename(f"{MANIFEST_FILE}.new", MANIFEST_FILE)
         return manifest
 
@@ -312,21 +289,17 @@ class Folder:
         except FileNotFoundError:
             self.check_names()
             problem = "is missing: the cache is being made, or its making was interrupted. The next run makes it. To remove it"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problem = f"is damaged: {printable(str(error))}. Remove the cache"
         raise DiskError(f"{self.shown}/{MANIFEST_FILE} {problem}: stocache rm --force {self.shown}")
 
 
 def _parse_manifest(text: bytes) -> dict[str, Any]:
-    """Return the manifest in a text. Raises ValueError if it is damaged, or of another version."""
+    """Return the manifest in a text. Raises ValueError or RecursionError if it is damaged, or of another version."""
     if _MARK not in text:
         raise ValueError("it has no checksum")
     read_checksum(text, _MARK)
-    try:
-        manifest = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-    match manifest:
+    match manifest := json.loads(text):
         case {"version": version} if version != _VERSION:
             raise ValueError(f"it has format version {version}, this stocache reads version {_VERSION}")
         case {
@@ -345,6 +318,13 @@ def _parse_manifest(text: bytes) -> dict[str, Any]:
         ):
             return dict(manifest)
     raise ValueError("it holds other values")
+
+
+def unfit(file_system: str) -> str:
+    """Return why a type of file system is not for a disk cache; "" if it is."""
+    if file_system in _IN_MEMORY:
+        return f"is on {file_system}, which is memory"
+    return f"is on a network file system ({file_system}): it may be as slow as the source" if file_system in _NETWORK else ""
 
 
 def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -4,17 +4,15 @@ import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 from tqdm import tqdm
 
 from stocache.cache.disk.folder import CONTENT, FILES, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, Folder
-from stocache.cache.disk.samples_file import CHECKSUM_BYTES, may_be_true, read_index, room_of, seed_of
+from stocache.cache.disk.samples_file import CHECKSUM_BYTES, entry_of, may_be_true, read_index, room_of, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named, registry
 from stocache.system.platform import here
@@ -23,41 +21,6 @@ from stocache.system.waiting import describe_first, flock_owners
 _RUN = 256  # samples that a thread checks at a time
 _PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
-
-_Numbers = NDArray[np.uint64]
-
-
-@dataclass(frozen=True)
-class DiskFolder:
-    """The facts about the folder of a disk cache.
-
-    Attributes:
-        path: the absolute path.
-        uid: the user to whom it belongs.
-        key: 16 hexadecimal digits; the shared memory of the cache is named after them.
-        created: seconds since 1970.
-        dataset_len: samples in the dataset.
-        filled: samples that the index has.
-        samples: the structure of a sample, as text; "any size" if sizes vary.
-        fingerprint: the user's text that identifies the samples.
-        disk_bytes: bytes that the files take on the disk.
-        free_bytes: bytes that are free on the disk.
-        file_system: its type; "" if it is not known.
-        pids: processes that use the folder, as far as this process can see them.
-    """
-
-    path: str
-    uid: int
-    key: str
-    created: float
-    dataset_len: int
-    filled: int
-    samples: str
-    fingerprint: str | None
-    disk_bytes: int
-    free_bytes: int
-    file_system: str
-    pids: list[int]
 
 
 class Damage(NamedTuple):
@@ -77,30 +40,41 @@ def is_disk_cache(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def describe(path: str | os.PathLike[str]) -> DiskFolder:
-    """Describe a folder, without changing or locking anything.
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the facts about a folder, without changing or locking anything.
+
+    Returns:
+        path: the absolute path.
+        uid: the user to whom it belongs.
+        key: 16 hexadecimal digits; the shared memory of the cache is named after them.
+        created: seconds since 1970.
+        dataset_len: samples in the dataset.
+        filled: samples that the index has.
+        samples: the structure of a sample, as text; "any size" if sizes vary.
+        fingerprint: the user's text that identifies the samples.
+        disk_bytes: bytes that the files take on the disk.
+        free_bytes: bytes that are free on the disk.
+        file_system: its type; "" if it is not known.
+        pids: processes that use the folder, as far as this process can see them.
 
     Raises:
         DiskError: it is not the folder of a disk cache, or is damaged.
     """
     with _opened(path) as folder:
         folder.look()
-        manifest, identity, size = folder.manifest, folder.manifest["identity"], os.fstat(folder.samples).st_size
+        identity, size = folder.manifest["identity"], os.fstat(folder.samples).st_size
         index = read_index(folder.index, identity["dataset_len"])
-        return DiskFolder(
-            folder.path,
-            folder.at.stat().st_uid,
-            folder.key,
-            manifest["created"],
-            identity["dataset_len"],
-            sum(int(np.count_nonzero(may_be_true(entries, size))) for _, entries in index),
-            identity["samples"],
-            manifest["fingerprint"],
-            sum(here.disk_bytes(os.fstat(fd)) for fd in (folder.index, folder.samples)),
-            folder.at.free_bytes(),
-            folder.file_system,
-            _users(folder),
-        )
+        return {
+            "path": folder.path,
+            "uid": folder.at.stat().st_uid,
+            **{name: folder.manifest[name] for name in ("key", "created", "fingerprint")},
+            **{name: identity[name] for name in ("dataset_len", "samples")},
+            "filled": sum(int(np.count_nonzero(may_be_true(entries, size))) for _, entries in index),
+            "disk_bytes": sum(here.disk_bytes(os.fstat(fd)) for fd in (folder.index, folder.samples)),
+            "free_bytes": folder.at.free_bytes(),
+            "file_system": folder.file_system,
+            "pids": _users(folder),
+        }
 
 
 def find_damage(path: str | os.PathLike[str], threads: int) -> Damage:
@@ -116,9 +90,8 @@ def find_damage(path: str | os.PathLike[str], threads: int) -> Damage:
         with tqdm(total=filled, desc="checking", unit="sample") as bar:
             for first, entries in read_index(folder.index, dataset_len):
                 there = np.flatnonzero(entries[:, 0])
-                rows = np.column_stack([there.astype(np.uint64) + np.uint64(first), entries[there]])
-                rows = rows[np.argsort(rows[:, 1])]  # as they lie on the disk
-                runs = [rows[begin : begin + _RUN] for begin in range(0, len(rows), _RUN)]
+                there = first + there[np.argsort(entries[there, 0])]  # as they lie on the disk
+                runs = [there[begin : begin + _RUN].tolist() for begin in range(0, len(there), _RUN)]
                 for run, bad in zip(runs, pool.map(partial(_damaged, folder), runs), strict=True):
                     damaged += bad
                     bar.update(len(run))
@@ -199,28 +172,23 @@ def _users(folder: Folder) -> list[int]:
     return []
 
 
-def _damaged(folder: Folder, rows: _Numbers) -> list[int]:
-    """Return which samples of rows of (index, offset, size) are damaged."""
-    return [row[0] for row in rows.tolist() if not _is_sound(folder, *row) and not _is_sound_now(folder, row[0])]
+def _damaged(folder: Folder, indices: list[int]) -> list[int]:
+    """Return which samples are damaged. Look twice: one may be written again, or the cache cleared, at this moment."""
+    return [idx for idx in indices if not _is_sound(folder, idx) and not _is_sound(folder, idx)]
 
 
-def _is_sound_now(folder: Folder, idx: int) -> bool:
-    """Look again at a sample: it may have been written again, or the cache may have been cleared."""
-    entries = [entry for _, part in read_index(folder.index, idx + 1, idx) for entry in part.tolist()]
-    return all(at == 0 or _is_sound(folder, idx, at, nbytes) for at, nbytes in entries)
-
-
-def _is_sound(folder: Folder, idx: int, at: int, nbytes: int) -> bool:
-    """Return whether the bytes of a sample pass their checksum. Read them in pieces: a false index may claim a huge size."""
-    end = at + room_of(nbytes) - CHECKSUM_BYTES
+def _is_sound(folder: Folder, idx: int) -> bool:
+    """Return whether a sample is not there, or passes its checksum. Read it in pieces: its size may be false, and huge."""
     digest = xxhash.xxh3_64(seed=seed_of(folder.seed, idx))
     try:
-        while at < end:
+        at, nbytes = entry_of(folder.index, idx)
+        end = at + room_of(nbytes) - CHECKSUM_BYTES
+        while 0 < at < end:
             data = here.pread(folder.samples, min(_PIECE, end - at), at)
             if not data:
                 return False
             digest.update(data)
             at += len(data)
-        return digest.intdigest() == int.from_bytes(here.pread(folder.samples, CHECKSUM_BYTES, end), "little")
+        return at == 0 or digest.intdigest() == int.from_bytes(here.pread(folder.samples, CHECKSUM_BYTES, end), "little")
     except (OSError, OverflowError):
         return False

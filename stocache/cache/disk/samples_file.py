@@ -73,15 +73,12 @@ def write(samples: int, at: int, buffers: list[Any]) -> None:
     """Write packed samples, which lie one behind the other. Raises OSError."""
     for begin in range(0, len(buffers), MOST_BUFFERS):
         part = buffers[begin : begin + MOST_BUFFERS]
-        nbytes = sum(memoryview(buffer).nbytes for buffer in part)
-        written = here.pwritev(samples, part, at)
-        if written != nbytes:  # the disk is full, or a signal came
-            data = memoryview(b"".join(part))
-            while written < nbytes:
-                more = here.pwrite(samples, data[written:], at + written)
-                if not more:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                written += more
+        nbytes, written = sum(memoryview(buffer).nbytes for buffer in part), here.pwritev(samples, part, at)
+        while written < nbytes:  # the disk is full, or a signal came
+            more = here.pwrite(samples, b"".join(part)[written:], at + written)
+            if not more:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written += more
         at += nbytes
 
 
@@ -186,10 +183,16 @@ def enter(index: int, idx: int, at: int, nbytes: int) -> None:
     here.pwrite(index, at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"), idx * ENTRY_BYTES)
 
 
-def read_index(index: int, dataset_len: int, first: int = 0) -> Iterator[tuple[int, _Numbers]]:
-    """Yield the entries from ``first`` on, in parts, each with the number of its first sample: rows of offset and size."""
+def entry_of(index: int, idx: int) -> tuple[int, int]:
+    """Return the offset and the size of a sample; 0 if it is not there. Raises OSError."""
+    data = here.pread(index, ENTRY_BYTES, idx * ENTRY_BYTES).ljust(ENTRY_BYTES, b"\0")
+    return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
+
+
+def read_index(index: int, dataset_len: int) -> Iterator[tuple[int, _Numbers]]:
+    """Yield the entries of all samples in parts, each with the number of its first sample: rows of offset and size."""
     end = min(dataset_len, os.fstat(index).st_size // ENTRY_BYTES)
-    for begin in range(first, end, _CHUNK):
+    for begin in range(0, end, _CHUNK):
         data = here.pread(index, min(_CHUNK, end - begin) * ENTRY_BYTES, begin * ENTRY_BYTES)
         yield begin, np.frombuffer(data[: len(data) // ENTRY_BYTES * ENTRY_BYTES], "<u8").reshape(-1, 2)
 

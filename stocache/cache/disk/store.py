@@ -64,12 +64,7 @@ def open_states(
         segment = Segment.create(control, 0, for_threads=True)
         initialise(segment.control)
         return segment
-    identity: Identity = {
-        "disk": folder.path,
-        "dataset_len": dataset_len,
-        "limit": str(limit),
-        "fingerprint": folder.key,
-    }
+    identity: Identity = {"disk": folder.path, "dataset_len": dataset_len, "limit": str(limit), "fingerprint": folder.key}
     if folder.alone:  # shared memory that killed processes left behind is not newer than the index
         with contextlib.suppress(OSError):
             named.remove(registry.path_of(name), dead=True)
@@ -372,8 +367,5 @@ class DiskStore:
     def amounts(self, filled: int) -> dict[str, int]:
         """See `SampleStore`."""
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
-        return {
-            "slots": slots,
-            "slot_bytes": max(0, self.used - DATA_OFFSET) // max(1, filled),
-            "capacity_bytes": max(0, self._capacity - DATA_OFFSET),
-        }
+        slot_bytes = max(0, self.used - DATA_OFFSET) // max(1, filled)
+        return {"slots": slots, "slot_bytes": slot_bytes, "capacity_bytes": max(0, self._capacity - DATA_OFFSET)}

@@ -16,13 +16,11 @@ from stocache.tools.cli.output import echo
 
 def describe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return everything about the folder of a disk cache, as JSON can hold it, and in words. Raises DiskError."""
-    folder = inspection.describe(path)
-    name = f"disk.{folder.key}"
+    facts = inspection.describe(path)
+    name, pids = f"disk.{facts['key']}", set(facts.pop("pids"))
     live = next((cache for cache in listing.find() if os.path.basename(cache.path) == name and cache.alive), None)
     holders = [] if live is None else live.holders
-    holders = [*holders, *listing.find_holders(sorted({*folder.pids} - {holder.pid for holder in holders}))]
-    facts = dataclasses.asdict(folder)
-    del facts["pids"]
+    holders = [*holders, *listing.find_holders(sorted(pids - {holder.pid for holder in holders}))]
     facts |= {
         "in_use": bool(live or holders),
         "holders": [dataclasses.asdict(holder) for holder in holders],
@@ -30,16 +28,16 @@ def describe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
         "stats": live and live.stats and dataclasses.asdict(live.stats),
     }
     limit = "" if live is None or live.limit_bytes is None else f", limit {format_size(live.limit_bytes)}"
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(folder.created))
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(facts["created"]))
     rows = {
-        "folder": printable(folder.path),
-        "user": listing.user_name(folder.uid),
-        "created": f"{created}, {listing.age_of(folder.created)} ago",
-        "samples": f"{folder.filled} of {folder.dataset_len} are there",
-        "structure": printable(folder.samples),
-        "fingerprint": "none" if folder.fingerprint is None else printable(folder.fingerprint),
-        "size": f"{format_size(folder.disk_bytes)} on the disk{limit}",
-        "disk": f"{format_size(folder.free_bytes)} free, {folder.file_system or 'unknown file system'}",
+        "folder": printable(facts["path"]),
+        "user": listing.user_name(facts["uid"]),
+        "created": f"{created}, {listing.age_of(facts['created'])} ago",
+        "samples": f"{facts['filled']} of {facts['dataset_len']} are there",
+        "structure": printable(facts["samples"]),
+        "fingerprint": "none" if facts["fingerprint"] is None else printable(facts["fingerprint"]),
+        "size": f"{format_size(facts['disk_bytes'])} on the disk{limit}",
+        "disk": f"{format_size(facts['free_bytes'])} free, {facts['file_system'] or 'unknown file system'}",
     }
     if live is not None and live.stats is not None:
         rows |= live.describe_counts() | {"damaged": f"{live.stats.damaged} found by reading"}

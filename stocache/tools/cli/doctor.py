@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stocache.cache.disk.folder import IN_MEMORY, NETWORK
+from stocache.cache.disk.folder import unfit
 from stocache.cache.disk.inspection import place_of
 from stocache.shm import named
 from stocache.shm.registry import directory_of
@@ -147,13 +147,8 @@ def _disk(folder: str, limit: int | None) -> Iterator[Finding]:
     except OSError as error:
         yield _problem(str(error), "give a folder of its own, which may be new: disk=...")
         return
-    if kind in IN_MEMORY:
-        yield _problem(f"the disk cache {shown} is on {kind}, which is memory.", "give a folder on a local disk: disk=...")
-    elif kind in NETWORK:
-        yield _problem(
-            f"the disk cache {shown} is on a network file system ({kind}): it may be as slow as the source.",
-            "give a folder on a local disk: disk=...",
-        )
+    if problem := unfit(kind):
+        yield _problem(f"the disk cache {shown} {problem}.", "give a folder on a local disk: disk=...")
     if limit is not None and room < limit:
         yield _problem(
             f"the disk cache {shown} has room for {format_size(room)}, its limit is {format_size(limit)}.",

@@ -42,7 +42,9 @@ def test_files_and_folders_with_other_files_are_refused(tmp_path):
     (tmp_path / "thesis\x1b[31m.tex").write_text("x")
     for path in (tmp_path / "thesis\x1b[31m.tex", tmp_path / "thesis\x1b[31m.tex" / "below"):
         refused(path, "is not the folder of a disk cache: Not a directory. Give a folder of its own")
-    with pytest.raises(DiskError, match=r"is not the folder of a disk cache: it holds .*thesis.*Give a folder of its own") as caught:
+    with pytest.raises(
+        DiskError, match=r"is not the folder of a disk cache: it holds .*thesis.*Give a folder of its own"
+    ) as caught:
         open_disk("rows", tmp_path)
     assert "\x1b" not in str(caught.value)
     assert len(os.listdir(tmp_path)) == 1

@@ -298,9 +298,9 @@ def test_check_counts_what_a_cut_file_and_a_false_index_have_lost(run, folder):
 def test_a_sample_that_is_written_anew_while_it_is_checked_is_looked_at_again(folder, monkeypatch):
     is_sound, looks = inspection._is_sound, []
 
-    def changing(files, idx, at, nbytes):
+    def changing(folder, idx):
         looks.append(idx)
-        return looks.count(idx) > 1 and is_sound(files, idx, at, nbytes)
+        return looks.count(idx) > 1 and is_sound(folder, idx)
 
     monkeypatch.setattr(inspection, "_is_sound", changing)
     assert inspection.find_damage(folder, 0).damaged == 0
