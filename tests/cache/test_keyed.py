@@ -465,7 +465,7 @@ def test_a_full_disk_and_a_wrong_folder(tmp_path, caplog):
         assert cache.get(99) is None
     assert sum("takes no more values" in record.getMessage() for record in caplog.records) == 1
     (tmp_path / "file").touch()
-    with pytest.raises(DiskError, match="is a file"):
+    with pytest.raises(DiskError, match="Not a directory"):
         on_disk(tmp_path / "file")
     with pytest.raises(LimitError, match="go together"):
         KeyedCache("1MB", disk=tmp_path)

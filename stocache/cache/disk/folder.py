@@ -189,7 +189,7 @@ class Folder:
                 f"others may write to {self.shown} (mode {status.st_mode & 0o777:o}). Change it: chmod 700 {self.shown}"
             )
         if problem := unfit(self.file_system):
-            logger.warning("disk=%r %s. Give a folder on a local disk.", self.path, problem)
+            logger.warning("disk=%r is on %s. Give a folder on a local disk.", self.path, problem)
 
     @property
     def file_system(self) -> str:
@@ -321,10 +321,10 @@ def _parse_manifest(text: bytes) -> dict[str, Any]:
 
 
 def unfit(file_system: str) -> str:
-    """Return why a type of file system is not for a disk cache; "" if it is."""
+    """Return a type of file system with the reason why it is not for a disk cache; "" if it is."""
     if file_system in _IN_MEMORY:
-        return f"is on {file_system}, which is memory"
-    return f"is on a network file system ({file_system}): it may be as slow as the source" if file_system in _NETWORK else ""
+        return f"{file_system}, which is memory"
+    return f"a network file system ({file_system}): it may be as slow as the source" if file_system in _NETWORK else ""
 
 
 def manifest_of(path: str | os.PathLike[str]) -> dict[str, Any] | None:

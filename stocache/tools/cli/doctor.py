@@ -148,7 +148,7 @@ def _disk(folder: str, limit: int | None) -> Iterator[Finding]:
         yield _problem(str(error), "give a folder of its own, which may be new: disk=...")
         return
     if problem := unfit(kind):
-        yield _problem(f"the disk cache {shown} {problem}.", "give a folder on a local disk: disk=...")
+        yield _problem(f"the disk cache {shown} is on {problem}.", "give a folder on a local disk: disk=...")
     if limit is not None and room < limit:
         yield _problem(
             f"the disk cache {shown} has room for {format_size(room)}, its limit is {format_size(limit)}.",
