@@ -5,7 +5,6 @@ Only bytes are copied, so all dtypes work in the same way.
 """
 
 import operator
-from abc import ABC
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.leaves.fixed import ArrayLeaf, Leaf, NarrowLeaf, NumberLeaf, TensorLeaf
-from stocache.shm.pool import NUMPY_DTYPES, Pool
+from stocache.samples.leaves.arrays import ArrayKind, ScalarKind, TensorKind
+from stocache.samples.leaves.kind import Leaf
+from stocache.samples.leaves.kinds import NarrowKind
+from stocache.samples.leaves.plain_kinds import NumberKind
+from stocache.shm.pool import Pool
 
 _Indices = NDArray[np.int64]
 _FACTS = operator.attrgetter("dtype", "shape", "device", "layout", "requires_grad")  # of tensors that can be stacked
@@ -37,53 +39,58 @@ _WIDENED = 1 << 16  # bytes that are widened at a time, so that they stay in the
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class Column(ABC):
-    """``slots`` values of one leaf, one after the other in ``memory``, a uint8 tensor.
+class Column:
+    """``slots`` values of one leaf, one after the other in ``memory``, a uint8 tensor. Batches of them are tensors.
 
     Attributes:
         array: all slots as one live tensor; a numpy array if the leaf is one. The first dimension is ``slots``.
+        words: the live slots as rows of the widest words that divide them.
+        narrowing: how values are made, if slots hold small integers of which they are made. What is read is widened once, into
+            the batch.
+        is_ordered: whether slots have another form than batches: another order of dimensions, or fewer bytes.
 
     If the leaf has an order (see NOTE [ Orders ]), slots hold values as they lie in memory; batches are in C order.
     """
 
-    array: Any
-    _like: Any  # memory for one value, of the type of batches
-    _back: tuple[int, ...] | None
+    _type: Any = Tensor  # of batches
+    _has_views = True
 
     def __init__(self, leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        self.nbytes, self._pool, self._stored = leaf.nbytes, pool, leaf.stored
-        self._back = None if leaf.back is None else (0, *(dim + 1 for dim in leaf.back))
+        self.nbytes, self._pool, self._leaf, self._stored = leaf.nbytes, pool, leaf, leaf.stored
+        self.narrowing = leaf.kind.narrowing if isinstance(leaf.kind, NarrowKind) else None
+        self._dtype: Any = self._dtype_of(leaf.kind if self.narrowing is None else leaf.kind.wide)
+        self._back = None if leaf.kind.back is None else (0, *(dim + 1 for dim in leaf.kind.back))
+        self.is_ordered = self._back is not None or self.narrowing is not None
         self.decode, self._memory = leaf.decoder(), memory.numpy().data
         self._rows = memory.view(slots, self.nbytes)
         word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0 == memory.data_ptr() % word.itemsize)
-        self._words = self._rows.view(word) if self.nbytes else self._rows
-        self._array = self._words.numpy()
+        self.words = self._rows.view(word) if self.nbytes else self._rows
+        self._array = self.words.numpy()
+        self.array: Any = self._rows if self.narrowing is not None else self._ordered(self._view(memory, slots))
 
-    @property
-    def words(self) -> Tensor:
-        """The live slots as rows of the widest words that divide them."""
-        return self._words
+    def _dtype_of(self, kind: Any) -> Any:
+        return kind.dtype
 
-    @property
-    def is_ordered(self) -> bool:
-        """Whether slots have another form than batches: another order of dimensions, or fewer bytes."""
-        return self._back is not None
+    def _view(self, memory: Any, count: int) -> Any:
+        """Return ``count`` values in memory as a tensor or array, in the shape that they have there."""
+        return memory.view(self._dtype).view(count, *self._stored)
 
     def load(self, slot: int, copy: bool) -> Any:
         """Return the value in ``slot``: a private copy; or the live memory itself, if the type has views."""
-        return self.decode(self._memory, slot * self.nbytes, True) if copy else self.array[slot]
+        if copy or not self._has_views or self.narrowing is not None:
+            return self.decode(self._memory, slot * self.nbytes, copy)
+        return self.array[slot]
 
     def batch(self, count: int) -> Any:
         """Return uninitialised memory for `gather`: ``count`` values along a first dimension."""
-        return torch.empty((count, *self._like.shape), dtype=self._like.dtype, device="cpu")
+        return torch.empty((count, *self._leaf.shape), dtype=self._dtype, device="cpu")
 
     def check_batch(self, batch: Any, count: int, where: str) -> None:
         """Raise SampleError unless ``batch`` has the type, dtype and shape of ``self.batch(count)``."""
-        like = self._like
-        if type(batch) is type(like) and batch.dtype == like.dtype and tuple(batch.shape) == (count, *like.shape):
-            return
-        given = f"{getattr(batch, 'dtype', type(batch).__name__)}{list(getattr(batch, 'shape', ()))}"
-        raise SampleError(f"{where} is {given}, expected {like.dtype}{[count, *like.shape]} ({type(like).__name__}).")
+        shape = (count, *self._leaf.shape)
+        if type(batch) is not self._type or batch.dtype != self._dtype or tuple(batch.shape) != shape:
+            given = f"{getattr(batch, 'dtype', type(batch).__name__)}{list(getattr(batch, 'shape', ()))}"
+            raise SampleError(f"{where} is {given}, expected {self._dtype}{list(shape)} ({self._type.__name__}).")
 
     def values(self, batch: Any) -> list[Any]:
         """Return the values of a batch in the type of the leaf; tensors and arrays are views of the batch."""
@@ -101,13 +108,13 @@ class Column(ABC):
 
     def gathered(self, slots: _Indices) -> Any:
         """Return the values of ``slots`` in new memory, each in the order of the leaf."""
-        out = self._pooled((len(slots), *self._stored))
+        out = self._pooled(len(slots))
         if self.nbytes:
             self._gather(slots, out)
         return self._ordered(out)
 
-    def _pooled(self, shape: tuple[int, ...]) -> Any:
-        return self._pool.empty(shape, self._like.dtype)
+    def _pooled(self, count: int) -> Any:
+        return self._pool.empty((count, *self._stored), self._dtype)
 
     def _ordered(self, rows: Any) -> Any:
         """Return rows, which have the shape that they have in memory, with the dimensions of the leaf."""
@@ -116,36 +123,47 @@ class Column(ABC):
         return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
 
     def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
-        if not (parallel and torch.get_num_threads() > 1) and (rows := _as_words(out, self._array.dtype)) is not None:
-            self._array.take(slots, 0, rows, "clip")  # releases the GIL once; torch's functions do so each time (measured)
-            return
-        target = _as_matrix(out)
-        offset = target.storage_offset() * target.itemsize
-        aligned = target.data_ptr() % self._words.itemsize == 0 == offset % self._words.itemsize
-        source = self._words if aligned else self._rows
-        torch.index_select(source, 0, torch.from_numpy(slots), out=target.view(source.dtype))
+        rows = as_bytes(out)
+        if self.narrowing is not None:
+            return self._widen(slots, rows)
+        source, words = self.words, rows.view(self._array.dtype)
+        if not words.flags.aligned:
+            source, words = self._rows, rows
+        if parallel and torch.get_num_threads() > 1:
+            torch.index_select(source, 0, torch.from_numpy(slots), out=torch.from_numpy(words))
+        else:
+            source.numpy().take(slots, 0, words, "clip")  # releases the GIL once; torch's functions do so each time (measured)
+        return None
 
-    def takes(self, values: Sequence[object]) -> bool:
-        """Return whether `stack` may be tried for values: they are plain ones of the leaf's type, dtype and shape."""
-        return False
+    def _widen(self, slots: _Indices, out: Any) -> None:
+        kind, step = self._leaf.kind, max(1, _WIDENED // self.nbytes)
+        narrow, wide = self._rows.numpy().view(kind.dtype), out.view(kind.wide.array_dtype)
+        for begin in range(0, len(slots), step):
+            some = slots[begin : begin + step] if step > 1 else slots[begin]
+            kind.narrowing.widen(narrow[some], wide[begin : begin + step])
 
-    def stack(self, values: Sequence[object], out: Any) -> bool:
-        """Copy values into a contiguous batch of as many. Return False if they do not fit after all."""
-        raise NotImplementedError
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        """Copy values into a contiguous batch of as many.
+
+        Return False, with undefined rows, unless they are plain ones of the leaf's type, dtype and shape.
+        """
+        if self.is_ordered or set(map(type, values)) != {Tensor} or values[0].device.type != "cpu":
+            return False
+        if set(map(_FACTS, values)) != {(self._dtype, self._leaf.shape, values[0].device, torch.strided, False)}:
+            return False
+        torch.stack(list(values), out=out.view(self._dtype).view(len(values), *self._stored))
+        return True
 
     def scatter(self, slots: _Indices, data: bytes) -> None:
         """Write values, one after the other in ``data``, into reserved slots through the mapping of the memory."""
         if self.nbytes:
-            rows = np.frombuffer(data, np.uint8).reshape(len(slots), self.nbytes)
-            if self._words.itemsize == 1:
-                self._rows.numpy()[slots] = rows
-            else:
-                words = self._words.numpy()
-                words[slots] = rows.view(words.dtype)
+            self._array[slots] = np.frombuffer(data, self._array.dtype).reshape(len(slots), -1)
 
     def put(self, row: Any, buffer: Any) -> None:
         """Write the encoded bytes of a value into a row of `as_bytes`."""
-        if self.nbytes:
+        if self.narrowing is not None:
+            self.narrowing.widen(np.frombuffer(buffer, self.narrowing.stored), row.view(self.narrowing.wide))
+        elif self.nbytes:
             row[...] = np.frombuffer(buffer, np.uint8)
 
     def erase(self, mask: Tensor, out: Any) -> None:
@@ -154,108 +172,66 @@ class Column(ABC):
             as_bytes(out)[mask.numpy()] = 0  # not by torch: a forked child does not have its threads
 
 
-def _as_words(batch: Any, dtype: Any) -> Any:
-    """Return a contiguous batch as an array of two dimensions over the same memory; None if numpy cannot."""
-    if isinstance(batch, Tensor):
-        if batch.dtype not in NUMPY_DTYPES:
-            return None
-        batch = batch.numpy()
-    rows = batch.reshape(len(batch), -1).view(dtype)
-    return rows if rows.flags.aligned else None
-
-
-def is_contiguous(batch: Any) -> bool:
-    """Return whether the values of a tensor or array lie one after another."""
-    return bool(batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous)
-
-
-def _as_matrix(batch: Any) -> Tensor:
-    """Return a contiguous batch of any dtype as a tensor of two dimensions over the same memory."""
-    if isinstance(batch, Tensor):
-        return batch.view(len(batch), -1)
-    return torch.from_numpy(batch.reshape(len(batch), -1).view(np.uint8))
-
-
-class _TensorColumn(Column):
-    def __init__(self, leaf: TensorLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        super().__init__(leaf, memory, slots, pool)
-        self.array = self._ordered(memory.view(leaf.dtype).view(slots, *self._stored))
-        self._like = self._ordered(torch.empty((1, *self._stored), dtype=leaf.dtype, device="cpu"))[0]
-
-    def takes(self, values: Sequence[Any]) -> bool:
-        first = values[0]
-        return (
-            set(map(type, values)) == {Tensor}
-            and self._back is None
-            and first.device.type == "cpu"
-            and set(map(_FACTS, values)) == {(self._like.dtype, self._like.shape, first.device, torch.strided, False)}
-        )
-
-    def stack(self, values: Sequence[Any], out: Any) -> bool:
-        if any(value.is_quantized for value in values[:1]):
-            return False
-        torch.stack(list(values), out=out.view(self._like.dtype).view(len(values), *self._stored))
-        return True
-
-
 class _ArrayColumn(Column):
-    def __init__(self, leaf: ArrayLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        super().__init__(leaf, memory, slots, pool)
-        self.array = self._ordered(np.ndarray((slots, *self._stored), leaf.dtype, memory.numpy()))
-        self._like = np.empty(leaf.shape, leaf.dtype)
-        self._scalar = leaf.scalar
+    _type = np.ndarray
+
+    def _view(self, memory: Any, count: int) -> Any:
+        return np.ndarray((count, *self._stored), self._dtype, memory.numpy())
 
     def load(self, slot: int, copy: bool) -> Any:
-        if self._scalar:
-            value = self.array[slot]
-            return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
+        if self.narrowing is not None:
+            return super().load(slot, copy)
         view = self.array[slot, ...]  # the dots keep an array of 0 dimensions an array
         return view.copy("K") if copy else view
 
-    def takes(self, values: Sequence[Any]) -> bool:
-        dtype, types = self._like.dtype, set(map(type, values))
-        if self._scalar:
-            return types == {dtype.type} and dtype.kind in "biufc" and dtype.isnative
-        if self._back is not None or types != {np.ndarray}:
-            return False
-        return all(value.dtype == dtype and value.shape == self._like.shape for value in values)
-
     def stack(self, values: Sequence[Any], out: Any) -> bool:
-        rows = as_bytes(out).reshape(-1).view(self._like.dtype).reshape(len(values), *self._stored)
-        if self._scalar:
-            rows[...] = values
-        else:
-            np.stack(values, out=rows)
+        if self.is_ordered or set(map(type, values)) != {np.ndarray}:
+            return False
+        if any(value.dtype != self._dtype or value.shape != self._leaf.shape for value in values):
+            return False
+        np.stack(values, out=self._stacked(out))
         return True
 
-    def batch(self, count: int) -> NDArray[Any]:
-        return np.empty((count, *self._like.shape), self._like.dtype)
+    def _stacked(self, out: Any) -> Any:
+        return as_bytes(out).reshape(-1).view(self._dtype).reshape(len(out), *self._stored)
 
-    def _pooled(self, shape: tuple[int, ...]) -> NDArray[Any]:
-        memory = self._pool.empty((shape[0] * self.nbytes,), torch.uint8)
-        rows: NDArray[Any] = np.ndarray(shape, self._like.dtype, memory.numpy())
-        return rows
+    def batch(self, count: int) -> NDArray[Any]:
+        return np.empty((count, *self._leaf.shape), self._dtype)
+
+    def _pooled(self, count: int) -> Any:
+        return self._view(self._pool.empty((count * self._leaf.batch_bytes,), torch.uint8), count)
 
     def values(self, batch: NDArray[Any]) -> list[Any]:
-        return list(batch) if self._scalar or batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
+        return list(batch) if batch.ndim > 1 else [batch[position, ...] for position in range(len(batch))]
+
+
+class _ScalarColumn(_ArrayColumn):
+    def load(self, slot: int, copy: bool) -> Any:
+        value = self.array[slot]
+        return value.copy() if copy and isinstance(value, np.void) else value  # records are views, others are not
+
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        dtype = self._dtype
+        if set(map(type, values)) != {dtype.type} or dtype.kind not in "biufc" or not dtype.isnative:
+            return False
+        self._stacked(out)[...] = values
+        return True
+
+    def values(self, batch: NDArray[Any]) -> list[Any]:
+        return list(batch)
 
 
 class _NumberColumn(Column):
-    def __init__(self, leaf: NumberLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        super().__init__(leaf, memory, slots, pool)
-        self.array = memory.view(leaf.dtype)
-        self._like = torch.empty((), dtype=leaf.dtype, device="cpu")
-        self._type = leaf.type
+    _has_views = False
 
-    def load(self, slot: int, copy: bool) -> Any:
-        return self.decode(self._memory, slot * self.nbytes, False)
+    def _dtype_of(self, kind: Any) -> Any:
+        return _NUMBERS[kind.type]
 
-    def takes(self, values: Sequence[object]) -> bool:
-        return set(map(type, values)) == {self._type}
-
-    def stack(self, values: Sequence[object], out: Any) -> bool:
+    def stack(self, values: Sequence[Any], out: Any) -> bool:
+        if set(map(type, values)) != {self._leaf.kind.type}:
+            return False
         try:
-            out.view(self._like.dtype)[...] = torch.tensor(values, dtype=self._like.dtype, device="cpu")
+            out.view(self._dtype)[...] = torch.tensor(values, dtype=self._dtype, device="cpu")
         except (OverflowError, RuntimeError):  # an int beyond 64 bits
             return False
         return True
@@ -264,42 +240,20 @@ class _NumberColumn(Column):
         return batch.tolist()
 
 
-class NarrowColumn(Column):
-    """Slots of integers of which the values are made. What is read is widened once, into the batch."""
+_NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool, complex: torch.complex128}
+_COLUMNS = dict[Any, Any]({TensorKind: Column, ArrayKind: _ArrayColumn, ScalarKind: _ScalarColumn, NumberKind: _NumberColumn})
 
-    is_ordered = True
 
-    def __init__(self, leaf: NarrowLeaf, memory: Tensor, slots: int, pool: Pool) -> None:
-        super().__init__(leaf, memory, slots, pool)
-        self._leaf, self.array = leaf, self._rows
-        self._wide: Column = COLUMNS[type(leaf.wide)](leaf.wide, memory[:0], 0, pool)
-        self._like = self._wide._like
-        self.batch, self.values = self._wide.batch, self._wide.values  # type: ignore[method-assign]
+def make_column(leaf: Leaf, memory: Tensor, slots: int, pool: Pool) -> Column:
+    """Return the column of a leaf."""
+    kind = leaf.kind.wide if isinstance(leaf.kind, NarrowKind) else leaf.kind
+    column: Column = _COLUMNS[type(kind)](leaf, memory, slots, pool)
+    return column
 
-    def load(self, slot: int, copy: bool) -> Any:
-        """Return the value in a slot, widened."""
-        return self.decode(self._memory, slot * self.nbytes, True)
 
-    def gathered(self, slots: _Indices) -> Any:
-        """Return a batch of the values in some slots, widened."""
-        out = self._wide._pooled((len(slots), *self._stored))
-        self._gather(slots, out)
-        return self._wide._ordered(out)
-
-    def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
-        rows, wide = self._rows.numpy().view(self._leaf.dtype), as_bytes(out).view(self._leaf.wide_dtype)
-        widen = self._leaf.narrowing.widen
-        count = _WIDENED // self.nbytes
-        if count < 2:
-            for row, slot in zip(wide, slots.tolist(), strict=True):
-                widen(rows[slot], row)
-        else:
-            for begin in range(0, len(slots), count):
-                widen(rows[slots[begin : begin + count]], wide[begin : begin + count])
-
-    def put(self, row: Any, buffer: Any) -> None:
-        """Widen the numbers of one value into a row of a batch."""
-        self._leaf.narrowing.widen(np.frombuffer(buffer, self._leaf.dtype), row.view(self._leaf.wide_dtype))
+def is_contiguous(batch: Any) -> bool:
+    """Return whether the values of a tensor or array lie one after another."""
+    return bool(batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous)
 
 
 def as_bytes(batch: Any) -> NDArray[np.uint8]:
@@ -308,9 +262,6 @@ def as_bytes(batch: Any) -> NDArray[np.uint8]:
         try:
             batch = batch.numpy()  # a view by torch releases the GIL, and waits for it where another thread loads
         except TypeError:  # numpy does not have the dtype
-            batch = _as_matrix(batch).view(torch.uint8).numpy()
+            batch = batch.view(len(batch), -1).view(torch.uint8).numpy()
     matrix: NDArray[np.uint8] = batch.reshape(len(batch), -1).view(np.uint8)
     return matrix
-
-
-COLUMNS: dict[type[Leaf], Any] = {TensorLeaf: _TensorColumn, ArrayLeaf: _ArrayColumn, NumberLeaf: _NumberColumn}

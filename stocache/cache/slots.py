@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.columns import ALIGNMENT, COLUMNS, LARGE_VALUE, SCATTERED, Column, NarrowColumn, as_bytes, is_contiguous
+from stocache.cache.columns import ALIGNMENT, LARGE_VALUE, SCATTERED, Column, as_bytes, is_contiguous, make_column
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.errors import SampleError
-from stocache.samples.leaves.fixed import NarrowLeaf
 from stocache.samples.spec import Structure
 from stocache.shm.layout import RESERVED_EXTENT
 from stocache.shm.pool import Pool
@@ -26,9 +25,6 @@ logger = logging.getLogger("stocache")
 
 
 _Indices = NDArray[np.int64]
-
-
-COLUMNS[NarrowLeaf] = NarrowColumn
 
 
 class SlotArrays:
@@ -55,11 +51,11 @@ class SlotArrays:
         self.places = list(zip(column_offsets(structure, slots), (leaf.nbytes for leaf in leaves), strict=False))
         pool = Pool()
         self.columns: list[Column] = [
-            COLUMNS[type(leaf)](leaf, segment.tensor(offset, slots * nbytes), slots, pool)
+            make_column(leaf, segment.tensor(offset, slots * nbytes), slots, pool)
             for leaf, (offset, nbytes) in zip(leaves, self.places, strict=True)
         ]
         # the columns whose values are leased instead of copied; see NOTE [ Private views ]
-        self._large = [column.nbytes >= LARGE_VALUE and not isinstance(column, NarrowColumn) for column in self.columns]
+        self._large = [column.nbytes >= LARGE_VALUE and column.narrowing is None for column in self.columns]
         self._private: PrivateViews | None = None
         self.gathers_from = 1 if any(self._large) else 16  # measured
         self.slot = operator.index if residency.identity else residency.slot
@@ -89,8 +85,6 @@ class SlotArrays:
         begin, count = (rows[0], len(samples)) if rows else (0, len(samples))
         in_row = rows is None or rows == list(range(begin, begin + count))
         for column, values, item in zip(self.columns, parted, items or repeat(None), strict=False):
-            if not column.takes(values):
-                return None
             place = item[begin : begin + count] if item is not None and in_row else column.batch(count)
             if not column.stack(values, place):
                 return None

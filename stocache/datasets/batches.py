@@ -57,7 +57,7 @@ class BatchSpec:
     def shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """The shape of a sample, and the dtype, for each tensor of a batch."""
         leaves: Any = self.structure.leaves
-        return [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+        return [(leaf.shape[1:], leaf.kind.dtype) for leaf in leaves]
 
     @classmethod
     def of(cls, cache: SharedCache) -> "BatchSpec | None":
@@ -74,7 +74,7 @@ class BatchSpec:
     @classmethod
     def _find_out(cls, cache: SharedCache) -> "BatchSpec | None":
         leaves = cache.structure.leaves
-        if any(getattr(leaf, "order", None) is not None for leaf in leaves):  # default_collate stacks in C order
+        if any(leaf.order is not None for leaf in leaves):  # default_collate stacks in C order
             return None
         rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         try:
@@ -87,7 +87,7 @@ class BatchSpec:
         if any(container.kind not in _KINDS for container in structure.containers) or len(tensors) != len(leaves):
             return None
         for tensor, leaf in zip(tensors, leaves, strict=True):
-            if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *getattr(leaf, "shape", ())):
+            if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *leaf.shape):
                 return None
             if not tensor.is_contiguous() or tensor.nbytes != 2 * leaf.batch_bytes:
                 return None

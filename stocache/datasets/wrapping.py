@@ -27,7 +27,7 @@ from stocache.datasets.proof import proof_of
 from stocache.errors import DatasetError, LimitError, MismatchError, SampleError
 from stocache.samples.codecs import Codec
 from stocache.samples.indices import check_len
-from stocache.samples.leaves.fixed import NarrowLeaf
+from stocache.samples.leaves.kinds import NarrowKind
 from stocache.samples.record_encoder import RecordEncoder
 from stocache.samples.spec import Structure
 from stocache.shm import registry, siblings
@@ -323,9 +323,9 @@ def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> No
 def _narrowed(structure: Structure, samples: list[Any]) -> Structure:
     """Return the structure that stores the samples in fewer bytes, if they are made of small integers."""
     narrow = structure.narrowed(samples)
-    changed = [leaf for leaf in narrow.leaves if isinstance(leaf, NarrowLeaf)]
+    changed = [leaf.kind for leaf in narrow.leaves if isinstance(leaf.kind, NarrowKind)]
     if changed:
-        kinds = dict.fromkeys(f"{leaf.wide_dtype} made of {leaf.narrowing} kept as {leaf.dtype}" for leaf in changed)
+        kinds = dict.fromkeys(f"{kind.wide.array_dtype} made of {kind.narrowing} kept as {kind.dtype}" for kind in changed)
         logger.info("%s: %.3g times as many samples fit.", ", ".join(kinds), structure.nbytes / max(1, narrow.nbytes))
     return narrow
 

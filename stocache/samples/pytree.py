@@ -15,21 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.leaves.type_lookup import (
-    MAX_DIMS,
-    Unfit,
-    Unresolved,
-    check_size,
-    class_text,
-    derives,
-    is_class,
-)
+from stocache.samples.leaves.type_lookup import MAX_DIMS, Unfit, Unresolved, check_size, class_text, derives, is_class
 from stocache.system.objects import static_attribute
 
 DEEP = 60
@@ -265,26 +257,49 @@ def check_image(parts: Any) -> None:
         raise ValueError(f"an image of {width} x {height} pixels takes {wanted} bytes, and has {len(data)}")
 
 
-Parts: TypeAlias = "tuple[Callable[[list[Any]], Any], list[Parts]] | None"
-"""How leaves are put together: the function that makes a container of its parts, and the same of each part; None for a leaf."""
+@dataclass(frozen=True)
+class Tree:
+    """A container, and of each part the tree; in place of one, whatever stands for a leaf."""
+
+    container: Container
+    children: tuple[Any, ...]
+
+    def containers(self) -> Iterator[Container]:
+        """Yield the containers, from the outside in."""
+        yield self.container
+        for child in self.children:
+            if isinstance(child, Tree):
+                yield from child.containers()
+
+    def leaves(self) -> Iterator[Any]:
+        """Yield what stands for the leaves, in order."""
+        for child in self.children:
+            if isinstance(child, Tree):
+                yield from child.leaves()
+            else:
+                yield child
+
+    def with_leaves(self, leaves: Iterator[Any]) -> "Tree":
+        """Return the same tree of other leaves."""
+        parts = (child.with_leaves(leaves) if isinstance(child, Tree) else next(leaves) for child in self.children)
+        return Tree(self.container, tuple(parts))
 
 
-def joiner_of(parts: Parts) -> Callable[[Any], Any]:
-    """Return the function that makes a value of the sequence of its leaves."""
-    if parts is None:
+def joiner_of(tree: Any) -> Callable[[Any], Any]:
+    """Return the function that makes a value of the sequence of its leaves; of one leaf, if ``tree`` is not a `Tree`."""
+    if not isinstance(tree, Tree):
         return operator.itemgetter(0)
-    unflatten, inner = parts
-    if not any(inner):
-        return unflatten
-    join = _joiner(parts)
+    if not any(isinstance(child, Tree) for child in tree.children):
+        return tree.container.unflatten_fn()
+    join = _joiner(tree)
     return lambda leaves: join(iter(leaves))
 
 
-def _joiner(parts: Parts) -> Callable[[Iterator[Any]], Any]:
+def _joiner(tree: Any) -> Callable[[Iterator[Any]], Any]:
     """Return the function that takes leaves from an iterator, and puts them together."""
-    if parts is None:
+    if not isinstance(tree, Tree):
         return next
-    unflatten, joins = parts[0], list(map(_joiner, parts[1]))
+    unflatten, joins = tree.container.unflatten_fn(), list(map(_joiner, tree.children))
     return lambda leaves: unflatten([join(leaves) for join in joins])
 
 

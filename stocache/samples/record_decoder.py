@@ -15,12 +15,11 @@ from typing import Any
 from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.containers import container_of, keys_from_literals
-from stocache.samples.leaves.kind import BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
+from stocache.samples.leaves.kind import BARE_NODES, BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
 from stocache.samples.leaves.kinds import kind_of
-from stocache.samples.leaves.layout import BARE_NODES
 from stocache.samples.leaves.plain_kinds import sequence_class
 from stocache.samples.leaves.type_lookup import NotImported, Unresolved
-from stocache.samples.pytree import DEEP, Parts, joiner_of
+from stocache.samples.pytree import DEEP, Tree, joiner_of
 from stocache.samples.record_encoder import (
     COMPRESSED,
     EncodedRecord,
@@ -195,9 +194,9 @@ class _Program:
     def __init__(self, treedef: TreeDef, trusted: bool, streams: set[int], depth: int = 0) -> None:
         self.steps: list[Step] = []
         self._trusted, self._streams = trusted, streams
-        self.join = joiner_of(self._parts(treedef, depth))
+        self.join = joiner_of(self._tree(treedef, depth))
 
-    def _parts(self, treedef: TreeDef, depth: int) -> Parts:
+    def _tree(self, treedef: TreeDef, depth: int) -> Tree | None:
         """Add the steps that read the leaves of a value, and return how they are put together."""
         if type(treedef) is not tuple or not treedef or depth > _LEVELS:
             raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
@@ -207,10 +206,10 @@ class _Program:
             container = container_of(kind, name, keys, extra, len(children), self._trusted)
             parts = []
             for position, child in enumerate(children):
-                parts.append(self._parts(child, depth + 1))
+                parts.append(self._tree(child, depth + 1))
                 if kind == "image" and position == _PIXELS and child == ("bytes",):
                     self.steps[-1] = (BYTES, TEXT, 1, lambda view: view)  # the image copies them
-            return container.unflatten_fn(), parts
+            return Tree(container, tuple(parts))
         if treedef[0] == "items":
             programs = [_Program(item, self._trusted, self._streams, depth + 1) for item in treedef[2]]
             bare = max(map(bare_nodes, treedef[2]))

@@ -24,7 +24,7 @@ NOTE [ Records ]
 NOTE [ Items without bytes ]
     A list of None, or of empty dicts, has a length and nothing else, so a forged length could make objects without end. So the
     bytes of a record limit its lists. A *bare* node is a container, or a leaf without bytes and sizes. All lists of a record
-    may make `BARE_NODES` (samples/leaves/layout.py) of them, and one more for each byte and integer in it. If a sample has
+    may make `BARE_NODES` (samples/leaves/kind.py) of them, and one more for each byte and integer in it. If a sample has
     more, zeros are put behind its leaves.
 """
 
@@ -39,8 +39,8 @@ from stocache.samples.codecs import Codec
 from stocache.samples.containers import keys_to_literals, name_container, take_apart
 from stocache.samples.flatten import flatten_one
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
-from stocache.samples.leaves.kinds import encode_pickle, encoder_of, kind_of, narrowed
-from stocache.samples.leaves.plain_kinds import NUMBERS, sequence_class
+from stocache.samples.leaves.kinds import encoder_of, kind_of, narrowed
+from stocache.samples.leaves.plain_kinds import NUMBERS, PickleKind, sequence_class
 from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.pytree import Container, sample_error
 
@@ -82,7 +82,7 @@ class EncodedSample(Leaves):
             if error.final:
                 raise
             try:
-                encoded = encode_pickle(value)
+                encoded = PickleKind.encode(value)
             except Unfit as failure:
                 raise (error if error.steps else failure) from failure.__cause__
         self.integers = own
@@ -315,7 +315,7 @@ def bare_nodes(treedef: TreeDef) -> int:
     if treedef[0] == "items":
         return 0
     kind = kind_of(treedef)
-    return 0 if kind.dims else kind.bare(())
+    return int(not kind.dims and not kind.nbytes(()))
 
 
 def parse_treedef(text: str) -> Any:

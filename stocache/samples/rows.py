@@ -25,7 +25,7 @@ class RowLayout:
 
     def __init__(self, structure: Structure) -> None:
         self._structure, self._sizes = structure, [leaf.nbytes for leaf in structure.leaves]
-        self.order = sorted(range(len(self._sizes)), key=lambda number: structure.leaves[number].stream)
+        self.order = sorted(range(len(self._sizes)), key=lambda number: structure.leaves[number].kind.stream)
         self.begins, self.nbytes = [0] * len(self._sizes), 0
         for number in self.order:
             self.begins[number] = self.nbytes

@@ -8,45 +8,26 @@ equals it.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from stocache.errors import SampleError
 from stocache.samples.flatten import flatten_one
-from stocache.samples.leaves.fixed import ArrayLeaf, Leaf, NarrowLeaf, TensorLeaf, leaf_of, numbers_of
-from stocache.samples.leaves.layout import check_dtype, numpy_dtype_of
+from stocache.samples.leaves.arrays import TensorKind
+from stocache.samples.leaves.kind import Leaf
+from stocache.samples.leaves.kinds import NarrowKind, array_dtype_of, leaf_of, numbers_of
 from stocache.samples.leaves.narrow import Narrowing, find
-from stocache.samples.leaves.type_lookup import Unfit, a
-from stocache.samples.pytree import Container, Parts, joiner_of, key_text, sample_error
+from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a
+from stocache.samples.pytree import Container, Tree, joiner_of, key_text, sample_error
 
-
-@dataclass(frozen=True)
-class _Inner:
-    """A container in the tree."""
-
-    container: Container
-    children: "tuple[Node, ...]"
-
-    @property
-    def identity(self) -> str:
-        """The text of `__str__`, with the modules of classes."""
-        return self._text(self.container.identity, [getattr(child, "identity", child) for child in self.children])
-
-    def _text(self, name: str, children: Sequence[object]) -> str:
-        inner = ", ".join(f"{key_text(key)}: {child}" for key, child in zip(self.container.keys, children, strict=True))
-        return f"{name}({inner})"
-
-    def __str__(self) -> str:
-        return self._text(str(self.container), self.children)
-
-
-Node: TypeAlias = _Inner | Leaf
+Node: TypeAlias = Tree | Leaf
 
 
 def _build(sample: object, leaf: Callable[[Any], Leaf]) -> Node:
@@ -60,7 +41,7 @@ def _build(sample: object, leaf: Callable[[Any], Leaf]) -> Node:
             children.append(_build(part, leaf))
         except Unfit as error:
             raise error.within(container, key) from error.__cause__
-    return _Inner(container, tuple(children))
+    return Tree(container, tuple(children))
 
 
 @dataclass(frozen=True)
@@ -94,7 +75,8 @@ class Structure:
             SampleError: the shapes are not shapes, the dtypes not dtypes, or their containers differ.
         """
         if _is_shape(data_dims):
-            return cls(TensorLeaf(check_dtype(dtype), _shape(data_dims)))
+            shape = _shape(data_dims)
+            return cls(Leaf(TensorKind(_checked_dtype(dtype), len(shape)), shape))
         parted = flatten_one(data_dims)
         if parted is None or not parted[1] or any(isinstance(part, int) for part in parted[1]):
             raise SampleError(f"data_dims={data_dims!r} is not a shape such as (3, 64, 64), nor a dict or tuple of shapes.")
@@ -106,24 +88,25 @@ class Structure:
                 raise SampleError(f"dtype={dtype!r} does not match data_dims={data_dims!r}. Give one dtype per shape.")
             by_key = dict(zip(given[0].keys, given[1], strict=True))
             dtypes = [by_key[key] for key in container.keys]
-        return cls(_Inner(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
+        return cls(Tree(container, tuple(cls.from_dims(d, t).root for d, t in zip(dims, dtypes, strict=True))))
 
     def narrowed(self, samples: Sequence[object]) -> "Structure":
-        """Return a structure that has a `NarrowLeaf` if all ``samples``, or all but one, have values made of small integers."""
+        """Return a structure with a `NarrowKind` for values that are small integers in all ``samples``, or all but one."""
         values = self.part(samples)
         if not samples or values is None:
             return self
-        return Structure(_with_leaves(self.root, map(_narrowest, self.leaves, values)))
+        leaves = map(_narrowest, self.leaves, values)
+        return Structure(self.root.with_leaves(leaves) if isinstance(self.root, Tree) else next(leaves))
 
     @property
     def leaves(self) -> list[Leaf]:
         """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
-        return list(_walk(self.root))
+        return list(self.root.leaves()) if isinstance(self.root, Tree) else [self.root]
 
     @property
     def containers(self) -> list[Container]:
         """The containers, from the outside in."""
-        return list(_containers(self.root))
+        return list(self.root.containers()) if isinstance(self.root, Tree) else []
 
     @cached_property
     def nbytes(self) -> int:
@@ -142,7 +125,7 @@ class Structure:
             SampleError: a container or a leaf differs from this structure.
         """
         try:
-            if not isinstance(self.root, _Inner):
+            if not isinstance(self.root, Tree):
                 return [self.root.encode(sample)]
             buffers: list[Any] = []
             _flatten(self.root, sample, lambda leaf, value: buffers.append(leaf.encode(value)))
@@ -169,11 +152,11 @@ class Structure:
 
     def joiner(self) -> Callable[[Any], Any]:
         """Return the function that puts a sequence of values, one per leaf, into the containers of this structure."""
-        return joiner_of(_parts(self.root))
+        return joiner_of(self.root)
 
     def example(self) -> Any:
         """Return a sample of this structure, whose values are zeros and lie in memory as those of the cache do."""
-        return self.unflatten([leaf.example() for leaf in self.leaves])
+        return self.unflatten([leaf.decoder()(bytearray(leaf.nbytes), 0, False) for leaf in self.leaves])
 
     @property
     def identity(self) -> str:
@@ -181,22 +164,27 @@ class Structure:
 
         One exception: two classes that functions define under one name have the same text.
         """
-        return str(getattr(self.root, "identity", self.root))
+        return _text(self.root, lambda container: container.identity)
 
     def __str__(self) -> str:
-        return str(self.root)
+        return _text(self.root)
+
+
+def _text(node: Node, name: Callable[[Container], str] = str) -> str:
+    """Return a tree as text, given what to call its containers."""
+    if not isinstance(node, Tree):
+        return str(node)
+    parts = zip(map(key_text, node.container.keys), node.children, strict=True)
+    return f"{name(node.container)}({', '.join(f'{key}: {_text(child, name)}' for key, child in parts)})"
 
 
 def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
-    if not isinstance(leaf, TensorLeaf | ArrayLeaf) or getattr(leaf, "scalar", False) or not leaf.count:
-        return leaf
-    dtype = leaf.dtype if isinstance(leaf, ArrayLeaf) else numpy_dtype_of(leaf.dtype)
-    narrowing = None
-    if dtype is not None:
+    dtype, narrowing = array_dtype_of(leaf.kind), None
+    if dtype is not None and leaf.nbytes:
         with contextlib.suppress(Unfit):  # a value is another one
-            narrowing = _way_of_most([numbers_of(leaf, value, dtype) for value in values], leaf.stored)
-    return leaf if narrowing is None else NarrowLeaf(leaf, narrowing)
+            narrowing = _way_of_most([numbers_of(leaf.encode(value), dtype) for value in values], leaf.stored)
+    return leaf if narrowing is None else Leaf(NarrowKind(leaf.kind, narrowing), leaf.stored, leaf.exact)
 
 
 def _way_of_most(values: list[NDArray[Any]], shape: tuple[int, ...]) -> Narrowing | None:
@@ -211,34 +199,13 @@ def _way_of_most(values: list[NDArray[Any]], shape: tuple[int, ...]) -> Narrowin
     return None
 
 
-def _with_leaves(node: Node, leaves: Iterator[Leaf]) -> Node:
-    if not isinstance(node, _Inner):
-        return next(leaves)
-    return _Inner(node.container, tuple(_with_leaves(child, leaves) for child in node.children))
-
-
-def _walk(node: Node) -> Iterator[Leaf]:
-    if isinstance(node, _Inner):
-        for child in node.children:
-            yield from _walk(child)
-    else:
-        yield node
-
-
-def _containers(node: Node) -> Iterator[Container]:
-    if isinstance(node, _Inner):
-        yield node.container
-        for child in node.children:
-            yield from _containers(child)
-
-
 def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None:
-    if not isinstance(node, _Inner):
+    if not isinstance(node, Tree):
         take(node, sample)
         return
     wanted, parted = node.container, flatten_one(sample)
     if parted is None or parted[0].cls is not wanted.cls:
-        raise Unfit(f"is {a(sample)}, the cache holds {node}")
+        raise Unfit(f"is {a(sample)}, the cache holds {_text(node)}")
     container, parts = parted
     alike = _keys_alike(container, wanted)
     if container != wanted or not alike:
@@ -253,7 +220,7 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
 
 
 def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
-    if not isinstance(node, _Inner):
+    if not isinstance(node, Tree):
         return [samples]
     kind, keys = node.container.kind, list(node.container.keys)
     parts: Iterable[Sequence[Any]]
@@ -293,8 +260,13 @@ def _contents(container: Container) -> str:
     return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
-def _parts(node: Node) -> Parts:
-    return (node.container.unflatten_fn(), list(map(_parts, node.children))) if isinstance(node, _Inner) else None
+def _checked_dtype(dtype: Any) -> torch.dtype:
+    """Return a torch dtype whose values each take whole bytes. Raises SampleError for others."""
+    if not isinstance(dtype, torch.dtype):
+        raise SampleError(f"dtype {dtype!r} is not a torch dtype. Use for example torch.uint8.")
+    if dtype not in TORCH_DTYPES.values():
+        raise SampleError(f"dtype {dtype} cannot be cached: quantized tensors hold their scale outside of their bytes.")
+    return dtype
 
 
 def _is_shape(dims: Any) -> bool:

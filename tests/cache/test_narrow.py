@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 from stocache import CachedDataset, DataLoader, LimitError, RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.cache.options import CacheOptions
 from stocache.datasets.batches import BatchSpec
-from stocache.samples.leaves.fixed import NarrowLeaf
-from stocache.samples.leaves.kinds import kind_of
+from stocache.samples.leaves.kinds import NarrowKind, kind_of
 from stocache.samples.leaves.narrow import find
 from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.record_decoder import reader_of_cache
@@ -64,7 +63,7 @@ def test_every_way_to_read_gives_what_the_dataset_gives(make, tmp_path):
     expected = [dataset[idx] for idx in range(N)]
     with CachedDataset(dataset, "1MB", narrow=True) as cached:
         leaf = cached.cache.structure.leaves[0]
-        assert type(leaf) is NarrowLeaf
+        assert type(leaf.kind) is NarrowKind
         assert cached.cache.structure.nbytes == 3 * 20 * 20 + 8
         for _ in range(2):
             assert same([cached[idx] for idx in range(N)], expected)
@@ -323,7 +322,7 @@ def test_batches_are_gathered_from_a_narrow_cache():
 def test_a_leaf_takes_a_value_only_if_what_comes_back_is_the_same_to_the_last_bit(divisor):
     made = BYTES / np.float32(divisor)
     leaf, bits = narrow_leaf(torch.from_numpy(made)), made.view(np.uint32)
-    assert leaf.narrowing.divisor == divisor
+    assert leaf.kind.narrowing.divisor == divisor
     assert taken(leaf, made)
     assert taken(leaf, made[::-1].copy())
     special = np.float32([-0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-40, -1e-40, 256, -1, 3e38]).view(np.uint32)

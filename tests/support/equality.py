@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from stocache.samples.leaves.layout import array_dim_order_of, dim_order_of
+from stocache.samples.leaves.arrays import array_dim_order_of, dim_order_of
 
 
 def everywhere(check, a, b):

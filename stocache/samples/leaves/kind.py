@@ -1,18 +1,32 @@
-"""What the kinds of leaves have in common: how a value becomes bytes, and is read from a record."""
+"""What the kinds of leaves have in common: how a value becomes bytes, and is read from a record or a row.
+
+NOTE [ Orders ]
+    A tensor or array may be dense, but have its dimensions in another order in memory: channels_last, Fortran order, a permuted
+    image. It is stored as it lies in memory, and comes back with the same strides. Its *order* lists the dimensions from the
+    largest stride to the smallest; it is None for the order of C. A value that is not dense is stored in the order of C.
+"""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
-from stocache.samples.leaves.layout import (
-    BARE_NODES,
-    Make,
-)
-from stocache.samples.leaves.type_lookup import (
-    Unfit,
-    a,
-)
+from stocache.samples.leaves.type_lookup import Unfit, a
+
+DimOrder: TypeAlias = tuple[int, ...] | None
+"""See NOTE [ Orders ]."""
+
+
+Make: TypeAlias = Callable[..., Any]
+"""Makes a leaf, given a buffer, the position in it, the number of values there, their shape as they lie, and perhaps True for a
+private copy. Else it may keep the buffer: tensors and arrays are views of it."""
+
+
+BARE_NODES = 1 << 16
+"""See NOTE [ Items without bytes ]."""
+
 
 Description: TypeAlias = tuple[Any, ...]
 """The name of a kind, and the facts that its constructor takes."""
@@ -98,7 +112,7 @@ NUMBER, TEXT, ITEMS = -1, -2, -3
 
 
 class Kind(ABC):
-    """A kind of leaf, as its constructor's arguments describe it.
+    """A kind of leaf.
 
     Attributes:
         name: the name of the kind in records.
@@ -107,16 +121,25 @@ class Kind(ABC):
         stream: the stream of a record that holds the bytes.
         itemsize: bytes of one value.
         dims: how many sizes a record holds for each leaf.
-
-    Constructors raise ValueError, TypeError or LookupError for arguments that describe nothing: they may be forged.
+        order: see NOTE [ Orders ].
     """
 
     name: ClassVar[str]
     types: ClassVar[tuple[type, ...]] = ()
     base: ClassVar[type | None] = None
-    stream = BYTES
-    itemsize = 1
-    dims = 1
+    stream: Any = BYTES
+    itemsize: Any = 1
+    dims: Any = 1
+    order: Any = None
+
+    @classmethod
+    def parse(cls, *facts: Any) -> "Kind":
+        """Return the kind that facts of a description describe.
+
+        Raises:
+            ValueError, TypeError, LookupError: they describe nothing: they may be forged.
+        """
+        return cls(*facts)
 
     @classmethod
     @abstractmethod
@@ -154,9 +177,74 @@ class Kind(ABC):
             Unresolved: its class is not here, or may not be used.
         """
 
-    def bare(self, shape: tuple[int, ...]) -> int:
-        """Return 1 where leaves of one shape have no bytes, else 0; see NOTE [ Items without bytes ]."""
-        return int(not math.prod(shape) * self.itemsize)
+    @property
+    def back(self) -> DimOrder:
+        """The permutation of the dimensions in memory to those of the value; None where they are the same."""
+        return None if self.order is None else tuple(sorted(range(self.dims), key=self.order.__getitem__))
+
+    def nbytes(self, stored: tuple[int, ...]) -> int:
+        """Return the bytes of a value, given its shape in memory."""
+        return math.prod(stored) * int(self.itemsize)
+
+    def batch_bytes(self, stored: tuple[int, ...]) -> int:
+        """Return the bytes of a value in a batch: more than `nbytes` where it is made of small integers."""
+        return self.nbytes(stored)
+
+    def pack(self, value: Any, leaf: "Leaf") -> Any:
+        """Return the bytes of a value of a row, a buffer. Raises Unfit where it is not as its leaf says."""
+        raise NotImplementedError
+
+    def text(self, shape: tuple[int, ...]) -> str:
+        """Return the kind of values of a shape, for the user."""
+        return f"{list(shape)}" if self.order is None else f"{list(shape)} order {list(self.order)}"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of samples of one structure.
+
+    Attributes:
+        kind: its kind, which has `Kind.pack`.
+        stored: the shape of a value as it lies in memory.
+        exact: whether it takes only values that come back the same.
+    """
+
+    kind: Any
+    stored: tuple[int, ...] = ()
+    exact: bool = False
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a value."""
+        return self.stored if self.kind.back is None else tuple(self.stored[dim] for dim in self.kind.back)
+
+    @property
+    def order(self) -> DimOrder:
+        """See NOTE [ Orders ]. Values of any order are taken."""
+        order: DimOrder = self.kind.order
+        return order
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return int(self.kind.nbytes(self.stored))
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of one value in a batch."""
+        return int(self.kind.batch_bytes(self.stored))
+
+    def encode(self, value: object) -> Any:
+        """Return the bytes of a value, a buffer. Raises Unfit where it has another type, dtype or shape, or no data."""
+        return self.kind.pack(value, self)
+
+    def decoder(self) -> Callable[..., Any]:
+        """Return the function that makes a value, given a buffer, the position of its bytes there, and whether to copy them."""
+        make, count, stored = self.kind.maker(True), math.prod(self.stored), self.stored
+        return lambda buffer, at, copy: make(buffer, at, count, stored, copy)
+
+    def __str__(self) -> str:
+        return str(self.kind.text(self.shape))
 
 
 def no_bytes(value: object) -> Unfit:

@@ -11,33 +11,24 @@ NOTE [ Kinds of leaves ]
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from stocache.samples.leaves.array_kinds import ArrayKind, ScalarKind, TensorKind, dtype_of
-from stocache.samples.leaves.kind import Description, Differs, Encoded, Kind, Leaves, Write, no_bytes, stream_of
-from stocache.samples.leaves.layout import (
-    Make,
-)
+from stocache.samples.leaves.arrays import ArrayKind, ScalarKind, TensorKind, array_dim_order_of, check_dense, dim_order_of
+from stocache.samples.leaves.kind import Description, Differs, Encoded, Kind, Leaf, Leaves, Make, Write, no_bytes, stream_of
 from stocache.samples.leaves.narrow import Narrowing, find
-from stocache.samples.leaves.plain_kinds import EnumKind, NumberKind, NumbersKind, PickleKind, TextKind, decoder_error
-from stocache.samples.leaves.type_lookup import (
-    Unfit,
-)
+from stocache.samples.leaves.plain_kinds import NUMBERS, EnumKind, NumberKind, NumbersKind, PickleKind, TextKind, decoder_error
+from stocache.samples.leaves.type_lookup import Unfit, a
 from stocache.system.objects import is_decoder
-
-
-def encode_pickle(value: object) -> Encoded:
-    """Return a value, pickled. Raises Unfit where it does not pickle."""
-    return PickleKind.encode(value)
 
 
 def kind_of(description: Description) -> Kind:
     """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError where it is not one."""
     name, *facts = description
-    return KINDS[name](*facts) if name in KINDS else TextKind(name, *facts)
+    return KINDS[name].parse(*facts) if name in KINDS else TextKind(name, *facts)
 
 
 def encode_other(value: object) -> Encoded:
@@ -52,49 +43,81 @@ def encode_other(value: object) -> Encoded:
     raise decoder_error(value) if is_decoder(type(value)) else no_bytes(value)
 
 
-class _NarrowKind(Kind):
-    """Tensors or arrays whose numbers are made of small integers, in records; see NOTE [ Narrow values ].
+@dataclass(frozen=True)
+class NarrowKind(Kind):
+    """Tensors or arrays whose numbers are made of small integers, and stored as these; see NOTE [ Narrow values ].
 
-    Args:
-        leaf: the description of the values themselves.
+    A value is taken only if what comes back is the same to the last bit.
+
+    Attributes:
+        wide: the kind of the values themselves.
+        narrowing: how they are made; in records without the sizes of channels, which their shapes say.
         last: the channels are the last dimension in memory, not the first.
-        others: as in `Narrowing`.
     """
 
     name = "narrow"
+    wide: Any
+    narrowing: Narrowing
+    last: bool = False
 
-    def __init__(self, leaf: Any, stored: Any, divisor: Any, factor: Any, mean: Any, std: Any, last: Any) -> None:
-        self._kind = kind_of(leaf)
-        dtype = dtype_of(self._kind)
-        if dtype is None or not all(type(number) in (int, float) and number for number in (divisor, factor, *std)):
+    @classmethod
+    def parse(cls, leaf: Any, stored: Any, divisor: Any, factor: Any, mean: Any, std: Any, last: Any) -> "NarrowKind":
+        wide = kind_of(leaf)
+        if array_dtype_of(wide) is None or not all(type(n) in (int, float) and n for n in (divisor, factor, *std)):
             raise ValueError(f"{leaf!r:.80} does not hold numbers")
         if stored not in ("|u1", "<i2", "<u2") or len(mean) != len(std) or not all(type(number) is float for number in mean):
             raise ValueError(f"{stored!r:.20}, {mean!r:.80}: this is no way to make numbers")
-        self._leaf, self._last, self.dims = leaf, bool(last), self._kind.dims
-        self._narrowing = Narrowing(dtype.str, stored, divisor, factor, tuple(mean), tuple(std))
-        self.itemsize = np.dtype(stored).itemsize
-        self.stream = stream_of(self.itemsize)
+        return cls(wide, Narrowing(array_dtype_of(wide).str, stored, divisor, factor, tuple(mean), tuple(std)), bool(last))
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of what is stored."""
+        return np.dtype(self.narrowing.stored)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize  # type: ignore[no-any-return]
+
+    @property
+    def stream(self) -> int:
+        return stream_of(self.itemsize)
+
+    @property
+    def dims(self) -> int:
+        return self.wide.dims  # type: ignore[no-any-return]
+
+    @property
+    def order(self) -> Any:
+        return self.wide.order
 
     @classmethod
     def encode(cls, value: object) -> Encoded:
         raise Unfit("is encoded as its values are")
 
+    def nbytes(self, stored: tuple[int, ...]) -> int:
+        return super().nbytes(stored) // self.narrowing.share
+
+    def batch_bytes(self, stored: tuple[int, ...]) -> int:
+        return self.wide.nbytes(stored)  # type: ignore[no-any-return]
+
     def _for(self, shape: Sequence[int]) -> Narrowing:
         """Return the steps for values of a shape. Raises Differs: it has no values, or other channels."""
-        channels = len(self._narrowing.mean)
-        if not math.prod(shape) or (channels > 1 and channels != shape[-1 if self._last else 0]):
+        channels, narrowing = len(self.narrowing.mean), self.narrowing
+        if narrowing.channels > 1:  # those of a row
+            return narrowing
+        if not math.prod(shape) or (channels > 1 and channels != shape[-1 if self.last else 0]):
             raise Differs(f"values of shape {list(shape)} are not made so")
         if channels < 2:  # one mean for all values, or none
-            return self._narrowing
-        return replace(self._narrowing, channels=channels, inner=1 if self._last else math.prod(shape[1:]))
+            return narrowing
+        return replace(narrowing, channels=channels, inner=1 if self.last else math.prod(shape[1:]))
 
     def writer(self, description: Description) -> Write:
-        write_wide, stream, dtype = self._kind.writer(self._leaf), self._kind.stream, np.dtype(self._narrowing.wide)
+        write_wide, own_stream, dtype = self.wide.writer(description[1]), self.wide.stream, self.wide.array_dtype
 
         def write(value: object, leaves: Leaves) -> None:
             own = Leaves()
             write_wide(value, own)
-            narrow = self._for(own.integers).narrow(np.frombuffer(own.streams[stream][0], dtype))
+            narrow = self._for(own.integers).narrow(np.frombuffer(own.streams[own_stream][0], dtype))
             if narrow is None:
                 raise Differs
             leaves.streams[self.stream].append(narrow)
@@ -103,21 +126,40 @@ class _NarrowKind(Kind):
         return write
 
     def maker(self, trusted: bool) -> Make:
-        make_wide, wide, stored = self._kind.maker(trusted), np.dtype(self._narrowing.wide), np.dtype(self._narrowing.stored)
+        make_wide, wide, stored, share = self.wide.maker(trusted), self.wide.array_dtype, self.dtype, self.narrowing.share
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
             out = np.empty(count, wide)
             with np.errstate(all="ignore"):  # of forged numbers
-                self._for(shape).widen(np.frombuffer(buffer, stored, count, at), out)
+                self._for(shape).widen(np.frombuffer(buffer, stored, count // share, at), out)
             return make_wide(out.data, 0, count, shape, False)
 
         return make
+
+    def pack(self, value: Any, leaf: Leaf) -> Any:
+        narrow = self.narrowing.narrow(numbers_of(self.wide.pack(value, leaf), self.wide.array_dtype))
+        if narrow is None:
+            raise Unfit(f"is not made of {self.narrowing}, as {leaf} has to be", "Leave narrow out")
+        return narrow.view(np.uint8)
+
+    def text(self, shape: tuple[int, ...]) -> str:
+        return f"{self.wide.text(shape)} of {self.narrowing}"
+
+
+def array_dtype_of(kind: Any) -> Any:
+    """Return numpy's dtype for tensors or arrays; None where it does not know it, or for another kind."""
+    return kind.array_dtype if type(kind) in (TensorKind, ArrayKind) else None
+
+
+def numbers_of(data: Any, dtype: Any) -> Any:
+    """Return the bytes of a tensor or array as numbers in one dimension."""
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8).view(dtype)
 
 
 def narrowed(encoded: Encoded) -> Encoded:
     """Return a leaf as the integers that it is made of, if that is so."""
     description, _, data, shape = encoded
-    dtype = dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
+    dtype = array_dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
     if dtype is None or dtype.hasobject or not dtype.itemsize or not math.prod(shape):
         return encoded
     values = np.frombuffer(data, dtype)
@@ -128,8 +170,34 @@ def narrowed(encoded: Encoded) -> Encoded:
     return ("narrow", description, *facts), stream_of(np.dtype(way.stored).itemsize), way.narrow(values), shape
 
 
+def leaf_of(value: Any, exact: bool = False) -> Leaf:
+    """Return the leaf that holds values like ``value``."""
+    kind: Kind
+    if isinstance(value, Tensor):
+        if value.is_nested or value.is_quantized:
+            check_dense(value)  # raises: a nested one has no shape, a quantized one has a scale besides
+        kind = TensorKind(value.dtype, value.dim(), dim_order_of(value))
+    elif isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            raise Unfit("is a numpy array of Python objects, which has no fixed size", "Give numbers, or a list")
+        cls = ScalarKind if isinstance(value, np.generic) else ArrayKind
+        kind = cls(value.dtype, value.ndim, array_dim_order_of(value))
+    elif type(value) in NUMBERS:
+        kind = NumberKind(type(value))
+    else:
+        raise Unfit(
+            f"is {a(value)}, which has no fixed size",
+            "A sample is made of tensors, numpy arrays and numbers in dicts, lists, tuples and dataclasses; RaggedCache also "
+            "holds str, bytes and more",
+        )
+    shape = tuple(getattr(value, "shape", ()))
+    leaf = Leaf(kind, shape if kind.order is None else tuple(shape[dim] for dim in kind.order), exact)
+    leaf.encode(value)  # refuses now, not in epoch 1, a value that cannot be stored
+    return leaf
+
+
 _ALL: tuple[type[Kind], ...] = (
-    *(EnumKind, TensorKind, ScalarKind, ArrayKind, _NarrowKind),  # of several bases the first counts
+    *(EnumKind, TensorKind, ScalarKind, ArrayKind, NarrowKind),  # of several bases the first counts
     *(NumberKind, NumbersKind, TextKind, PickleKind),
 )
 

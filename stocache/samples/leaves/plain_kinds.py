@@ -4,57 +4,78 @@ import pickle
 import struct
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stocache.samples.leaves.kind import BYTES, NUMBER, TEXT, Description, Differs, Encoded, Kind, Leaves, Step, Write, no_bytes
-from stocache.samples.leaves.layout import (
-    NUMBER_CODECS,
+from stocache.samples.leaves.kind import (
+    BYTES,
+    NUMBER,
+    TEXT,
+    Description,
+    Differs,
+    Encoded,
+    Kind,
+    Leaf,
+    Leaves,
     Make,
-    number_maker,
-    pack_number,
+    Step,
+    Write,
+    no_bytes,
 )
 from stocache.samples.leaves.texts import TEXT_NAMES, TEXTS
-from stocache.samples.leaves.type_lookup import (
-    Unfit,
-    Unresolved,
-    a,
-    enum_class,
-    member_name,
-    member_of,
-    name_of,
-)
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, a, enum_class, member_name, member_of, name_of
 from stocache.system.objects import is_decoder
 
-NUMBERS: dict[type, tuple[str, int]] = {int: ("<i8", 0), float: ("<f8", 0), complex: ("<c16", 0), bool: ("?", BYTES)}
-"""The dtype and the stream of each type of numbers."""
+
+class _Number(NamedTuple):
+    """How numbers of one type are stored: numpy's dtype for them, the stream, and their bytes."""
+
+    dtype: str
+    stream: int
+    codec: struct.Struct
 
 
+NUMBERS: dict[type, _Number] = {
+    int: _Number("<i8", 0, struct.Struct("q")),
+    float: _Number("<f8", 0, struct.Struct("d")),
+    complex: _Number("<c16", 0, struct.Struct("dd")),
+    bool: _Number("?", BYTES, struct.Struct("?")),
+}
 _NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
 
 
+@dataclass(frozen=True)
 class NumberKind(Kind):
     """A Python int of 64 bits, float, bool or complex. A larger int is encoded as the kind "long"."""
 
     name, types, dims = "number", tuple(NUMBERS), 0
+    type: type[int] | type[float] | type[complex]
 
-    def __init__(self, type_name: Any) -> None:
-        self._type = _NUMBER_TYPES[type_name]
-        self.stream, self._codec = NUMBERS[self._type][1], NUMBER_CODECS[self._type]
-        self.itemsize = self._codec.size
+    @classmethod
+    def parse(cls, type_name: Any) -> "NumberKind":
+        return cls(_NUMBER_TYPES[type_name])
+
+    @property
+    def itemsize(self) -> int:
+        return NUMBERS[self.type].codec.size
+
+    @property
+    def stream(self) -> int:
+        return NUMBERS[self.type].stream
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
         number = type(value)
         if number is int and not -(2**63) <= value < 2**63:
             return TextKind.encode(value)  # of the kind "long"
-        return ("number", number.__name__), NUMBERS[number][1], pack_number(value), ()
+        return ("number", number.__name__), NUMBERS[number].stream, _pack_number(value), ()
 
     def writer(self, description: Description) -> Write:
-        number, stream, pack = self._type, self.stream, self._codec.pack
+        number, stream, pack = self.type, self.stream, NUMBERS[self.type].codec.pack
 
         def write(value: object, leaves: Leaves) -> None:
             if type(value) is not number:
@@ -67,12 +88,31 @@ class NumberKind(Kind):
         return super().writer(description) if number is complex else write
 
     def step(self, trusted: bool) -> Step:
-        if self._type is complex:
+        if self.type is complex:
             return super().step(trusted)
-        return self.stream, NUMBER, self.itemsize, self._codec.unpack_from
+        return self.stream, NUMBER, self.itemsize, NUMBERS[self.type].codec.unpack_from
 
     def maker(self, trusted: bool) -> Make:
-        return number_maker(self._type)
+        unpack = NUMBERS[self.type].codec.unpack_from
+        if self.type is complex:
+            return lambda buffer, at, count, shape, copy=False: complex(*unpack(buffer, at))
+        return lambda buffer, at, count, shape, copy=False: unpack(buffer, at)[0]
+
+    def pack(self, value: Any, leaf: Leaf) -> bytes:
+        if type(value) is not self.type:
+            raise Unfit(f"is {value!r:.100}, {a(value)}; the cache holds {leaf}")
+        try:
+            return _pack_number(value)
+        except struct.error:
+            raise Unfit(f"is {value!r:.100}, which exceeds 64 bits", "Give such numbers as arrays or str") from None
+
+    def text(self, shape: tuple[int, ...]) -> str:
+        return self.type.__name__
+
+
+def _pack_number(value: Any) -> bytes:
+    pack = NUMBERS[type(value)].codec.pack
+    return pack(value.real, value.imag) if type(value) is complex else pack(value)
 
 
 class NumbersKind(Kind):
@@ -81,15 +121,13 @@ class NumbersKind(Kind):
     name = "numbers"
 
     def __init__(self, class_name: Any, type_name: Any) -> None:
-        self._class = sequence_class(class_name)
-        dtype, self.stream = NUMBERS[_NUMBER_TYPES[type_name]]
-        self._dtype = np.dtype(dtype)
-        self.itemsize = self._dtype.itemsize
+        self._class, number = sequence_class(class_name), NUMBERS[_NUMBER_TYPES[type_name]]
+        self._dtype, self.stream, self.itemsize = np.dtype(number.dtype), number.stream, number.codec.size
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
         number = type(value[0])
-        dtype, stream = NUMBERS[number]
+        dtype, stream, _ = NUMBERS[number]
         data = np.array(value, dtype=dtype).view(np.uint8)
         return ("numbers", type(value).__name__, number.__name__), stream, data, (len(value),)
 
