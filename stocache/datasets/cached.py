@@ -27,7 +27,7 @@ from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decode
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
-from stocache.samples.flatten import echoes_index
+from stocache.samples.containers import echoes_index
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.generators import undrawn, undrawn_many

@@ -1,25 +1,146 @@
-"""Containers as records describe them: the name of the class and the keys, written and read.
+"""Take a sample apart, into containers and leaves; walk through it; write and read the names of its containers and their keys.
 
 Keys are written as Python literals, so that 1, 1.0 and True stay apart.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from stocache.samples.flatten import flatten_one
-from stocache.samples.leaves.kind import Encoded
-from stocache.samples.leaves.kinds import encode_other, encoder_of
-from stocache.samples.leaves.plain_kinds import encode_numbers, member_bytes
-from stocache.samples.leaves.type_lookup import (
-    Unfit,
-    Unresolved,
-    enum_class,
-    member_of,
-    name_of,
-    resolve,
-)
-from stocache.samples.pytree import DEEP, Container, check_class, check_image
+import numpy as np
+import torch
+from torch import Tensor
+
+from stocache.samples.leaves.plain_kinds import member_bytes
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, enum_class, member_of, name_of, resolve
+from stocache.samples.pytree import Container, check_class, check_image, is_image, is_namedtuple, state_of
+from stocache.system.objects import attribute_of, base_of, slots_of, static_attribute, vars_of
+
+_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
+
+
+def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
+    """Return the container and the parts of ``value``; None for a leaf, or where they would not make it again."""
+    cls = type(value)
+    if cls in _LEAVES:
+        return None
+    if cls is dict or cls is OrderedDict:
+        return Container("dict", cls, tuple(value)), list(value.values())
+    if cls is list or cls is tuple:
+        return Container(cls.__name__, cls, tuple(range(len(value)))), list(value)
+    if value is None:
+        return Container("none", cls, ()), []
+    if isinstance(value, Enum):
+        return None
+    if cls is np.memmap:
+        return Container("memmap", cls, ("data",)), [np.asarray(value)]  # now in memory
+    if isinstance(value, tuple):
+        return _flatten_tuple(value)
+    if isinstance(value, Tensor):
+        try:
+            plain = value.as_subclass(Tensor)
+        except Exception:  # its data is elsewhere
+            return None
+        return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
+    if isinstance(value, Mapping) and (mapping := _flatten_mapping(value)) is not None:
+        return mapping
+    if is_image(cls):
+        if (pages := attribute_of(value, "n_frames", 1)) > 1:
+            raise Unfit(f"is an image of {pages} pages, of which one would be kept", "Return a list of images", final=True)
+        try:
+            return _flatten_image(value)
+        except Exception:  # its file is truncated, or was closed before it was read
+            return None
+    return _flatten_dataclass(value) if dataclasses.is_dataclass(cls) and base_of(cls) is object else None
+
+
+def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
+    cls = type(value)
+    if not is_namedtuple(cls):
+        return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
+    return None if _attributes_of(value) else (Container("namedtuple", cls, value._fields), list(value))
+
+
+def _flatten_mapping(value: Any) -> tuple[Container, list[Any]] | None:
+    sized = static_attribute(type(value), "batch_size") is not None
+    try:
+        extra = tuple(value.batch_size) if sized else ()
+        container = Container("tensordict" if sized else "mapping", type(value), tuple(value.keys()), extra)
+        return _checked(container, [value[key] for key in container.keys], value)
+    except Exception:  # whatever the class raises
+        return None
+
+
+def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
+    """Return the state of an image; and its Exif data, where that is not in ``image.info`` but in its file, as of a TIFF."""
+    info, mode, size, *rest = image.__getstate__()
+    state = [info, mode, tuple(size), *rest]  # of a subclass of tuple where a library has replaced Image.size
+    container = Container("image", type(image), tuple(range(len(state))))
+    if "exif" in info or not (exif := image.getexif()):
+        return container, state
+    if exif.keys() & _IFDS:  # their tags are in the file
+        return None
+    return dataclasses.replace(container, keys=(*container.keys, "exif")), [*state, dict(exif)]
+
+
+_IFDS = {0x8769, 0x8825, 0xA005, 0x014A}  # tags of Exif that are places of further tags
+
+
+def _flatten_dataclass(value: Any) -> tuple[Container, list[Any]]:
+    """Return the attributes of a dataclass, its fields first."""
+    cls, attributes = type(value), _attributes_of(value)
+    names = [field.name for field in dataclasses.fields(cls) if field.name in attributes]
+    names += [name for name in attributes if name not in names]
+    return Container("dataclass", cls, tuple(names)), [attributes[name] for name in names]
+
+
+def _attributes_of(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, in its slots as well, without asking its class."""
+    attributes = dict(vars_of(value))
+    for slot, item in slots_of(value):
+        attributes.setdefault(slot.__name__, item)
+    return attributes
+
+
+def _checked(container: Container, parts: list[Any], value: object) -> tuple[Container, list[Any]] | None:
+    """Return container and parts; None where they would make a value that differs from ``value``."""
+    try:
+        again = container.unflatten_fn()(parts)
+        same = type(again) is type(value) and state_of(again, container) == state_of(value, container)
+        if isinstance(value, Mapping):
+            same = same and tuple(again.keys()) == container.keys
+    except Exception:  # the class is made in another way
+        return None
+    return (container, parts) if same else None
+
+
+def tree_map(function: Callable[[Any], object], tree: object) -> Any:
+    """Return a tree of containers with ``function`` applied to each leaf."""
+    found = flatten_one(tree)
+    if found is None:
+        return function(tree)
+    container, parts = found
+    return container.unflatten_fn()([tree_map(function, part) for part in parts])
+
+
+def leaves(tree: object) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    found: list[Any] = []
+    tree_map(found.append, tree)
+    return found
+
+
+def echoes_index(samples: Mapping[int, object]) -> bool:
+    """Return whether all samples hold their index: a number that has the type of the index."""
+    return bool(samples) and all(_holds(sample, idx) for idx, sample in samples.items())
+
+
+def _holds(tree: object, idx: int) -> bool:
+    parted = flatten_one(tree)
+    return type(tree) is int and tree == idx if parted is None else any(_holds(part, idx) for part in parted[1])
+
 
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, type(None)})
 
@@ -57,54 +178,12 @@ def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, par
     return Container(kind, cls, keys, tuple(extra))
 
 
-def take_apart(value: Any, depth: int) -> tuple[Encoded | None, Container, Sequence[Any]]:
-    """Return a leaf, encoded; or the container of a value, and its parts.
-
-    A list or tuple of numbers is a leaf; of others the container is without keys.
-
-    Args:
-        depth: how many containers the value is in.
-
-    Raises:
-        Unfit: it is not of any kind, would not come back the same, or is within too many containers.
-    """
-    encode, sequence = encoder_of(value), _SEQUENCES.get(type(value))
-    parted: tuple[Container, Sequence[Any]] | None = None
-    if encode is not None:
-        encoded: Encoded | None = encode(value)
-    elif sequence is not None:
-        encoded, parted = encode_numbers(value), (sequence, value)
-    else:
-        parted = flatten_one(value)
-        encoded = encode_other(value) if parted is None else None
-    if encoded is not None or parted is None:
-        return encoded, _LEAF, ()
-    if depth >= DEEP:
-        raise Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
-    return None, *parted
-
-
-_LEAF = Container("none", type(None), ())
-_SEQUENCES = {cls: Container(cls.__name__, cls, ()) for cls in (list, tuple)}
-
-
 _PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write as they are; of others they write the type, too
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{cls: (cls, cls) for cls in (str, int, bytes, bool)},
     **{float: (float.hex, float.fromhex), complex: (str, complex), type(None): (str, lambda text: None)},
 }
 _READERS = {cls.__name__: read for cls, (_, read) in _CODECS.items()}
-
-
-def _check_key(key: object) -> None:
-    """Raise Unfit unless a key can be written down."""
-    if type(key) is tuple:
-        for part in key:
-            _check_key(part)
-    elif isinstance(key, Enum):
-        member_bytes(key)
-    elif type(key) not in _CODECS:
-        raise Unfit(f"has a key, {key!r:.100}, that is not a str, number, enum member or tuple of such", "Use others")
 
 
 def keys_to_literals(keys: tuple[object, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -133,12 +212,13 @@ def keys_from_literals(keys: Any, coded: bool, trusted: bool) -> tuple[Any, ...]
 
 
 def _to_literal(key: object) -> Any:
-    _check_key(key)
     if type(key) is tuple:
         return "tuple", tuple(map(_to_literal, key))
     if isinstance(key, Enum):
         name, data = member_bytes(key)
         return "enum", name, data.decode()
+    if type(key) not in _CODECS:
+        raise Unfit(f"has a key, {key!r:.100}, that is not a str, number, enum member or tuple of such", "Use others")
     return type(key).__name__, _CODECS[type(key)][0](key)
 
 

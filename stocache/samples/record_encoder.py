@@ -36,13 +36,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 from stocache.errors import SampleError
 from stocache.samples.codecs import Codec
-from stocache.samples.containers import keys_to_literals, name_container, take_apart
-from stocache.samples.flatten import flatten_one
+from stocache.samples.containers import flatten_one, keys_to_literals, name_container
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
-from stocache.samples.leaves.kinds import encoder_of, kind_of, narrowed
-from stocache.samples.leaves.plain_kinds import NUMBERS, PickleKind, sequence_class
+from stocache.samples.leaves.kinds import ENCODERS, encode_other, kind_of, narrowed
+from stocache.samples.leaves.plain_kinds import NUMBERS, PickleKind, encode_numbers, sequence_class
 from stocache.samples.leaves.type_lookup import Unfit
-from stocache.samples.pytree import Container, sample_error
+from stocache.samples.pytree import DEEP, Container, sample_error
 
 TreeDef: TypeAlias = tuple[Any, ...]
 
@@ -90,11 +89,18 @@ class EncodedSample(Leaves):
         return self._take_leaf(encoded)
 
     def _take_parts(self, value: object, depth: int) -> TreeDef:
-        encoded, container, parts = take_apart(value, depth)
+        encode, is_sequence = ENCODERS.get(type(value)), type(value) in (list, tuple)
+        encoded = encode(value) if encode is not None else encode_numbers(value) if is_sequence else None
+        parted = flatten_one(value) if encoded is None and not (is_sequence and value) else None
+        if encoded is None and parted is None and not is_sequence:
+            encoded = encode_other(value)
         if encoded is not None:
             return self._take_leaf(encoded)
-        if parts and container.cls in (list, tuple):
-            return self._take_sequence(container, parts, depth)
+        if depth >= DEEP:
+            raise Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
+        if parted is None:
+            return self._take_sequence(value, depth)
+        container, parts = parted
         name = name_container(container, parts)
         keys, coded = keys_to_literals(container.keys)
         children, pickles = [], self._allow_pickle
@@ -115,14 +121,14 @@ class EncodedSample(Leaves):
         self.integers += shape
         return treedef
 
-    def _take_sequence(self, container: Container, values: Sequence[object], depth: int) -> TreeDef:
-        cls, outer, items = container.cls, self.integers, []
+    def _take_sequence(self, values: Any, depth: int) -> TreeDef:
+        cls, outer, items = type(values), self.integers, []
         for position, value in enumerate(values):
             self.integers = []
             try:
                 items.append((self._take(value, depth + 1), self.integers))
             except Unfit as error:
-                raise error.within(container, position) from error.__cause__
+                raise error.within(Container(cls.__name__, cls, ()), position) from error.__cause__
         self.integers = outer
         kinds = sorted({treedef for treedef, _ in items}, key=repr)
         if cls is tuple and len(kinds) > 1:
@@ -213,7 +219,7 @@ def _write_container(treedef: TreeDef) -> Write:
             write(part, leaves)
 
     def write_other(value: object, leaves: Leaves) -> None:
-        parted = flatten_one(value) if encoder_of(value) is None else None
+        parted = flatten_one(value) if type(value) not in ENCODERS else None
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
         container, parts = parted

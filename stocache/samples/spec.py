@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from stocache.errors import SampleError
-from stocache.samples.flatten import flatten_one
+from stocache.samples.containers import flatten_one
 from stocache.samples.leaves.arrays import TensorKind
 from stocache.samples.leaves.kind import Leaf
 from stocache.samples.leaves.kinds import NarrowKind, array_dtype_of, leaf_of, numbers_of

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import StreamError
-from stocache.samples.flatten import leaves, tree_map
+from stocache.samples.containers import leaves, tree_map
 from stocache.text.arrow import NULLS, BulkParseError, ColumnArrays, collapse_blanks, csv_by_arrow, json_by_arrow
 
 BadRows = list[tuple[int, str]]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from stocache.samples.flatten import leaves, tree_map
+from stocache.samples.containers import leaves, tree_map
 from stocache.system.background import Background
 from stocache.system.platform import here
 from stocache.text.buffers import Buffers, Fault, RowBuffer

@@ -211,8 +211,3 @@ KINDS: dict[str, type[Any]] = {kind.name: kind for kind in _ALL if kind is not T
 
 ENCODERS: dict[type, Callable[[Any], Encoded]] = {cls: kind.encode for kind in _ALL for cls in kind.types}
 """The functions that encode leaves, by exact type; `encode_other` takes those of other types."""
-
-
-def encoder_of(value: Any) -> Callable[[Any], Encoded] | None:
-    """Return the function that encodes a value; None where it has parts, or is for `encode_other`."""
-    return ENCODERS.get(type(value))
