@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.leaves.type_lookup import MAX_DIMS, Unfit, Unresolved, check_size, class_text, derives, is_class
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, check_size, class_text, derives, is_class, is_shape
 from stocache.system.objects import static_attribute
 
 DEEP = 60
@@ -45,7 +46,7 @@ class Container:
 
     def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
-        return _KINDS[self.kind].unflatten_fn(self)
+        return self.cls if self.cls in (list, tuple) else partial(_KINDS[self.kind].make, self)
 
     @property
     def identity(self) -> str:
@@ -78,81 +79,53 @@ def state_of(value: object, container: Container) -> dict[str, Any]:
     }
 
 
-def _unflatten_dict(container: Container) -> Callable[[list[Any]], Any]:
-    cls, keys = container.cls, container.keys
-    return lambda parts: cls(zip(keys, parts, strict=True))
+def _make_dict(container: Container, parts: list[Any]) -> Any:
+    return container.cls(zip(container.keys, parts, strict=True))
 
 
-def _unflatten_tuple(container: Container) -> Callable[[list[Any]], Any]:
+def _make_tuple(container: Container, parts: list[Any]) -> Any:
     """Make a subclass without its own code, unless that is written in C: `torch.Size` and the like need it."""
-    cls = container.cls
-    if cls is tuple:
-        return tuple
-    new: Any = static_attribute(cls, "__new__")
-    if type(new) is _BUILTIN and new is not _TUPLE_NEW:
-        return lambda parts: new(cls, parts)
-    return lambda parts: tuple.__new__(cls, parts)
+    new: Any = static_attribute(container.cls, "__new__")
+    return (new if type(new) is _BUILTIN else tuple.__new__)(container.cls, parts)
 
 
 _BUILTIN: Any = type(len)
 
 
-_TUPLE_NEW: Any = tuple.__new__
+def _make_namedtuple(container: Container, parts: list[Any]) -> Any:
+    if len(parts) != len(container.keys):
+        raise ValueError(f"a {container} of {len(parts)} parts has {len(container.keys)} fields")
+    return tuple.__new__(container.cls, parts)
 
 
-def _unflatten_namedtuple(container: Container) -> Callable[[list[Any]], Any]:
-    cls, count = container.cls, len(container.keys)
-
-    def join(parts: list[Any]) -> Any:
-        if len(parts) != count:
-            raise ValueError(f"a {cls.__name__} of {len(parts)} parts has {count} fields")
-        return tuple.__new__(cls, parts)
-
-    return join
-
-
-def _unflatten_mapping(container: Container) -> Callable[[list[Any]], Any]:
-    cls, keys = container.cls, container.keys
+def _make_mapping(container: Container, parts: list[Any]) -> Any:
     options = {"batch_size": container.extra} if container.kind == "tensordict" else {}
-    return lambda parts: cls(dict(zip(keys, parts, strict=True)), **options)
+    return container.cls(dict(zip(container.keys, parts, strict=True)), **options)
 
 
-def _unflatten_dataclass(container: Container) -> Callable[[list[Any]], Any]:
-    cls, keys = container.cls, container.keys
-
-    def join(parts: list[Any]) -> Any:
-        value = object.__new__(cls)  # its fields are as they were; __post_init__ must not run again
-        for name, part in zip(keys, parts, strict=True):
-            object.__setattr__(value, name, part)
-        return value
-
-    return join
+def _make_dataclass(container: Container, parts: list[Any]) -> Any:
+    value = object.__new__(container.cls)  # its fields are as they were; __post_init__ must not run again
+    for name, part in zip(container.keys, parts, strict=True):
+        object.__setattr__(value, name, part)
+    return value
 
 
-def _unflatten_tensor(container: Container) -> Callable[[list[Any]], Any]:
-    def join(parts: list[Any]) -> Any:
-        tensor, attributes = parts
-        if type(tensor) is not Tensor or type(attributes) is not dict:
-            raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
-        value = tensor.as_subclass(container.cls)
-        value.__dict__.update(attributes)
-        return value
-
-    return join
+def _make_tensor(container: Container, parts: list[Any]) -> Any:
+    tensor, attributes = parts
+    if type(tensor) is not Tensor or type(attributes) is not dict:
+        raise ValueError(f"a {container} is made of a tensor and a dict of its attributes")
+    value = tensor.as_subclass(container.cls)
+    value.__dict__.update(attributes)
+    return value
 
 
-def _unflatten_image(container: Container) -> Callable[[list[Any]], Any]:
-    has_exif = container.keys[-1] == "exif"
-
-    def join(parts: list[Any]) -> Any:
-        check_image(parts)
-        image = container.cls.__new__(container.cls)
-        image.__setstate__(parts[: len(parts) - has_exif])
-        if has_exif:
-            image.getexif().update(parts[-1])
-        return image
-
-    return join
+def _make_image(container: Container, parts: list[Any]) -> Any:
+    check_image(parts)
+    image, has_exif = container.cls.__new__(container.cls), container.keys[-1] == "exif"
+    image.__setstate__(parts[: len(parts) - has_exif])
+    if has_exif:
+        image.getexif().update(parts[-1])
+    return image
 
 
 def _is_mapping(cls: type) -> bool:
@@ -175,29 +148,29 @@ class _ContainerKind(NamedTuple):
 
     Attributes:
         fits: whether it suits a class; asks only the method resolution order, see NOTE [ Names in data ].
-        unflatten_fn: returns the function that makes the container of its parts.
+        make: makes a container of its parts.
         parts: how many parts there always are; None where that varies.
     """
 
     fits: Callable[[type], bool]
-    unflatten_fn: Callable[[Container], Callable[[list[Any]], Any]]
+    make: Callable[[Container, list[Any]], Any]
     parts: int | None = None
 
 
 _KINDS: dict[str, _ContainerKind] = {
-    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _unflatten_dict),
-    "list": _ContainerKind(lambda cls: cls is list, lambda container: list),
-    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _unflatten_tuple),
-    "none": _ContainerKind(lambda cls: cls is type(None), lambda container: lambda parts: None, 0),
-    "namedtuple": _ContainerKind(is_namedtuple, _unflatten_namedtuple),
-    "mapping": _ContainerKind(_is_mapping, _unflatten_mapping),
+    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _make_dict),
+    "list": _ContainerKind(lambda cls: cls is list, lambda container, parts: list(parts)),
+    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _make_tuple),
+    "none": _ContainerKind(lambda cls: cls is type(None), lambda container, parts: None, 0),
+    "namedtuple": _ContainerKind(is_namedtuple, _make_namedtuple),
+    "mapping": _ContainerKind(_is_mapping, _make_mapping),
     "tensordict": _ContainerKind(
-        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _unflatten_mapping
+        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _make_mapping
     ),
-    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _unflatten_dataclass),
-    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _unflatten_tensor, 2),
-    "image": _ContainerKind(is_image, _unflatten_image),
-    "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container: lambda parts: parts[0].view(np.memmap), 1),
+    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _make_dataclass),
+    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _make_tensor, 2),
+    "image": _ContainerKind(is_image, _make_image),
+    "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container, parts: parts[0].view(np.memmap), 1),
 }
 
 
@@ -221,7 +194,7 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra:
             check_attribute(cls, name, key)
     if type(extra) not in (tuple, list) or (extra and kind != "tensordict"):
         raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
-    if kind == "tensordict" and not (len(extra) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in extra)):
+    if kind == "tensordict" and not is_shape(extra):
         raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
 
 

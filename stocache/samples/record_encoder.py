@@ -29,6 +29,7 @@ NOTE [ Items without bytes ]
 """
 
 import ast
+import contextlib
 import functools
 import struct
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.containers import flatten_one, keys_to_literals, name_container
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
 from stocache.samples.leaves.kinds import ENCODERS, encode_other, kind_of, narrowed
-from stocache.samples.leaves.plain_kinds import NUMBERS, PickleKind, encode_numbers, sequence_class
+from stocache.samples.leaves.plain_kinds import NUMBERS, NumbersKind, PickleKind, sequence_class
 from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.pytree import DEEP, Container, sample_error
 
@@ -89,13 +90,14 @@ class EncodedSample(Leaves):
         return self._take_leaf(encoded)
 
     def _take_parts(self, value: object, depth: int) -> TreeDef:
-        encode, is_sequence = ENCODERS.get(type(value)), type(value) in (list, tuple)
-        encoded = encode(value) if encode is not None else encode_numbers(value) if is_sequence else None
-        parted = flatten_one(value) if encoded is None and not (is_sequence and value) else None
-        if encoded is None and parted is None and not is_sequence:
-            encoded = encode_other(value)
-        if encoded is not None:
-            return self._take_leaf(encoded)
+        encode, parted = ENCODERS.get(type(value)), None
+        if encode is not None:
+            return self._take_leaf(encode(value))
+        if type(value) in (list, tuple) and value:
+            with contextlib.suppress(Differs):
+                return self._take_leaf(NumbersKind.encode(value))
+        elif (parted := flatten_one(value)) is None:
+            return self._take_leaf(encode_other(value))
         if depth >= DEEP:
             raise Unfit(f"is a container within {DEEP} others, which is the limit", "Use fewer levels")
         if parted is None:

@@ -188,9 +188,8 @@ def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found():
 
 def test_shapes_and_images_are_of_sizes_that_can_be_and_time_zones_are_here():
     for shape in ([-1], [1.0], [True], [2**63], [1] * 65, "ab", None, 3, [[1]], {1: 2}):
-        with pytest.raises(ValueError, match=r"is not a (shape|size)"):
-            type_lookup.check_shape(shape)
-    assert type_lookup.check_shape([2**63 - 1, 0, *[1] * 62]) == (2**63 - 1, 0, *[1] * 62)
+        assert not type_lookup.is_shape(shape)
+    assert type_lookup.is_shape([2**63 - 1, 0, *[1] * 62])
     for mode, size, data in (
         ("RGB", (2**30, 2**30), b"x"), ("L", (0, 2**31), b""), ("XYZ", (1, 1), b"x"), ("L", (-1, -1), b"x"),
         ("L", (True, 1), b"x"), ("L", (2, 2), b"xxx"), ("L", (1.0, 1), b"x"), (None, (1, 1), b"x"), ("L", (1,), b"x"),

@@ -27,7 +27,7 @@ from stocache.samples.leaves.kind import (
     stream_of,
     stream_of_dtype,
 )
-from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a, check_dims, numpy_dtype, torch_dtype
+from stocache.samples.leaves.type_lookup import Unfit, a, check_dims, numpy_dtype, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,8 @@ class TensorKind(Kind):
         if order is not None:
             value = value.permute(order)
         data = tensor_bytes(value)
-        dtype, dims, name = value.dtype, value.dim(), str(value.dtype).removeprefix("torch.")
-        if name not in TORCH_DTYPES:
-            raise Unfit(f"is of {dtype}, which could not be read back", "Convert it first")
-        return ("tensor", name, dims, *_given(order)), stream_of(dtype.itemsize), data, tuple(value.shape)
+        description = ("tensor", str(value.dtype).removeprefix("torch."), value.dim(), *_given(order))
+        return description, stream_of(value.dtype.itemsize), data, tuple(value.shape)
 
     def writer(self, description: Description) -> Write:
         rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.array_dtype

@@ -2,8 +2,6 @@
 
 import pickle
 import struct
-from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from io import BytesIO
@@ -126,22 +124,19 @@ class NumbersKind(Kind):
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
-        number = type(value[0])
+        """See `Kind.encode`. Raises Differs where the items are not numbers of one type and 64 bits."""
+        number, *others = set(map(type, value))
+        if others or number not in NUMBERS:
+            raise Differs
         dtype, stream, _ = NUMBERS[number]
-        data = np.array(value, dtype=dtype).view(np.uint8)
+        try:
+            data = np.array(value, dtype=dtype).view(np.uint8)
+        except OverflowError:
+            raise Differs from None
         return ("numbers", type(value).__name__, number.__name__), stream, data, (len(value),)
 
-    def writer(self, description: Description) -> Write:
-        cls, stream = self._class, self.stream
-
-        def write(value: Any, leaves: Leaves) -> None:
-            encoded = encode_numbers(value) if type(value) is cls and value else None
-            if encoded is None or encoded[0] != description:
-                raise Differs
-            leaves.streams[stream].append(encoded[2])
-            leaves.integers.append(len(value))
-
-        return write
+    def holds(self, value: Any) -> bool:
+        return type(value) is self._class and bool(value)
 
     def maker(self, trusted: bool) -> Make:
         cls, dtype = self._class, self._dtype
@@ -152,17 +147,6 @@ class NumbersKind(Kind):
         return make
 
 
-def encode_numbers(values: Any) -> Encoded | None:
-    """Return a list or tuple as `NumbersKind` encodes it; None where its items are not numbers of one type and 64 bits."""
-    types = set(map(type, values))
-    if len(types) != 1 or types.pop() not in NUMBERS:
-        return None
-    try:
-        return NumbersKind.encode(values)
-    except OverflowError:
-        return None
-
-
 def sequence_class(name: object) -> type:
     """Return list or tuple. Raises ValueError where the name is another one."""
     if name not in ("list", "tuple"):
@@ -170,29 +154,10 @@ def sequence_class(name: object) -> type:
     return list if name == "list" else tuple
 
 
-class _BytesKind(Kind):
-    """Values that are made of any number of bytes."""
-
-    @abstractmethod
-    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
-        """Return the function that makes a value of a buffer; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
-
-    def step(self, trusted: bool) -> Step:
-        return BYTES, TEXT, 1, self.from_bytes(trusted)
-
-    def maker(self, trusted: bool) -> Make:
-        from_bytes = self.from_bytes(trusted)
-
-        def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
-            return from_bytes(buffer if len(buffer) == count else memoryview(buffer)[at : at + count])
-
-        return make
-
-
-class TextKind(_BytesKind):
+class TextKind(Kind):
     """The values of one row of texts.py, whose name is that of the kind."""
 
-    types = tuple(cls for cls in TEXT_NAMES if cls not in NUMBERS)
+    types, dims = tuple(cls for cls in TEXT_NAMES if cls not in NUMBERS), TEXT
 
     def __init__(self, name: Any) -> None:
         self._cls, self._to_bytes, self._from_bytes = TEXTS[name]
@@ -217,14 +182,14 @@ class TextKind(_BytesKind):
 
         return super().writer(description) if cls is int else write  # an int may be of the kind "number"
 
-    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+    def maker(self, trusted: bool) -> Make:
         return self._from_bytes
 
 
-class EnumKind(_BytesKind):
+class EnumKind(Kind):
     """The members of one enum class. Their bytes are their names."""
 
-    name, base = "enum", Enum
+    name, base, dims = "enum", Enum, TEXT
 
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
@@ -237,7 +202,7 @@ class EnumKind(_BytesKind):
         owner, data = member_bytes(value)
         return ("enum", owner), BYTES, data, (len(data),)
 
-    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+    def maker(self, trusted: bool) -> Make:
         cls = enum_class(self._class, trusted)
         return lambda data: member_of(cls, str(data, "utf-8"))
 
@@ -272,10 +237,10 @@ def decoder_error(value: object) -> Unfit:
     return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
 
 
-class PickleKind(_BytesKind):
+class PickleKind(Kind):
     """Values that are pickled, where that is allowed."""
 
-    name = "pickle"
+    name, dims = "pickle", TEXT
 
     @classmethod
     def encode(cls, value: object) -> Encoded:
@@ -289,7 +254,7 @@ class PickleKind(_BytesKind):
             raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
         return ("pickle",), BYTES, data, (len(data),)
 
-    def from_bytes(self, trusted: bool) -> Callable[[Any], Any]:
+    def maker(self, trusted: bool) -> Make:
         if not trusted:
             raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
         return pickle.loads

@@ -22,9 +22,10 @@ NOTE [ Names in data ]
 """
 
 import importlib
+import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, EnumMeta, Flag, IntFlag
 from functools import reduce
 from types import ModuleType
@@ -128,9 +129,6 @@ def import_class(name: str) -> Any:
     return reduce(getattr, path.split("."), importlib.import_module(module))
 
 
-_trusted: dict[str, Any] = {}
-
-
 def resolve(name: object, trusted: bool) -> Any:
     """Return the class of a name; None where it is not a class. If ``trusted``, import its module, and return functions, too.
 
@@ -139,20 +137,16 @@ def resolve(name: object, trusted: bool) -> Any:
     """
     if type(name) is not str:
         raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
-    found = None
-    if name in _trusted and trusted:
-        return _trusted[name]
     try:
         found = find_class(name)
     except Unresolved:
         if not trusted:
             raise
-    if found is None and trusted:
-        try:
-            found = _trusted[name] = import_class(name)
-        except Exception as error:  # whatever its module raises
-            raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
-    return found
+        found = None
+    try:
+        return import_class(name) if found is None and trusted else found
+    except Exception as error:  # whatever its module raises
+        raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
 
 
 _classes: dict[str, Any] = {}
@@ -193,10 +187,8 @@ def member_of(cls: Any, name: Any) -> Any:
     """Return the member of an enum class that has a name, as `member_name` gives it.
 
     Raises:
-        ValueError: it has no such member, or is not an enum class.
+        ValueError: it has no such member.
     """
-    if not (is_class(cls) and derives(cls, Enum)):
-        raise ValueError(f"{cls!r:.50} is not a class of enum members")
     members = attributes_of_class(cls).get("_member_map_", {})
     if type(name) is str and name in members:
         return members[name]
@@ -265,6 +257,7 @@ _PLAIN_DTYPE = re.compile(
     r"|[<>][Mm]8(\[(\d{1,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)(/\d{1,9})?\])?"
 )
 _MAX_FIELDS, _MAX_LEVELS, _MAX_ITEMSIZE = 10_000, 16, 1 << 24
+MAX_DIMS = 64
 
 
 def numpy_dtype(descr: Any) -> np.dtype[Any]:
@@ -276,56 +269,36 @@ def numpy_dtype(descr: Any) -> np.dtype[Any]:
     Raises:
         ValueError: it is not the description of such a dtype.
     """
-    count = [0]
     try:
-        dtype = descr_to_dtype(_checked_descr(descr, 0, count))
-    except (TypeError, LookupError, OverflowError, RuntimeError, SyntaxError) as error:
+        dtype = descr_to_dtype(_checked_descr(descr, itertools.count(1), 0))
+    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"{descr!r:.80} is not a dtype: {error}") from None
     if dtype.itemsize > _MAX_ITEMSIZE:
         raise ValueError(f"{descr!r:.80} is a dtype of {dtype.itemsize} bytes, more than {_MAX_ITEMSIZE}")
-    if dtype.hasobject or dtype.subdtype is not None:  # cannot happen
-        raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
     return dtype
 
 
-def _checked_descr(descr: Any, level: int, count: list[int]) -> Any:
-    """Return a description with its fields in lists, as numpy wants it. Raises ValueError where it is not a description."""
-    count[0] += 1
-    if level > _MAX_LEVELS or count[0] > _MAX_FIELDS:
+def _checked_descr(descr: Any, count: Iterator[int], level: int) -> Any:
+    """Return a description with its fields in lists, as numpy wants it. Raises ValueError or TypeError where it is not one."""
+    if level > _MAX_LEVELS or next(count) > _MAX_FIELDS:
         raise ValueError(f"a dtype has more than {_MAX_LEVELS} levels or {_MAX_FIELDS} fields")
-    if type(descr) is str:
-        if not _PLAIN_DTYPE.fullmatch(descr):
-            raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
+    if type(descr) is str and _PLAIN_DTYPE.fullmatch(descr):
         return descr
     if type(descr) not in (tuple, list):
-        raise ValueError(f"{descr!r:.80} is not a dtype")
+        raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
     fields = []
-    for field in descr:
-        if type(field) not in (tuple, list) or len(field) not in (2, 3):
-            raise ValueError(f"{field!r:.80} is not a field of a dtype")
-        name, inner, *shape = field  # with at most one shape
-        names = name if type(name) in (tuple, list) else (name,)
-        if len(names) > 2 or not names or not all(type(part) is str for part in names):
-            raise ValueError(f"{name!r:.80} is not a name of a field")
-        shape = [check_shape((sizes,) if type(sizes) is int else sizes) for sizes in shape]
-        fields.append((tuple(names) if len(names) == 2 else names[0], _checked_descr(inner, level + 1, count), *shape))
+    for name, inner, *shape in descr:  # with at most one shape
+        names = name if type(name) in (tuple, list) else ("", name)
+        sizes = [(each,) if type(each) is int else each for each in shape]
+        if len(names) != 2 or set(map(type, names)) != {str} or len(sizes) > 1 or not all(map(is_shape, sizes)):
+            raise ValueError(f"{name!r:.80}, {shape!r:.80} are not the name and the shape of a field of a dtype")
+        fields.append((name if names is not name else tuple(name), _checked_descr(inner, count, level + 1), *map(tuple, sizes)))
     return fields
 
 
-MAX_DIMS = 64
-
-
-def check_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape as a tuple.
-
-    Raises:
-        ValueError: it is not a list of at most 64 sizes from 0 to 2^63 - 1.
-    """
-    if type(shape) not in (tuple, list) or len(shape) > MAX_DIMS:
-        raise ValueError(f"{shape!r:.80} is not a shape")
-    for size in shape:
-        check_size(size)
-    return tuple(shape)
+def is_shape(shape: Any) -> bool:
+    """Return whether a value is a list of at most 64 sizes from 0 to 2^63 - 1."""
+    return type(shape) in (tuple, list) and len(shape) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in shape)
 
 
 def check_size(size: Any, limit: int = 2**63) -> int:
