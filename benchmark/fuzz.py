@@ -529,6 +529,7 @@ def compressed(rng: random.Random) -> str:
         EncodedSample((sample, "much that is easy to compress " * 20)),
     )
     data, integers = record.pack()
+    integers.append(len(data))
     name = rng.choice(("zstd", "lz4"))
     packed = compress(name, data)
     way = rng.random()

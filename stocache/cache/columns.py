@@ -123,12 +123,11 @@ class Column:
         return rows.permute(self._back) if isinstance(rows, Tensor) else rows.transpose(self._back)
 
     def _gather(self, slots: _Indices, out: Any, parallel: bool = True) -> None:
-        rows = as_bytes(out)
         if self.narrowing is not None:
-            return self._widen(slots, rows)
-        source, words = self.words, rows.view(self._array.dtype)
+            return self._widen(slots, as_bytes(out))
+        source, words = self.words, as_bytes(out, self._array.dtype)
         if not words.flags.aligned:
-            source, words = self._rows, rows
+            source, words = self._rows, as_bytes(out)
         if parallel and torch.get_num_threads() > 1:
             torch.index_select(source, 0, torch.from_numpy(slots), out=torch.from_numpy(words))
         else:
@@ -256,12 +255,12 @@ def is_contiguous(batch: Any) -> bool:
     return bool(batch.is_contiguous() if isinstance(batch, Tensor) else batch.flags.c_contiguous)
 
 
-def as_bytes(batch: Any) -> NDArray[np.uint8]:
-    """Return a contiguous batch of any dtype as an array of bytes of two dimensions over the same memory."""
+def as_bytes(batch: Any, dtype: Any = np.uint8) -> NDArray[Any]:
+    """Return a contiguous batch of any dtype as an array of bytes (or ``dtype``) of two dimensions over the same memory."""
     if isinstance(batch, Tensor):
         try:
             batch = batch.numpy()  # a view by torch releases the GIL, and waits for it where another thread loads
         except TypeError:  # numpy does not have the dtype
             batch = batch.view(len(batch), -1).view(torch.uint8).numpy()
-    matrix: NDArray[np.uint8] = batch.reshape(len(batch), -1).view(np.uint8)
+    matrix: NDArray[Any] = batch.reshape(len(batch), -1).view(dtype)
     return matrix

@@ -46,7 +46,10 @@ class Container:
 
     def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
-        return self.cls if self.cls in (list, tuple) else partial(_KINDS[self.kind].make, self)
+        cls, keys = self.cls, self.keys
+        if self.kind == "dict":
+            return lambda parts: cls(zip(keys, parts, strict=True))
+        return cls if cls in (list, tuple) else partial(_KINDS[self.kind].make, self)
 
     @property
     def identity(self) -> str:
@@ -77,10 +80,6 @@ def state_of(value: object, container: Container) -> dict[str, Any]:
         for name, attribute in getattr(value, "__dict__", {}).items()
         if not (isinstance(attribute, Mapping) and tuple(attribute) == container.keys)
     }
-
-
-def _make_dict(container: Container, parts: list[Any]) -> Any:
-    return container.cls(zip(container.keys, parts, strict=True))
 
 
 def _make_tuple(container: Container, parts: list[Any]) -> Any:
@@ -148,18 +147,18 @@ class _ContainerKind(NamedTuple):
 
     Attributes:
         fits: whether it suits a class; asks only the method resolution order, see NOTE [ Names in data ].
-        make: makes a container of its parts.
+        make: makes a container of its parts; of a dict or list not used.
         parts: how many parts there always are; None where that varies.
     """
 
     fits: Callable[[type], bool]
-    make: Callable[[Container, list[Any]], Any]
+    make: Callable[[Container, list[Any]], Any] = lambda container, parts: parts
     parts: int | None = None
 
 
 _KINDS: dict[str, _ContainerKind] = {
-    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict), _make_dict),
-    "list": _ContainerKind(lambda cls: cls is list, lambda container, parts: list(parts)),
+    "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict)),
+    "list": _ContainerKind(lambda cls: cls is list),
     "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _make_tuple),
     "none": _ContainerKind(lambda cls: cls is type(None), lambda container, parts: None, 0),
     "namedtuple": _ContainerKind(is_namedtuple, _make_namedtuple),

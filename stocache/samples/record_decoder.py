@@ -8,8 +8,6 @@ checked once, when a treedef is compiled.
 import functools
 import math
 import struct
-from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 from stocache.errors import SegmentError
@@ -30,8 +28,6 @@ from stocache.samples.record_encoder import (
     parse_treedef,
 )
 
-_UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-
 
 class RecordReader:
     """Reads the records of one treedef.
@@ -44,8 +40,7 @@ class RecordReader:
     Raises:
         Unresolved: the text names classes that are not here or have changed; or something was pickled, and ``allow_pickle`` is
             False.
-        ValueError, SyntaxError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError: it is not a
-            treedef.
+        Exception: it is not a treedef.
     """
 
     def __init__(self, text: bytes, allow_pickle: bool, codec: Codec | None = None) -> None:
@@ -81,7 +76,7 @@ class RecordReader:
         if integers is None:
             integers = integers_codec(packed).unpack_from(memory, start + nbytes)
             if packed & COMPRESSED:
-                memory = self._decompressed(memory[start : start + nbytes], integers)
+                memory, integers = self._decompressed(memory[start : start + nbytes], integers), integers[:-1]
                 start, nbytes, copy = 0, len(memory), True
         least = nbytes + 1 if copy else 0 if copy is False else nbytes >> 2
         streams = self._streams
@@ -103,12 +98,9 @@ class RecordReader:
     def _decompressed(self, data: object, integers: tuple[int, ...]) -> memoryview:
         if self._codec is None:
             raise SegmentError("the cache is damaged: it has a compressed sample, but no codec.")
-        own = iter(integers[len(self._streams) :])
         try:
-            return memoryview(self._codec.decompress(data, self._program.nbytes(own)))
-        except (StopIteration, LookupError):  # there are too few integers
-            raise SegmentError(DAMAGED_RECORD) from None
-        except (ValueError, MemoryError) as error:
+            return memoryview(self._codec.decompress(data, integers[-1]))
+        except (IndexError, ValueError, MemoryError) as error:
             raise SegmentError(f"the cache is damaged: {error}.") from error
 
 
@@ -122,16 +114,11 @@ def reader_of_cache(text: bytes, allow_pickle: bool, codec: Codec | None = None)
     """
     try:
         return RecordReader(text, allow_pickle, codec)
-    except Unresolved as error:
-        if error.module:
+    except Exception as error:  # whatever a forged text raises
+        if isinstance(error, Unresolved) and error.module:
             raise NotImported(f"the cache holds samples that cannot be read here: {error}") from None
-        raise _unreadable(error, text) from error
-    except _UNREADABLE as error:
-        raise _unreadable(error, text) from error
-
-
-def _unreadable(error: Exception, text: bytes) -> SegmentError:
-    return SegmentError(f"the cache holds samples that cannot be read here: {str(error).rstrip('.')}. Treedef: {text[:200]!r}")
+        problem = str(error).rstrip(".")
+        raise SegmentError(f"the cache holds samples that cannot be read here: {problem}. Treedef: {text[:200]!r}") from error
 
 
 _END, _BARE, _USED = 4, 5, 6
@@ -219,21 +206,6 @@ class _Program:
             self._streams.add(self.steps[-1][0])
         return None
 
-    @cached_property
-    def fixed(self) -> int | None:
-        """The bytes of the leaves; None where integers say them."""
-        return sum(size for _, _, size, _ in self.steps) if all(dims in (0, NUMBER) for _, dims, *_ in self.steps) else None
-
-    def nbytes(self, integers: Iterator[int]) -> int:
-        """Return the bytes of the leaves, given the integers; a bare node in a list counts as one byte."""
-        total = 0
-        for _, dims, size, make in self.steps:
-            if isinstance(make, _Items):
-                total += make.nbytes(integers)
-            else:
-                total += size * math.prod([next(integers) for _ in range(1 if dims == TEXT else max(0, dims))])
-        return total
-
 
 class _Items:
     """Reads lists or tuples of any length: their items as one of the programs says."""
@@ -257,15 +229,6 @@ class _Items:
             at[_USED] += 1
             items.append(program.join(_read(program.steps, memory, at, integers, least)))
         return self._cls(items)
-
-    def nbytes(self, integers: Iterator[int]) -> int:
-        """See `_Program.nbytes`."""
-        count, (first, *others) = next(integers), self._programs
-        if not others and first.fixed is not None:
-            return count * (first.fixed + self._bare)
-        # each item takes an integer
-        sizes = [self._programs[next(integers) if others else 0].nbytes(integers) for _ in range(count)]
-        return count * self._bare + sum(sizes)
 
 
 _FOOT = struct.Struct("<QII")  # behind a record: bytes of its leaves, the number for its integers, bytes of its treedef

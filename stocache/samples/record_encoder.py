@@ -7,7 +7,8 @@ NOTE [ Records ]
                8 bytes, whatever the largest needs), and whether the leaves are compressed
     leaves     in four streams: first the values whose addresses should be multiples of 8 bytes, then 4, 2, 1. So each lies
                where it can be used in place, without gaps
-    integers   bytes of each stream but the last; then the shapes and lengths, in the order of the treedef
+    integers   bytes of each stream but the last; then the shapes and lengths, in the order of the treedef; and if the leaves
+               are compressed, their bytes before
 
     The treedef holds all that samples of one kind have in common: containers, keys, types of leaves, dtypes, numbers of
     dimensions, and the order of these where it is not that of C (then shapes are stored as the values lie in memory). It is
@@ -177,9 +178,11 @@ class RecordEncoder:
         """Return the parts of a sample's record, compressed where that makes it smaller. Raises SampleError as `encode`."""
         treedef, sample_leaves = self.encode(sample, where)
         leaves, nbytes, integers = sample_leaves.parts()
+        smaller = self._codec.compress(b"".join(leaves)) if self._codec is not None else None
+        if smaller is not None:
+            leaves, nbytes, integers = [smaller], len(smaller), [*integers, nbytes]
         tail, packed = pack_integers(integers)
-        if self._codec is not None and (smaller := self._codec.compress(b"".join(leaves))) is not None:
-            leaves, nbytes, packed = [smaller], len(smaller), packed | COMPRESSED
+        packed |= COMPRESSED * (smaller is not None)
         return EncodedRecord(treedef, leaves, nbytes, packed, tail + bytes(-(nbytes + len(tail)) & 7))
 
 
@@ -341,9 +344,8 @@ def write_treedef(treedef: TreeDef) -> bytes:
     Raises:
         SampleError: the text could not be read again: a key or extra of a container is not a literal.
     """
-    text = ""
+    text = repr(treedef)
     try:
-        text = repr(treedef)
         good = repr(parse_treedef(text)) == text
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         good = False

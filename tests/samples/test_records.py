@@ -159,12 +159,13 @@ def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     compress = pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").compress
     sample = "much that is easy to compress " * 20
     data, integers = EncodedSample(sample).pack()
-    packed = pack_integers(integers)[1] | 4
-    assert forged(sample, data=compress(installed(codec), data), codec=codec, packed=packed) == "equal"
+    integers.append(len(data))  # before compression
+    changes = {"integers": integers, "codec": installed(codec), "packed": pack_integers(integers)[1] | 4}
+    assert forged(sample, data=compress(codec, data), **changes) == "equal"
     huge = (b"\xff\xff\xff\x7f" if codec == "lz4" else b"\x28\xb5\x2f\xfd\xe0" + (2**50).to_bytes(8, "little")) + bytes(20)
-    large = compress(codec, bytes(64 << 20))
-    refused(sample, "compressed data claims 67108864 bytes, where 600", data=large, codec=codec, packed=packed)
-    refused(sample, "compressed data claims", data=huge, codec=codec, packed=packed)
+    refused(sample, "compressed data claims 67108864 bytes, where 600", data=compress(codec, bytes(64 << 20)), **changes)
+    refused(sample, "compressed data claims", data=huge, **changes)
     for cut in (compress(codec, data)[:-3], b""):
-        refused(sample, "compressed data", data=cut, codec=codec, packed=packed)
-    refused(sample, "it has a compressed sample, but no codec", data=data, packed=packed)
+        refused(sample, "compressed data", data=cut, **changes)
+    refused(sample, "the cache is damaged", data=compress(codec, data), **changes | {"integers": [], "packed": 4})
+    refused(sample, "it has a compressed sample, but no codec", data=data, packed=changes["packed"])

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stocache.samples.leaves.kind import (
     BARE_NODES,
+    DenseKind,
     Description,
     DimOrder,
     Encoded,
@@ -22,16 +23,14 @@ from stocache.samples.leaves.kind import (
     Leaves,
     Make,
     Write,
-    hashable,
     no_bytes,
     stream_of,
-    stream_of_dtype,
 )
 from stocache.samples.leaves.type_lookup import Unfit, a, check_dims, numpy_dtype, torch_dtype
 
 
 @dataclass(frozen=True)
-class TensorKind(Kind):
+class TensorKind(DenseKind):
     """Tensors of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
 
     name, types, base = "tensor", (Tensor,), Tensor
@@ -42,14 +41,6 @@ class TensorKind(Kind):
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "TensorKind":
         return cls(torch_dtype(dtype), check_dims(dims), _checked_order(order, dims))
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def stream(self) -> int:
-        return stream_of(self.dtype.itemsize)
 
     @property
     def array_dtype(self) -> Any:
@@ -64,7 +55,7 @@ class TensorKind(Kind):
             value = value.permute(order)
         data = tensor_bytes(value)
         description = ("tensor", str(value.dtype).removeprefix("torch."), value.dim(), *_given(order))
-        return description, stream_of(value.dtype.itemsize), data, tuple(value.shape)
+        return description, stream_of(value.dtype), data, tuple(value.shape)
 
     def writer(self, description: Description) -> Write:
         rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.array_dtype
@@ -141,7 +132,7 @@ class TensorKind(Kind):
 
 
 @dataclass(frozen=True)
-class ArrayKind(Kind):
+class ArrayKind(DenseKind):
     """Numpy arrays of one dtype and number of dimensions, and one order of them; see NOTE [ Orders ]."""
 
     name, base = "array", np.ndarray
@@ -153,14 +144,6 @@ class ArrayKind(Kind):
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "ArrayKind":
         return cls(dtype_from_key(dtype), check_dims(dims), _checked_order(order, dims))
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def stream(self) -> int:
-        return stream_of_dtype(self.dtype)
 
     @property
     def array_dtype(self) -> Any:
@@ -176,7 +159,7 @@ class ArrayKind(Kind):
         key, order = _dtype_to_key(value.dtype), array_dim_order_of(value)
         if order is not None:
             value = value.transpose(order)
-        return (cls.name, key, value.ndim, *_given(order)), stream_of_dtype(value.dtype), array_bytes(value), value.shape
+        return (cls.name, key, value.ndim, *_given(order)), stream_of(value.dtype), array_bytes(value), value.shape
 
     def writer(self, description: Description) -> Write:
         rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.dtype
@@ -340,7 +323,7 @@ def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
 def check_exact(value: object, cls: type) -> None:
     """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
     tensor = value if isinstance(value, Tensor) else None
-    displaced = tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad)
+    displaced = tensor is not None and (not tensor.is_cpu or tensor.requires_grad)
     if type(value) is not cls and type(value) is not np.memmap:  # a memmap comes back as an array in memory
         raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=displaced)
     if tensor is not None and displaced:
@@ -351,6 +334,11 @@ def check_exact(value: object, cls: type) -> None:
         )
 
 
+def _hashable(descr: Any) -> Any:
+    """Return a description with tuples in place of its lists."""
+    return tuple(map(_hashable, descr)) if isinstance(descr, list | tuple) else descr
+
+
 @functools.lru_cache(maxsize=1024)
 def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
     """Return the description of a numpy dtype, without lists, which could not be hashed.
@@ -359,7 +347,7 @@ def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
         Unfit: it would not come back the same.
     """
     try:
-        key = hashable(dtype_to_descr(dtype))
+        key = _hashable(dtype_to_descr(dtype))
         same = dtype_from_key(key) == dtype
     except Exception:  # whatever a dtype of another library raises
         same = False

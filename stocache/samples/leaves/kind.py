@@ -247,24 +247,35 @@ class Leaf:
         return str(self.kind.text(self.shape))
 
 
+class DenseKind(Kind):
+    """A kind of values of one dtype of torch or numpy, one after the other.
+
+    Attributes:
+        dtype: the dtype.
+    """
+
+    dtype: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return int(self.dtype.itemsize)
+
+    @property
+    def stream(self) -> int:
+        """The stream of values whose addresses should be multiples of the dtype's alignment."""
+        return stream_of(self.dtype)
+
+
+def stream_of(dtype: Any) -> int:
+    """Return the stream of values of a dtype of torch or numpy."""
+    alignment = getattr(dtype, "alignment", dtype.itemsize)
+    is_record = getattr(dtype, "kind", "") == "V"  # whose fields need not be aligned
+    return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) and not is_record else BYTES
+
+
 def no_bytes(value: object) -> Unfit:
     """Return the error of a value that is not of any kind that can be stored."""
     return Unfit(
         f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
     )
-
-
-def stream_of(alignment: int) -> int:
-    """Return the stream of values whose addresses should be multiples of ``alignment``."""
-    return ALIGNMENTS.index(min(alignment, 8)) if alignment in (1, 2, 4, 8, 16) else BYTES
-
-
-def stream_of_dtype(dtype: Any) -> int:
-    """Return the stream of values of a dtype of torch or numpy."""
-    is_record = getattr(dtype, "kind", "") == "V"  # whose fields need not be aligned
-    return BYTES if is_record else stream_of(getattr(dtype, "alignment", dtype.itemsize))
-
-
-def hashable(descr: Any) -> Any:
-    """Return a description with tuples in place of its lists."""
-    return tuple(map(hashable, descr)) if isinstance(descr, list | tuple) else descr

@@ -18,7 +18,19 @@ import numpy as np
 from torch import Tensor
 
 from stocache.samples.leaves.arrays import ArrayKind, ScalarKind, TensorKind, array_dim_order_of, check_dense, dim_order_of
-from stocache.samples.leaves.kind import Description, Differs, Encoded, Kind, Leaf, Leaves, Make, Write, no_bytes, stream_of
+from stocache.samples.leaves.kind import (
+    DenseKind,
+    Description,
+    Differs,
+    Encoded,
+    Kind,
+    Leaf,
+    Leaves,
+    Make,
+    Write,
+    no_bytes,
+    stream_of,
+)
 from stocache.samples.leaves.narrow import Narrowing, find
 from stocache.samples.leaves.plain_kinds import NUMBERS, EnumKind, NumberKind, NumbersKind, PickleKind, TextKind, decoder_error
 from stocache.samples.leaves.type_lookup import Unfit, a
@@ -44,7 +56,7 @@ def encode_other(value: object) -> Encoded:
 
 
 @dataclass(frozen=True)
-class NarrowKind(Kind):
+class NarrowKind(DenseKind):
     """Tensors or arrays whose numbers are made of small integers, and stored as these; see NOTE [ Narrow values ].
 
     A value is taken only if what comes back is the same to the last bit.
@@ -73,14 +85,6 @@ class NarrowKind(Kind):
     def dtype(self) -> Any:
         """The dtype of what is stored."""
         return np.dtype(self.narrowing.stored)
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize  # type: ignore[no-any-return]
-
-    @property
-    def stream(self) -> int:
-        return stream_of(self.itemsize)
 
     @property
     def dims(self) -> int:
@@ -167,7 +171,7 @@ def narrowed(encoded: Encoded) -> Encoded:
     if way is None:
         return encoded
     facts = way.stored, way.divisor, way.factor, way.mean, way.std, way.inner == 1
-    return ("narrow", description, *facts), stream_of(np.dtype(way.stored).itemsize), way.narrow(values), shape
+    return ("narrow", description, *facts), stream_of(np.dtype(way.stored)), way.narrow(values), shape
 
 
 def leaf_of(value: Any, exact: bool = False) -> Leaf:
