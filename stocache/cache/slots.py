@@ -33,7 +33,8 @@ class SlotArrays:
     Attributes:
         segment, columns: the memory, and the columns in it.
         places: of each column: its offset in the data, and the bytes of a value.
-        slot: returns the slot of a resident sample.
+        slot: returns the slot of a resident sample,
+        slots_of: those of an array of samples.
         load: returns the sample in a slot: ``load(slot, copy)``; a private copy, or views of the live memory.
         encode: returns the bytes of a sample: one buffer for each column.
     """
@@ -41,6 +42,7 @@ class SlotArrays:
     unreadable = ""
     may_miss = False
     slot: Callable[[int], int]
+    slots_of: Callable[[_Indices], _Indices]
     load: Callable[[int, bool], Any]
     encode: Callable[[Any, str], list[Any]]
 
@@ -62,7 +64,7 @@ class SlotArrays:
         self._join = join = structure.joiner()
         loads = [column.load for column in self.columns]
         self.load = (lambda slot, copy: join([load(slot, copy) for load in loads])) if structure.containers else loads[0]
-        self.encode = structure.encode
+        self.encode, self.slots_of = structure.encode, residency.slots
 
     def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
         """Return the bytes of samples: small ones lie in one buffer for each column. None if one does not fit."""
@@ -98,11 +100,6 @@ class SlotArrays:
         if any(column.is_ordered for column in self.columns) or not all(map(is_contiguous, items)):
             return [self.encode(sample, "batch") for sample in self.samples(items, count)]
         return list(map(list, zip(*(list(as_bytes(item)) for item in items), strict=True))) if items else [[]] * count
-
-    def slots_of(self, indices: _Indices) -> _Indices:
-        """Return the slots of resident samples."""
-        slots: _Indices = self._residency.slots(indices)
-        return slots
 
     def write_many(self, indices: list[int], encoded: Sequence[list[Any]]) -> list[int | None]:
         """Write the encoded bytes of samples into their slots. Return FILLS for each, or REFUSED if its memory is refused."""

@@ -50,7 +50,7 @@ from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from stocache.cache.stats import MISSING, SlotState
 from stocache.errors import StorageError
-from stocache.samples.rows import RowLayout
+from stocache.samples.spec import RowLayout
 from stocache.storage.dataset import StorageDataset
 from stocache.system.background import start_daemon
 from stocache.system.objects import attribute_of, get_many_of, newer_of, static_attribute

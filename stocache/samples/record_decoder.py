@@ -18,15 +18,7 @@ from stocache.samples.leaves.kinds import kind_of
 from stocache.samples.leaves.plain_kinds import sequence_class
 from stocache.samples.leaves.type_lookup import NotImported, Unresolved
 from stocache.samples.pytree import DEEP, Tree, joiner_of
-from stocache.samples.record_encoder import (
-    COMPRESSED,
-    EncodedRecord,
-    RecordEncoder,
-    TreeDef,
-    bare_nodes,
-    integers_codec,
-    parse_treedef,
-)
+from stocache.samples.record_encoder import COMPRESSED, EncodedRecord, RecordEncoder, bare_nodes, integers_codec, parse_treedef
 
 
 class RecordReader:
@@ -178,12 +170,12 @@ class _Program:
         Unresolved: a class in it is not here, or may not be used.
     """
 
-    def __init__(self, treedef: TreeDef, trusted: bool, streams: set[int], depth: int = 0) -> None:
+    def __init__(self, treedef: Any, trusted: bool, streams: set[int], depth: int = 0) -> None:
         self.steps: list[Step] = []
         self._trusted, self._streams = trusted, streams
         self.join = joiner_of(self._tree(treedef, depth))
 
-    def _tree(self, treedef: TreeDef, depth: int) -> Tree | None:
+    def _tree(self, treedef: Any, depth: int) -> Tree | None:
         """Add the steps that read the leaves of a value, and return how they are put together."""
         if type(treedef) is not tuple or not treedef or depth > _LEVELS:
             raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")

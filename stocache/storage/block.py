@@ -43,7 +43,7 @@ from stocache.errors import DamagedError, StorageError
 from stocache.samples.leaves.type_lookup import Unresolved, check_size
 from stocache.samples.record_decoder import RecordReader
 from stocache.samples.record_encoder import COMPRESSED, HEAD, EncodedRecord, RecordEncoder, integers_codec, pack_integers
-from stocache.samples.rows import RowLayout
+from stocache.samples.spec import RowLayout
 from stocache.storage.files import ByteSource
 from stocache.system.hashing import ZEROS, BytesLike, embed_checksum, read_checksum
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from stocache.errors import DamagedError, DatasetError
 from stocache.samples.indices import check_indices
-from stocache.samples.rows import RowLayout
+from stocache.samples.spec import RowLayout
 from stocache.storage.storage import DataStorage, OnDiskBlockDataStorage
 from stocache.system.objects import has_methods, newer_of
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from stocache.errors import DamagedError, SampleIndexError, StorageError
 from stocache.samples.indices import check_index
-from stocache.samples.rows import RowLayout
+from stocache.samples.spec import RowLayout
 from stocache.storage.block import Block
 from stocache.storage.files import HEAD_BYTES, ByteSource, File
 from stocache.storage.local import folder_at, open_file

@@ -15,8 +15,7 @@ import stocache
 from stocache import RaggedCache
 from stocache.errors import DamagedError, StocacheError, StorageError
 from stocache.samples.record_decoder import pack_sample
-from stocache.samples.rows import RowLayout
-from stocache.samples.spec import Structure
+from stocache.samples.spec import RowLayout, Structure
 from stocache.storage.block import Block, encode
 from stocache.storage.files import File
 from tests.support.equality import same

@@ -14,8 +14,7 @@ from stocache.cache.stats import MISSING
 from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.record_decoder import Records
-from stocache.samples.rows import RowLayout
-from stocache.samples.spec import Structure
+from stocache.samples.spec import RowLayout, Structure
 from stocache.shm.segment import MOST_BUFFERS
 
 _MOST = 1 << 26  # bytes of an example

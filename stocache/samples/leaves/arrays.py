@@ -26,7 +26,7 @@ from stocache.samples.leaves.kind import (
     no_bytes,
     stream_of,
 )
-from stocache.samples.leaves.type_lookup import Unfit, a, check_dims, numpy_dtype, torch_dtype
+from stocache.samples.leaves.type_lookup import MAX_DIMS, Unfit, a, check_size, numpy_dtype, torch_dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TensorKind(DenseKind):
 
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "TensorKind":
-        return cls(torch_dtype(dtype), check_dims(dims), _checked_order(order, dims))
+        return cls(torch_dtype(dtype), check_size(dims, MAX_DIMS + 1), _checked_order(order, dims))
 
     @property
     def array_dtype(self) -> Any:
@@ -143,7 +143,7 @@ class ArrayKind(DenseKind):
 
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "ArrayKind":
-        return cls(dtype_from_key(dtype), check_dims(dims), _checked_order(order, dims))
+        return cls(dtype_from_key(dtype), check_size(dims, MAX_DIMS + 1), _checked_order(order, dims))
 
     @property
     def array_dtype(self) -> Any:

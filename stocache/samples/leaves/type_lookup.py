@@ -312,15 +312,6 @@ def check_size(size: Any, limit: int = 2**63) -> int:
     return size
 
 
-def check_dims(dims: Any) -> int:
-    """Return a number of dimensions.
-
-    Raises:
-        ValueError: it is not a number from 0 to 64.
-    """
-    return check_size(dims, MAX_DIMS + 1)
-
-
 def class_text(cls: Any) -> str:
     """Return the name of a class or function; with its module unless it is one of Python's own types."""
     module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
