@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from benchmark.support.measuring import machine
 from stocache import CachedDataset, DataLoader
-from stocache.datasets.batches import PartialBatch
+from stocache.datasets.batches import PlannedBatch
 from stocache.loader.device import kernels
 from stocache.loader.device.cuda import Cuda
 
@@ -367,7 +367,7 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
         def gathers_beside() -> Iterator[Any]:
             for at in range(0, count - size + 1, size):
                 with stage.cuda.copying():
-                    stage.gatherer.gather(PartialBatch(order[at : at + size]))
+                    stage.gatherer.gather(PlannedBatch(order[at : at + size]))
                 yield resident[at // size % 8]
 
         beside = [seconds(gathers_beside, every) for every in (0, 1)]

@@ -4,10 +4,11 @@ import functools
 import itertools
 import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ class BatchSpec:
 
     Attributes:
         structure: the structure of a batch of two samples.
-        on_device: whether a GPU gathers the samples that are cached: `LazyBatch.gather` returns a `PartialBatch` or a
-            `GroupPart`.
+        on_device: whether a GPU gathers the samples that are cached: `LazyBatch.gather` returns a `PlannedBatch`.
     """
 
     structure: Structure
@@ -121,47 +121,29 @@ def _refuse(samples: object, *, collate_fn_map: object = None) -> None:
 _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec | None]]" = weakref.WeakKeyDictionary()
 
 
-class PartialBatch(NamedTuple):
-    """A batch of which only those samples were loaded that are not in the cache.
+@dataclass(eq=False)
+class PlannedBatch:
+    """A batch that a GPU gathers. The samples that were not in the cache were loaded.
 
     Attributes:
         indices: of all B samples, int64 of shape (B,).
         positions: in the batch, of the k samples that were loaded: int64 of shape (k,), ascending; None for k = 0.
         tensors: for each leaf of the samples the values of these, of shape (k, ...); empty for k = 0.
+        following: the batch after it, if all samples of both are in the cache: a GPU may gather them together.
+        gathered: the batch on the GPU, its tensors, and the event at their end, from when it is gathered until it is taken.
     """
 
     indices: NDArray[np.int64]
     positions: NDArray[np.int64] | None = None
     tensors: Sequence[Tensor] = ()
+    following: "PlannedBatch | None" = None
+    gathered: tuple[Any, list[Tensor], Any] | None = None
 
-
-@dataclass(eq=False)
-class BatchGroup:
-    """Batches whose samples are all in the cache.
-
-    Attributes:
-        indices: of all samples, batch after batch.
-        ends: where each batch ends in ``indices``.
-        was_met, plan: whether a GPU has gathered one of them, and how it gathers them; None if it does so one at a time.
-    """
-
-    indices: NDArray[np.int64]
-    ends: list[int]
-    was_met: bool = False
-    plan: Any = None
-
-
-class GroupPart(NamedTuple):
-    """One batch of a group."""
-
-    group: BatchGroup
-    number: int
-
-    @property
-    def indices(self) -> NDArray[np.int64]:
-        """The indices of its samples."""
-        group, number = self
-        return group.indices[group.ends[number - 1] if number else 0 : group.ends[number]]
+    def take(self) -> tuple[Any, list[Tensor], Any]:
+        """Return what was gathered, and do not keep it: the memory is the user's from now on."""
+        assert self.gathered is not None
+        taken, self.gathered = self.gathered, None
+        return taken
 
 
 def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
@@ -264,26 +246,27 @@ class LazyBatch:
         spec: the batches of each cache.
         parts: the samples of each cache.
         length: the number of samples.
+        planned: the batch as a GPU gathers it, if all samples were found to be cached.
     """
 
-    def __init__(self, spec: BatchSpec, parts: list[CacheRows], length: int) -> None:
-        self._spec, self.parts, self._length = spec, parts, length
+    def __init__(self, spec: BatchSpec, parts: list[CacheRows], length: int, planned: PlannedBatch | None = None) -> None:
+        self._spec, self.parts, self._length, self._planned = spec, parts, length, planned
         self._samples: list[Any] | None = None
-        self._group: GroupPart | None = None  # that was found to be cached
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
-        """Return batches of some sizes with the samples of this one, which is of one cache. If all are cached, a GPU plans
-        them together."""
+        """Return batches of some sizes with the samples of this one, which a GPU gathers; together, if all are cached."""
         (whole,) = self.parts
-        ends, hits = np.cumsum(sizes).tolist(), whole.hits if whole.find() else None
-        group = BatchGroup(hits, ends) if hits is not None and self._spec.on_device else None
-        batches = []
-        for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-            part = replace(whole, indices=whole.indices[end - size : end], hits=None, claimed=set(), loaded={})
-            part.hits = None if hits is None else hits[end - size : end]
-            batches.append(LazyBatch(self._spec, [part], size))
-            batches[-1]._group = None if group is None else GroupPart(group, number)
-        return batches
+        whole.find()
+        batches, end = deque[LazyBatch](), self._length
+        planned: PlannedBatch | None = None
+        for size in reversed(sizes):
+            rows = slice(end - size, end)
+            hits = None if whole.hits is None else whole.hits[rows]
+            planned = None if hits is None else PlannedBatch(hits, following=planned)
+            part = replace(whole, indices=whole.indices[rows], hits=hits, claimed=set(), loaded={})
+            batches.appendleft(LazyBatch(self._spec, [part], size, planned))
+            end -= size
+        return list(batches)
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
@@ -357,7 +340,7 @@ class LazyBatch:
     def gather(self, empty: Empty, joined: bool = True) -> Any:
         """Return the batch as default_collate makes it, in tensors made by ``empty``; None if it has to be read as a list.
 
-        If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PartialBatch`, or a `GroupPart`.
+        If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PlannedBatch`.
         """
         for part in self.parts:
             if (
@@ -381,18 +364,18 @@ class LazyBatch:
             as_bytes(tensor)[part.rows] = as_bytes(rows)
         return filled
 
-    def _load_missing(self, empty: Empty) -> PartialBatch | GroupPart | None:
+    def _load_missing(self, empty: Empty) -> PlannedBatch | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
         (part,) = self.parts
         if part.hits is not None:
             part.cache.count_hits(len(part.hits))
-            return PartialBatch(part.hits) if self._group is None else self._group
+            return self._planned or PlannedBatch(part.hits)
         index = check_indices(part.indices, part.cache.dataset_len, "batch")
         mask = part.cache.set_among(index)
         positions = np.flatnonzero(~mask)
         part.cache.count_hits(len(index) - len(positions))
         if not len(positions):
-            return PartialBatch(index)
+            return PlannedBatch(index)
         missing = replace(part, indices=index[positions].tolist())
         tensors = self._spec.empty(len(positions), empty)
         if tensors is None:
@@ -400,7 +383,7 @@ class LazyBatch:
         if not missing.fill(tensors):
             part.loaded.update(zip(missing.indices, missing.samples or (), strict=True))
             return None
-        return PartialBatch(index, positions, tensors)
+        return PlannedBatch(index, positions, tensors)
 
     @property
     def nbytes(self) -> int:

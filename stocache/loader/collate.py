@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
-from stocache.datasets.batches import Empty, LazyBatch, PartialBatch
+from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
@@ -70,7 +70,7 @@ class RingCollate:
         if isinstance(samples, LazyBatch):
             batch = None if buffer is None else samples.gather(buffer.empty)
             if buffer is not None and batch is not None:
-                return batch, partial(buffer.publish, kind=None if type(batch) is PartialBatch else len(samples))
+                return batch, partial(buffer.publish, kind=None if type(batch) is PlannedBatch else len(samples))
             samples = samples.read()
         if buffer is None:
             reason = NO_BUFFER if lane is not None else NO_LANE if self._ring.works else NO_MEMORY

@@ -18,6 +18,7 @@ from stocache.loader import order
 from stocache.loader.collate import as_is
 from stocache.loader.device import gathering
 from stocache.loader.device.gathering import DeviceStats
+from stocache.loader.device.tier import _on_out_of_memory
 from stocache.system.limits import MIB
 from tests.support.devices import play_device
 from tests.support.equality import identical, same
@@ -378,10 +379,10 @@ def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(t
 
 @pytest.mark.unaudited
 @pytest.mark.parametrize("workers", ["alone", "threads"])
-def test_batches_of_a_full_cache_are_planned_many_at_once(workers, monkeypatch):
-    sizes, plan = [], gathering.DeviceGatherer._plan
+def test_batches_of_a_full_cache_are_gathered_many_at_once(workers, monkeypatch):
+    sizes, gather = [], gathering.DeviceGatherer._gather
     monkeypatch.setattr(
-        gathering.DeviceGatherer, "_plan", lambda own, batch, each: sizes.append(len(each)) or plan(own, batch, each)
+        gathering.DeviceGatherer, "_gather", lambda own, batches: sizes.append(len(batches)) or gather(own, batches)
     )
     options = {"batch_size": 2, "shuffle": True} | WORKERS[workers]
     with cached(1, warm=True) as dataset:
@@ -510,13 +511,12 @@ def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(monkeypat
         batches_of(loader, 3)
         iterator = iter(loader)
         found = [next(iterator)]
-        group, tier = iterator._waiting[0].host.group, loader._stocache._stage.gatherer._tier
-        assert group.plan is not None
-        memory = [weakref.ref(rows) for rows in tier.rows]
-        assert tier.release()
+        assert iterator._waiting[0].event is not None
+        gatherer = loader._stocache._stage.gatherer
+        memory = [weakref.ref(rows) for rows in gatherer._tier.rows.values()]
+        _on_out_of_memory(gatherer._cuda.device.index)
         assert not any(ref() for ref in memory)  # it is free at once
         found += iterator
-        assert group.plan is None
         assert identical(found, list(torch.utils.data.DataLoader(Images(), BATCH)))
 
 

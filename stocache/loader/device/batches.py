@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import GroupPart, PartialBatch
+from stocache.datasets.batches import PlannedBatch
 from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 from stocache.system.platform import here
@@ -69,7 +69,7 @@ class _Mover:
 
     def moved(self, value: object) -> Any:
         """Return a value with its tensors on the device."""
-        if type(value) is PartialBatch or type(value) is GroupPart:
+        if type(value) is PlannedBatch:
             assert self._gatherer is not None
             batch, tensors = self._gatherer.gather(value)
             self.tensors += tensors
@@ -151,25 +151,31 @@ class DeviceStage:
             OutOfMemoryError: of torch: the device has no memory for it.
         """
         batch, gatherer = waiting.host, self.gatherer
-        if gatherer is not None and type(batch) is GroupPart and (gathered := gatherer.take(batch)) is not None:
-            waiting.data, waiting.tensors, waiting.event = gathered
+        if type(batch) is PlannedBatch and batch.gathered is not None:  # with a batch before it
+            waiting.data, waiting.tensors, waiting.event = batch.take()
             return
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
+        has_tier = gatherer is not None and gatherer.limit
         try:
-            return self._place(waiting)
+            return self._copy(waiting)
         except torch.cuda.OutOfMemoryError:
-            if gatherer is None or not gatherer.release():
+            if gatherer is None or not has_tier:
                 raise
-        self._place(waiting)  # here, as the error holds what was planned with the tier
+            gatherer.release()
+        self._copy(waiting)  # here, as the error holds the tier
 
-    def _place(self, waiting: _Waiting) -> None:
+    def _copy(self, waiting: _Waiting) -> None:
         with self.cuda.copying():
             mover = _Mover(self.cuda, self.gatherer)
             waiting.data, waiting.tensors = mover.moved(waiting.host), mover.tensors
             waiting.event = self.cuda.mark()
-        if type(waiting.host) is not GroupPart:  # which has no memory of the host
-            self._copied.append((waiting.event, waiting.host))
+        self._copied.append((waiting.event, waiting.host))
+
+    @property
+    def ahead(self) -> int:
+        """How many batches to begin before the loop asks for them."""
+        return max(_AHEAD, 0 if self.gatherer is None else self.gatherer.together)
 
     def stats(self) -> DeviceStats:
         """Return where the gathered samples came from."""
@@ -205,7 +211,6 @@ class DeviceBatches:
     def __init__(self, batches: Any, stage: DeviceStage) -> None:
         self._batches, self._stage = batches, stage
         self._waiting: deque[_Waiting] = deque()
-        self._ahead = _AHEAD
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -233,7 +238,7 @@ class DeviceBatches:
         return waiting.data
 
     def _look_ahead(self) -> None:
-        while len(self._waiting) < self._ahead and self._batches.is_ready():
+        while len(self._waiting) < self._stage.ahead and self._batches.is_ready():
             self._ask()
             waiting = self._waiting[-1]
             if waiting.error is not None:
@@ -242,8 +247,6 @@ class DeviceBatches:
                 self._stage.place(waiting)
             except Exception:  # it is tried again when the loop asks for the batch, and raised then
                 return
-            plan = waiting.host.group.plan if type(waiting.host) is GroupPart else None
-            self._ahead = max(_AHEAD, plan.together if plan is not None else 0)
 
     def _ask(self) -> None:
         try:

@@ -9,7 +9,8 @@ NOTE [ Copies on a stream of their own ]
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.shm.pool import pinned_memory
+from stocache.shm.pool import NUMPY_DTYPES, pinned_memory
 
 _CAN_USE_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of cuDeviceGetAttribute
 _cuda: Any = torch.cuda  # parts of it have no types
-_TYPES = {torch.int64: "<i8", torch.int32: "<i4", torch.int16: "<i2", torch.uint8: "|u1"}
 
 
 def as_device(device: Any) -> torch.device | None:
@@ -125,41 +125,24 @@ class _Interface:
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
-        data = rows.data_ptr(), False
-        self.__cuda_array_interface__ = {"shape": tuple(rows.shape), "typestr": _TYPES[rows.dtype], "data": data, "version": 3}
+        kind, data = np.dtype(NUMPY_DTYPES[rows.dtype]).str, (rows.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": tuple(rows.shape), "typestr": kind, "data": data, "version": 3}
 
 
-class Staging:
-    """Arrays that go to a device in one copy: each copy costs the CPU some microseconds, whatever its size."""
+def send_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy contiguous arrays of int64, or of bytes, to a device. Return them there, of one dimension.
 
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[Any]] = []
-        self._places, self._nbytes = list[int](), 0
-
-    def add(self, array: NDArray[Any]) -> int:
-        """Add a contiguous array, and return its number."""
-        self._arrays.append(array)
-        self._places.append(self._nbytes)
-        self._nbytes = -(-(self._nbytes + array.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        return len(self._arrays) - 1
-
-    def send(self, device: torch.device) -> None:
-        """Copy all arrays to a device."""
-        host = pinned_memory(self._nbytes)
-        memory = host.numpy()
-        for at, array in zip(self._places, self._arrays, strict=True):
-            memory[at : at + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._copy: Tensor = host.to(device, non_blocking=True)
-
-    def at(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return an array on the device."""
-        place = self._places[number]
-        values = self._copy[place : place + self._arrays[number].nbytes].view(dtype)
-        return values if len(shape) == 1 else values.view(shape)
-
-    def indices(self, number: int) -> Tensor:
-        """Return an array of int64 of one dimension on the device."""
-        return self.at(number, self._arrays[number].shape, torch.int64)
+    They go in one copy: each copy costs the CPU some microseconds, whatever its size.
+    """
+    ends = list(accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays))
+    host = pinned_memory(ends[-1] if ends else 0)
+    places = [slice(begin, begin + array.nbytes) for begin, array in zip([0, *ends], arrays, strict=False)]
+    memory = host.numpy()
+    for place, array in zip(places, arrays, strict=True):
+        memory[place] = array.reshape(-1).view(np.uint8)
+    there: Tensor = host.to(device, non_blocking=True)
+    parts = [there[place] for place in places]
+    return [part if array.dtype == np.uint8 else part.view(torch.int64) for part, array in zip(parts, arrays, strict=True)]
 
 
 _ALIGNMENT = 16  # of an array in a copy

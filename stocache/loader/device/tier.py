@@ -2,12 +2,14 @@
 
 NOTE [ The model wins ]
     The tier takes its memory once, when the first samples are gathered, and leaves `_SPARE_BYTES` of the device free. If torch
-    finds no memory for the training step later, the tier gives its memory back: the allocation that failed raises, as it would
+    finds no memory for the training step later, the gatherer gives up the tier: the allocation that failed raises, as it would
     without a tier, and the next one finds the memory. A warning names ``device_limit_gib``.
 """
 
+import functools
 import logging
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,30 +30,29 @@ class DeviceTier:
     Args:
         limit: bytes of device memory.
         slots: of the cache.
-        rows: the dtype of the words of a row, and how many words it has, for each column.
+        columns: the values of each column, as words, by its number.
 
     Attributes:
-        rows: for each column the rows of the tier.
-        version: changes when the rows of samples are no longer theirs.
+        rows: the rows of the tier for each column.
     """
 
-    def __init__(self, limit: int, slots: int, rows: list[tuple[torch.dtype, int]], cuda: Any) -> None:
-        row_bytes = sum(dtype.itemsize * words for dtype, words in rows)
+    def __init__(self, limit: int, slots: int, columns: Mapping[int, Tensor], cuda: Any) -> None:
+        row_bytes = sum(words.shape[1] * words.itemsize for words in columns.values())
         spare, total = cuda.spare_bytes()
         room = max(0, min(limit, spare - min(_SPARE_BYTES, total // 8)))
-        count = min(slots, room // max(1, row_bytes))
-        if count < min(slots, limit // max(1, row_bytes)):
+        count = min(slots, room // row_bytes)
+        if count < min(slots, limit // row_bytes):
             logger.warning(
                 "device_limit_gib: %s has room for %s of samples beside the model, not for %s.",
                 cuda.device, format_size(room), format_size(limit),
             )  # fmt: skip
         self._numbers = np.full(slots, -1, np.int32)  # by slot of the cache
-        self._used, self._count, self.version = 0, int(count), 0
-        self._overwritten = 0
-        self._device: torch.device = cuda.device
-        self.rows: list[Tensor] = [torch.empty((count, words), dtype=dtype, device=cuda.device) for dtype, words in rows]
-        _tiers.add(self)
-        _observe_out_of_memory()
+        self._used = self._overwritten = 0
+        self._count = int(count)
+        self.rows = {
+            number: torch.empty((self._count, words.shape[1]), dtype=words.dtype, device=cuda.device)
+            for number, words in columns.items()
+        }
 
     def numbers(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the row of each slot; -1 where it has none."""
@@ -63,17 +64,15 @@ class DeviceTier:
         first = first[self._numbers[new] < 0][: self._count - self._used]
         return first, np.arange(self._used, self._used + len(first))
 
-    def keep(self, slots: NDArray[np.int64], numbers: NDArray[np.int64], version: int) -> None:
-        """Keep slots whose rows are written: an interrupt before that leaves none that is not. ``version``: when admitted."""
-        if version == self.version:
-            self._numbers[slots] = numbers
-            self._used += len(numbers)
+    def keep(self, slots: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        """Keep slots whose rows are written: an interrupt before that leaves no slot whose row is not."""
+        self._used += len(numbers)
+        self._numbers[slots] = numbers
 
     def keep_since(self, overwritten: int) -> None:
         """Empty the tier if the number of samples that were overwritten is not that of the last call."""
         if overwritten != self._overwritten:
             self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
-            self.version += 1
 
     @property
     def is_full(self) -> bool:
@@ -83,36 +82,25 @@ class DeviceTier:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the tier has taken."""
-        return sum(int(rows.nbytes) for rows in self.rows)
-
-    def release(self, device: int | None = None) -> bool:
-        """Give the memory back; only that of one device, if it is given. Return whether there was any."""
-        if not self.nbytes or device not in (None, self._device.index):
-            return False
-        logger.warning(
-            "%s is out of memory. The %s of cached samples on it are given back to the model. Lower device_limit_gib.",
-            self._device, format_size(self.nbytes),
-        )  # fmt: skip
-        self.version += 1
-        self._numbers[:] = -1
-        self._used = self._count = 0
-        self.rows = [rows.new_empty((0, rows.shape[1])) for rows in self.rows]
-        return True
+        return sum(rows.nbytes for rows in self.rows.values())
 
 
-_tiers: "weakref.WeakSet[DeviceTier]" = weakref.WeakSet()
-_observed = False
+_holders: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
+def release_when_full(holder: Any) -> None:
+    """Call ``holder.release`` with the number of a device that has no memory left; see NOTE [ The model wins ]."""
+    _holders.add(holder)
+    _observe_out_of_memory()
+
+
+@functools.cache
 def _observe_out_of_memory() -> None:
-    """Have torch say when an allocation fails; see NOTE [ The model wins ]."""
-    global _observed
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if not _observed and attach is not None:
-        _observed = True
+    if attach is not None:
         attach(_on_out_of_memory)
 
 
 def _on_out_of_memory(device: int, *sizes: int) -> None:
-    for tier in list(_tiers):
-        tier.release(device)
+    for holder in list(_holders):
+        holder.release(device)
