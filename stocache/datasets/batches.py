@@ -4,11 +4,10 @@ import functools
 import itertools
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -122,28 +121,49 @@ _known: "weakref.WeakKeyDictionary[SharedCache, tuple[dict[Any, Any], BatchSpec 
 
 
 @dataclass(eq=False)
-class PlannedBatch:
-    """A batch that a GPU gathers. The samples that were not in the cache were loaded.
+class GatherPlan:
+    """Batches that a GPU gathers: their samples, and where these come from.
 
     Attributes:
-        indices: of all B samples, int64 of shape (B,).
-        positions: in the batch, of the k samples that were loaded: int64 of shape (k,), ascending; None for k = 0.
+        indices: of all samples, batch after batch, int64 of shape (B,).
+        sizes: of the batches.
+        positions: of the k samples that were not in the cache, and were loaded: int64 of shape (k,), ascending; None for k = 0.
         tensors: for each leaf of the samples the values of these, of shape (k, ...); empty for k = 0.
-        following: the batch after it, if all samples of both are in the cache: a GPU may gather them together.
-        gathered: the batch on the GPU, its tensors, and the event at their end, from when it is gathered until it is taken.
+        version: of the rows of the GPU when the samples were looked up; None before.
+        together: how many batches are gathered in one step; 0 if each is planned alone.
+        sources: of the samples' large columns, as `RowSource`.
+        small: the small columns of each batch, by their number.
+        gathered: the batches on the GPU, their tensors, and the event at their end, by number, until they are taken.
     """
 
     indices: NDArray[np.int64]
+    sizes: list[int]
     positions: NDArray[np.int64] | None = None
     tensors: Sequence[Tensor] = ()
-    following: "PlannedBatch | None" = None
-    gathered: tuple[Any, list[Tensor], Any] | None = None
+    version: int | None = None
+    together: int = 1
+    sources: Sequence[Any] = ()
+    small: dict[int, list[Tensor]] = field(default_factory=dict)
+    gathered: dict[int, tuple[Any, list[Tensor], Any]] = field(default_factory=dict)
 
-    def take(self) -> tuple[Any, list[Tensor], Any]:
-        """Return what was gathered, and do not keep it: the memory is the user's from now on."""
-        assert self.gathered is not None
-        taken, self.gathered = self.gathered, None
-        return taken
+
+class PlannedBatch(NamedTuple):
+    """One batch of a plan."""
+
+    plan: GatherPlan
+    number: int = 0
+
+    @classmethod
+    def alone(cls, indices: NDArray[np.int64], *loaded: Any) -> "PlannedBatch":
+        """Return a batch that is gathered alone. ``loaded``: positions and tensors of its plan."""
+        return cls(GatherPlan(indices, [len(indices)], *loaded))
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The indices of its samples."""
+        plan, number = self
+        begin = sum(plan.sizes[:number])
+        return plan.indices[begin : begin + plan.sizes[number]]
 
 
 def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
@@ -246,7 +266,7 @@ class LazyBatch:
         spec: the batches of each cache.
         parts: the samples of each cache.
         length: the number of samples.
-        planned: the batch as a GPU gathers it, if all samples were found to be cached.
+        planned: what a GPU gathers, if all samples were found to be cached.
     """
 
     def __init__(self, spec: BatchSpec, parts: list[CacheRows], length: int, planned: PlannedBatch | None = None) -> None:
@@ -256,17 +276,14 @@ class LazyBatch:
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
         """Return batches of some sizes with the samples of this one, which a GPU gathers; together, if all are cached."""
         (whole,) = self.parts
-        whole.find()
-        batches, end = deque[LazyBatch](), self._length
-        planned: PlannedBatch | None = None
-        for size in reversed(sizes):
-            rows = slice(end - size, end)
-            hits = None if whole.hits is None else whole.hits[rows]
-            planned = None if hits is None else PlannedBatch(hits, following=planned)
+        plan = GatherPlan(cast("NDArray[np.int64]", whole.hits), sizes) if whole.find() else None
+        batches = []
+        for number, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
+            rows, planned = slice(end - size, end), None if plan is None else PlannedBatch(plan, number)
+            hits = None if plan is None else plan.indices[rows]
             part = replace(whole, indices=whole.indices[rows], hits=hits, claimed=set(), loaded={})
-            batches.appendleft(LazyBatch(self._spec, [part], size, planned))
-            end -= size
-        return list(batches)
+            batches.append(LazyBatch(self._spec, [part], size, planned))
+        return batches
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
@@ -369,13 +386,13 @@ class LazyBatch:
         (part,) = self.parts
         if part.hits is not None:
             part.cache.count_hits(len(part.hits))
-            return self._planned or PlannedBatch(part.hits)
+            return self._planned or PlannedBatch.alone(part.hits)
         index = check_indices(part.indices, part.cache.dataset_len, "batch")
         mask = part.cache.set_among(index)
         positions = np.flatnonzero(~mask)
         part.cache.count_hits(len(index) - len(positions))
         if not len(positions):
-            return PlannedBatch(index)
+            return PlannedBatch.alone(index)
         missing = replace(part, indices=index[positions].tolist())
         tensors = self._spec.empty(len(positions), empty)
         if tensors is None:
@@ -383,7 +400,7 @@ class LazyBatch:
         if not missing.fill(tensors):
             part.loaded.update(zip(missing.indices, missing.samples or (), strict=True))
             return None
-        return PlannedBatch(index, positions, tensors)
+        return PlannedBatch.alone(index, positions, tensors)
 
     @property
     def nbytes(self) -> int:

@@ -379,10 +379,10 @@ def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(t
 
 @pytest.mark.unaudited
 @pytest.mark.parametrize("workers", ["alone", "threads"])
-def test_batches_of_a_full_cache_are_gathered_many_at_once(workers, monkeypatch):
-    sizes, gather = [], gathering.DeviceGatherer._gather
+def test_batches_of_a_full_cache_are_planned_many_at_once(workers, monkeypatch):
+    sizes, plan = [], gathering.DeviceGatherer._plan
     monkeypatch.setattr(
-        gathering.DeviceGatherer, "_gather", lambda own, batches: sizes.append(len(batches)) or gather(own, batches)
+        gathering.DeviceGatherer, "_plan", lambda own, batches: sizes.append(len(batches.sizes)) or plan(own, batches)
     )
     options = {"batch_size": 2, "shuffle": True} | WORKERS[workers]
     with cached(1, warm=True) as dataset:
@@ -504,14 +504,14 @@ def test_a_change_that_the_audit_finds_is_an_error_of_the_loop(monkeypatch):
             list(iterator)
 
 
-def test_a_tier_that_gives_way_takes_no_batch_with_it_that_was_planned(monkeypatch):
+def test_a_tier_that_gives_way_takes_no_batch_with_it_that_is_begun(monkeypatch):
     monkeypatch.setattr(gathering, "_TOGETHER", 1)
     with cached(1) as dataset:
         loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib=1)
         batches_of(loader, 3)
         iterator = iter(loader)
         found = [next(iterator)]
-        assert iterator._waiting[0].event is not None
+        assert iterator._waiting[0].placed
         gatherer = loader._stocache._stage.gatherer
         memory = [weakref.ref(rows) for rows in gatherer._tier.rows.values()]
         _on_out_of_memory(gatherer._cuda.device.index)

@@ -24,7 +24,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,13 @@ class _Waiting:
         host: the batch of the iterator.
         worker: the number of the worker that made it.
         error: raised in place of the batch.
-        data, tensors, event: the batch on the device, its tensors there, and the end of their copies; None before.
+        placed: what `DeviceStage.place` has returned for it; None before.
     """
 
     host: Any = None
     worker: int | None = None
     error: Exception | None = None
-    data: Any = None
-    tensors: list[Tensor] = field(default_factory=list)
-    event: Any = None
+    placed: tuple[Any, list[Tensor], Any] | None = None
 
 
 class _Mover:
@@ -144,33 +142,34 @@ class DeviceStage:
             self.gatherer.begin_epoch()
         return DeviceBatches(batches, self)
 
-    def place(self, waiting: _Waiting) -> None:
-        """Begin to copy a batch.
+    def place(self, batch: Any) -> tuple[Any, list[Tensor], Any]:
+        """Begin to copy a batch. Return it on the device, its tensors there, and the event at the end of their copies.
 
         Raises:
             OutOfMemoryError: of torch: the device has no memory for it.
         """
-        batch, gatherer = waiting.host, self.gatherer
-        if type(batch) is PlannedBatch and batch.gathered is not None:  # with a batch before it
-            waiting.data, waiting.tensors, waiting.event = batch.take()
-            return
+        gatherer = self.gatherer
+        if type(batch) is PlannedBatch and batch.number in batch.plan.gathered:  # with a batch before it
+            return batch.plan.gathered.pop(batch.number)
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
         has_tier = gatherer is not None and gatherer.limit
         try:
-            return self._copy(waiting)
+            return self._copy(batch)
         except torch.cuda.OutOfMemoryError:
             if gatherer is None or not has_tier:
                 raise
             gatherer.release()
-        self._copy(waiting)  # here, as the error holds the tier
+        return self._copy(batch)  # here, as the error holds the tier
 
-    def _copy(self, waiting: _Waiting) -> None:
+    def _copy(self, batch: Any) -> tuple[Any, list[Tensor], Any]:
         with self.cuda.copying():
             mover = _Mover(self.cuda, self.gatherer)
-            waiting.data, waiting.tensors = mover.moved(waiting.host), mover.tensors
-            waiting.event = self.cuda.mark()
-        self._copied.append((waiting.event, waiting.host))
+            moved = mover.moved(batch)
+            event = self.cuda.mark()
+        if type(batch) is not PlannedBatch or batch.plan.tensors:  # it has memory of the host
+            self._copied.append((event, batch))
+        return moved, mover.tensors, event
 
     @property
     def ahead(self) -> int:
@@ -230,12 +229,11 @@ class DeviceBatches:
         waiting = self._waiting.popleft()
         if waiting.error is not None:
             raise waiting.error
-        if waiting.event is None:
-            self._stage.place(waiting)
+        data, tensors, event = waiting.placed or self._stage.place(waiting.host)
         self._look_ahead()
-        self._stage.cuda.hand_over(waiting.event, waiting.tensors)
+        self._stage.cuda.hand_over(event, tensors)
         self.last_worker = waiting.worker
-        return waiting.data
+        return data
 
     def _look_ahead(self) -> None:
         while len(self._waiting) < self._stage.ahead and self._batches.is_ready():
@@ -244,7 +242,7 @@ class DeviceBatches:
             if waiting.error is not None:
                 return
             try:
-                self._stage.place(waiting)
+                waiting.placed = self._stage.place(waiting.host)
             except Exception:  # it is tried again when the loop asks for the batch, and raised then
                 return
 

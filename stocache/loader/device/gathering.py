@@ -1,7 +1,7 @@
 """Gather batches of cached samples on a GPU, which reads the slots of the cache itself: `DeviceGatherer`.
 
 NOTE [ Where a sample comes from ]
-    A batch arrives as a `PlannedBatch`: the indices of its samples, and the samples that were not in the cache. Small columns,
+    A batch arrives as the indices of its samples, with the samples that were not in the cache (`GatherPlan`). Small columns,
     such as labels, are gathered by the CPU, and go to the GPU together with the numbers of the rows. Of the large ones a sample
     is in one of three places (`RowSource`):
 
@@ -13,16 +13,17 @@ NOTE [ Where a sample comes from ]
     reverts. So the GPU needs no states. The numbers of the slots come from `SlotArrays.slots_of`, on the CPU: as many bytes as
     the indices, and 3 µs for 256 (the same arithmetic on the GPU would be eight kernels of 5 µs each to start).
 
-NOTE [ Batches that are gathered together ]
-    A call of CUDA costs the CPU 2 to 60 µs, whatever its size. So if all samples are cached and registered, small batches are
-    gathered together, up to 64 MiB, by one kernel for each column, small columns too. Their numbers go to the GPU in one copy.
-    Each batch is then copied to memory of its own: a batch that the user holds keeps no others.
+NOTE [ Batches that are planned together ]
+    A call of CUDA costs the CPU 2 to 60 µs, whatever its size. So without workers, and with worker threads, up to 64 batches
+    have one `GatherPlan`, if all samples are cached and registered: their rows are found at once and go to the GPU in one copy,
+    and it gathers their small columns at once, too. Small batches are gathered in steps, by one kernel up to 64 MiB together,
+    and then copied to memory of their own: a batch that the user holds keeps no others.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from stocache.cache.columns import as_bytes
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import BatchSpec, PlannedBatch
+from stocache.datasets.batches import BatchSpec, GatherPlan, PlannedBatch
 from stocache.loader.device.cuda import send_together
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
@@ -71,19 +72,23 @@ class DeviceStats:
 
 @dataclass
 class RowSource:
-    """Rows that the device can read, and which samples of the gathered batches they are.
+    """Rows that the device can read, and which samples of a plan they are.
 
     Attributes:
         kind: the attribute of `DeviceStats` that counts them.
-        positions: of the samples in the batches, ascending: an array, and a tensor of the device as soon as it was sent.
-        numbers: of the rows, likewise.
-        rows: all rows of each column, as words, by the number of the column.
+        positions: of the samples in all batches of the plan, ascending.
+        numbers: of the rows.
+        rows: all rows of each large column, as words, by its number. Those of the tier are not here: it may be released.
+        steps: the numbers, and the positions in the step, on the device, for each step.
+        kept: slots that get rows of the tier from now on: these rows are written. None: these rows are read.
     """
 
     kind: str
-    positions: Any
-    numbers: Any
-    rows: Mapping[int, Any]
+    positions: Rows
+    numbers: Rows
+    rows: Mapping[int, Tensor] = field(default_factory=dict)
+    kept: Rows | None = None
+    steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class DeviceGatherer:
@@ -95,7 +100,7 @@ class DeviceGatherer:
 
     Attributes:
         limit: bytes of device memory for samples; 0 as soon as the model has needed them.
-        together: how many batches were gathered together the last time.
+        together: how many batches the steps of the last plan have.
     """
 
     def __init__(self, cache: SharedCache, cuda: Any, limit: int) -> None:
@@ -108,6 +113,7 @@ class DeviceGatherer:
         self._dtypes = [column.words.dtype for column in columns]
         self._row_bytes = sum(columns[number].nbytes for number in self._large)
         self._tier: DeviceTier | None = None
+        self._version = 0  # changes when rows of the tier are no longer those of their samples
         self.limit, self.together = limit if self._large else 0, 1
         self._lock = threading.RLock()
         self._counts = {"from_tier": 0, "from_cache": 0, "from_host": 0}
@@ -118,84 +124,116 @@ class DeviceGatherer:
         Raises:
             ClosedError: the cache is closed.
         """
-        if batch.positions is not None and len(batch.positions) == len(batch.indices):  # in order
-            self._counts["from_host"] += len(batch.indices)
-            tensors = [rows.to(self._cuda.device, non_blocking=True) for rows in batch.tensors]
+        plan, number = batch
+        if plan.positions is not None and len(plan.positions) == len(plan.indices):  # in order
+            self._counts["from_host"] += len(plan.indices)
+            tensors = [rows.to(self._cuda.device, non_blocking=True) for rows in plan.tensors]
             return self._join(tensors), tensors
-        with self._lock:  # meanwhile no other thread gives the rows of the tier to other samples
-            if batch.gathered is None:
-                self._gather(self._with_following(batch))
-        data, tensors, _ = batch.take()
+        with self._lock:  # no other thread gives rows of the tier to other samples meanwhile
+            _ = self._cache.slot_arrays  # an error if it is closed
+            while number not in plan.gathered:
+                if plan.version != self._version:
+                    if len(plan.sizes) > 1 and not (plan.together and self._may_plan_together()):
+                        plan.together = 0
+                        plan, number = PlannedBatch.alone(batch.indices)
+                    self._plan(plan)
+                self._gather(plan, number // plan.together)
+        data, tensors, _ = plan.gathered.pop(number)
         return data, tensors
 
-    def _with_following(self, batch: PlannedBatch) -> list[PlannedBatch]:
-        """Return a batch, and the batches after it that are gathered with it."""
-        # see NOTE [ Batches that are gathered together ]
-        batches, admits = [batch], self.limit and (self._tier is None or not self._tier.is_full)
-        if batch.following is None or admits or not self._mapped.is_complete or self._views(self._small) is None:
-            return batches
-        while (following := batches[-1].following) is not None and following.gathered is None:
-            batches.append(following)
-        most = max(1, _TOGETHER // max(1, self._row_bytes * len(batch.indices)))
-        parts = -(-len(batches) // most)
-        return batches[: -(-len(batches) // parts)]  # about as many each time
+    def _may_plan_together(self) -> bool:
+        # see NOTE [ Batches that are planned together ]
+        admits = self.limit and (self._tier is None or not self._tier.is_full)
+        return not admits and self._mapped.is_complete and self._views(self._small) is not None
 
-    def _gather(self, batches: list[PlannedBatch]) -> None:
-        """Begin to gather batches."""
-        first, alone, sizes = batches[0], len(batches) == 1, [len(batch.indices) for batch in batches]
-        count, indices = sum(sizes), np.concatenate([batch.indices for batch in batches])
-        positions = np.arange(count)
-        if first.positions is not None:  # it is alone
-            positions = np.delete(positions, first.positions)
+    def _plan(self, plan: GatherPlan) -> None:
+        """Look the samples of a plan up, and send the numbers of their rows to the device."""
+        version, sizes, count, alone = self._version, plan.sizes, len(plan.indices), len(plan.sizes) == 1
+        together = max(1, min(len(sizes), _TOGETHER // max(1, sizes[0] * self._row_bytes)))
+        positions, indices = np.arange(count), plan.indices
+        if plan.positions is not None:
+            positions = np.delete(positions, plan.positions)
             indices = indices[positions]
-        slots, tier = self._cache.slot_arrays.slots_of(indices), self._open_tier()
-        sources = self._sources(first, positions, slots, tier)
-        admitted, kept = _admitted(sources, tier)
-        copies, small = [*sources], dict[int, Any]()
-        if alone:
-            small = {number: self._small_column(number, first, positions, slots) for number in self._small}
-        else:
-            copies.append(RowSource("from_cache", positions, slots, self._views(self._small) or {}))
-        arrays = [array for each in (*copies, *admitted) for array in (each.positions, each.numbers)]
-        sent = send_together([*arrays, *small.values()], self._cuda.device)
-        for each in (*copies, *admitted):
-            each.positions, each.numbers, *sent = sent
-        small = dict(zip(small, sent, strict=True))
-        gathered: list[list[Tensor]] = [[] for _ in batches]
-        for number, (shape, dtype) in enumerate(self._shapes):
-            if number in small:  # a view that may be changed while a view of another column has a gradient
-                parts = [small[number].view(dtype).view(count, *shape).data]
+        slots = self._cache.slot_arrays.slots_of(indices)
+        sources = self._sources(plan, positions, slots)
+        starts = np.unique([0, *np.cumsum(sizes)[together - 1 :: together], count])
+        arrays, lengths = list[NDArray[Any]](), list[list[int]]()
+        for each in sources:
+            own = np.diff(np.searchsorted(each.positions, starts))
+            arrays += each.numbers, each.positions - np.repeat(starts[:-1], own)
+            lengths.append(own.tolist())
+        arrays += [self._small_column(number, plan, positions, slots) for number in self._small] if alone else [slots]
+        sent = send_together(arrays, self._cuda.device)
+        for each, parts in zip(sources, lengths, strict=True):
+            numbers, places, *sent = sent
+            each.steps = list(zip(torch.split(numbers, parts), torch.split(places, parts), strict=True))
+        views = self._views(self._small) or {}
+        for at, number in enumerate(self._small):
+            if alone:  # .data: it may be changed while another column has a gradient
+                shape, dtype = self._shapes[number]
+                plan.small[number] = [sent[at].view(dtype).view(count, *shape).data]
             else:
-                out = self._empty(count, number)
-                words = self._as_words(out, number)
-                for each in copies:
-                    if number in each.rows:
-                        copy = copy_rows if alone and each.kind == "from_cache" else select_rows
-                        copy(each.rows[number], each.numbers, words, each.positions if len(each.numbers) < count else None)
-                for each in admitted:
-                    select_rows(words, each.positions, each.rows[number], each.numbers)
-                parts = [out] if alone else self._separate(out, sizes, number)
-            for own, part in zip(gathered, parts, strict=True):
-                own.append(part)
-        if tier is not None and kept:
-            tier.keep(*kept)
-        for source in sources:
-            self._counts[source.kind] += len(source.numbers)
-        event, self.together = self._cuda.mark(), len(batches)
-        for batch, tensors in zip(batches, gathered, strict=True):
-            batch.gathered, batch.following = (self._join(tensors), tensors, event), None
+                plan.small[number] = self._column(number, sizes, partial(select_rows, views[number], sent[0]))
+        plan.sources, plan.together, self.together, plan.version = sources, together, together, version
 
-    def _sources(self, batch: PlannedBatch, positions: Rows, slots: Rows, tier: DeviceTier | None) -> list[RowSource]:
+    def _column(self, number: int, sizes: list[int], copy: Callable[[Tensor], None]) -> list[Tensor]:
+        """Return a column of batches of some sizes, each in memory of its own. ``copy``: writes the words of all."""
+        shape, dtype = self._shapes[number]
+        out, *parts = (
+            torch.empty((size, *shape), dtype=dtype, device=self._cuda.device)
+            for size in (sum(sizes), *(sizes if len(sizes) > 1 else ()))
+        )
+        copy(self._as_words(out, number))
+        if not parts:
+            return [out]
+        torch.split_with_sizes_copy(out, sizes, out=parts)
+        return parts
+
+    def _gather(self, plan: GatherPlan, step: int) -> None:
+        """Begin to gather the batches of a step, unless the tier has other rows than the plan."""
+        tier = self._tier  # before the versions are compared: another thread may find no memory, and release it
+        if plan.version != self._version:
+            return
+        first, of_tier = step * plan.together, {} if tier is None else tier.rows
+        sizes = plan.sizes[first : first + plan.together]
+        large = dict[int, list[Tensor]]()
+
+        def copy(number: int, words: Tensor) -> None:
+            for source in plan.sources:
+                numbers, positions = source.steps[step]
+                rows = (source.rows or of_tier)[number]
+                if source.kept is not None:
+                    select_rows(words, positions, rows, numbers)
+                elif len(numbers):
+                    copy_from = copy_rows if source.kind == "from_cache" and plan.together == 1 else select_rows
+                    copy_from(rows, numbers, words, positions if len(numbers) < len(words) else None)
+
+        for number in self._large:
+            large[number] = self._column(number, sizes, partial(copy, number))
+        for source in plan.sources:
+            if source.kept is None:
+                self._counts[source.kind] += len(source.steps[step][0])
+            elif tier is not None:
+                tier.keep(source.kept, source.numbers)
+        event = self._cuda.mark()
+        for at in range(len(sizes)):
+            own = {number: parts[at] for number, parts in large.items()}
+            own |= {number: parts[first + at] for number, parts in plan.small.items()}
+            tensors = [own[number] for number in range(len(self._shapes))]
+            plan.gathered[first + at] = self._join(tensors), tensors, event
+
+    def _sources(self, plan: GatherPlan, positions: Rows, slots: Rows) -> list[RowSource]:
         """Return the sources of the large columns. ``positions``, ``slots``: of the samples that are in the cache."""
         sources = list[RowSource]()
         if not self._large:
             return sources
-        if batch.positions is not None:
-            sources.append(self._of_host(batch.positions, batch.tensors.__getitem__))
+        if plan.positions is not None:
+            sources.append(self._of_host(plan.positions, plan.tensors.__getitem__))
+        tier = self._open_tier()
         if tier is not None:
             numbers = tier.numbers(slots)
             kept = numbers >= 0
-            sources.append(RowSource("from_tier", positions[kept], numbers[kept], tier.rows))
+            sources.append(RowSource("from_tier", positions[kept], numbers[kept]))
             positions, slots = positions[~kept], slots[~kept]
         mapped, arrays, views = self._mapped, self._cache.slot_arrays, self._views(self._large)
         readable = np.full(len(slots), views is not None)
@@ -208,6 +246,9 @@ class DeviceGatherer:
             sources.append(self._of_host(positions[~readable], partial(self._gathered, slots[~readable])))
             positions, slots = positions[readable], slots[readable]
         sources.append(RowSource("from_cache", positions, slots, views or {}))
+        if tier is not None and not tier.is_full:
+            which, numbers = tier.admit(slots)
+            sources.append(RowSource("from_cache", positions[which], numbers, kept=slots[which]))
         return [source for source in sources if len(source.numbers)]
 
     def _of_host(self, positions: Rows, values: Callable[[int], Tensor]) -> RowSource:
@@ -223,15 +264,15 @@ class DeviceGatherer:
         column.gather(slots, rows, parallel=False)
         return rows
 
-    def _small_column(self, number: int, batch: PlannedBatch, positions: Rows, slots: Rows) -> NDArray[np.uint8]:
+    def _small_column(self, number: int, plan: GatherPlan, positions: Rows, slots: Rows) -> NDArray[np.uint8]:
         """Return the values of a small column as bytes. ``positions``, ``slots``: of the samples that are in the cache."""
         column = self._cache.slot_arrays.columns[number]
         cached = np.empty((len(slots), column.nbytes), np.uint8)
         column.gather(slots, cached, parallel=False)
-        if batch.positions is None:
+        if plan.positions is None:
             return cached
-        values = np.empty((len(batch.indices), column.nbytes), np.uint8)
-        values[positions], values[batch.positions] = cached, as_bytes(batch.tensors[number])
+        values = np.empty((len(plan.indices), column.nbytes), np.uint8)
+        values[positions], values[plan.positions] = cached, as_bytes(plan.tensors[number])
         return values
 
     def _views(self, numbers: list[int]) -> dict[int, Tensor] | None:
@@ -246,17 +287,6 @@ class DeviceGatherer:
         words: Tensor = values.view(len(values), -1).view(self._dtypes[number])
         return words
 
-    def _empty(self, count: int, number: int) -> Tensor:
-        """Return uninitialised values of a column on the device."""
-        shape, dtype = self._shapes[number]
-        return torch.empty((count, *shape), dtype=dtype, device=self._cuda.device)
-
-    def _separate(self, values: Tensor, sizes: list[int], number: int) -> list[Tensor]:
-        """Copy the values of several batches to memory of their own."""
-        parts = [self._empty(size, number) for size in sizes]
-        torch.split_with_sizes_copy(values, sizes, out=parts)
-        return parts
-
     def _open_tier(self) -> DeviceTier | None:
         if self._tier is None and self.limit:
             words = {number: self._cache.slot_arrays.columns[number].words for number in self._large}
@@ -269,13 +299,14 @@ class DeviceGatherer:
         with self._lock:
             if self._tier is not None and not self._cache.closed:
                 stats = self._cache.stats()
-                self._tier.keep_since(stats.fills - stats.filled)
+                self._version += self._tier.keep_since(stats.fills - stats.filled)
 
     def release(self, device: int | None = None) -> None:
         """Do without a tier from now on: the model needs its memory. ``device``: the one that has none left; None for any."""
         if not self.limit or device not in (None, self._cuda.device.index):
             return
-        tier, self._tier, self.limit = self._tier, None, 0  # a batch that is being gathered keeps the rows of the tier
+        self._version += 1  # first: see `_gather`
+        tier, self._tier, self.limit = self._tier, None, 0
         if tier is None:
             logger.warning("%s has no memory for device_limit_gib: samples stay in the cache.", self._cuda.device)
         else:
@@ -296,13 +327,3 @@ class DeviceGatherer:
         """Return the counts so far, and the memory that is in use."""
         tier, registered = self._tier, 0 if self._cache.closed else self._mapped.nbytes
         return DeviceStats(**self._counts, tier_bytes=0 if tier is None else tier.nbytes, registered_bytes=registered)
-
-
-def _admitted(sources: list[RowSource], tier: DeviceTier | None) -> tuple[list[RowSource], tuple[Rows, ...]]:
-    """Return the samples from the cache that get rows of the tier, if there are some, and what to `keep` in it."""
-    source = next((source for source in sources if source.kind == "from_cache"), None)
-    if source is None or tier is None or tier.is_full:
-        return [], ()
-    which, numbers = tier.admit(source.numbers)
-    kept = source.numbers[which], numbers
-    return ([RowSource("from_tier", source.positions[which], numbers, tier.rows)], kept) if len(which) else ([], ())

@@ -37,7 +37,7 @@ class MappedSegment:
         self._host, self._states = segment.tensor(0, segment.data_bytes), segment.extents.states[: len(self.registered)]
         self._layout, self._cuda = segment.layout, cuda
         self._pinned, self._closed, self._asked = Pinned(), not cuda.reads_host_memory, False
-        self._views: dict[tuple[torch.device, int], Tensor] = {}
+        self._views: dict[tuple[torch.device, int], Tensor | None] = {}
         self._background = Background("stocache-register")
 
     @staticmethod
@@ -63,12 +63,9 @@ class MappedSegment:
     def view(self, cuda: Any, offset: int, rows: Tensor) -> Tensor | None:
         """Return rows at an offset of the data, as a device reads them; None as long as it cannot read the first one."""
         key = cuda.device, offset
-        view = self._views.get(key)
-        if view is None and self.registered[offset // self._layout.extent_bytes]:
-            view = cuda.view(rows)
-            if view is not None:
-                self._views[key] = view
-        return view
+        if self._views.get(key) is None and self.registered[offset // self._layout.extent_bytes]:
+            self._views[key] = cuda.view(rows)
+        return self._views.get(key)
 
     @property
     def nbytes(self) -> int:

@@ -69,10 +69,12 @@ class DeviceTier:
         self._used += len(numbers)
         self._numbers[slots] = numbers
 
-    def keep_since(self, overwritten: int) -> None:
-        """Empty the tier if the number of samples that were overwritten is not that of the last call."""
-        if overwritten != self._overwritten:
-            self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
+    def keep_since(self, overwritten: int) -> bool:
+        """Empty the tier if the number of samples that were overwritten is not that of the last call. Return whether it is."""
+        if overwritten == self._overwritten:
+            return False
+        self._numbers[:], self._used, self._overwritten = -1, 0, overwritten
+        return True
 
     @property
     def is_full(self) -> bool:
