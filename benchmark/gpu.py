@@ -367,7 +367,7 @@ def train(photos: Path, count: int = 20_000, epochs: int = 1) -> None:
         def gathers_beside() -> Iterator[Any]:
             for at in range(0, count - size + 1, size):
                 with stage.cuda.copying():
-                    stage.gatherer.gather(PlannedBatch(order[at : at + size]))
+                    stage.gatherer.gather(PlannedBatch.alone(order[at : at + size]))
                 yield resident[at // size % 8]
 
         beside = [seconds(gathers_beside, every) for every in (0, 1)]

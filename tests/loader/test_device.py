@@ -16,7 +16,7 @@ from stocache import BlockSampler, CachedDataset, DataLoader, LocalityDistribute
 from stocache.errors import ClosedError, DatasetError, SampleIndexError
 from stocache.loader import order
 from stocache.loader.collate import as_is
-from stocache.loader.device import gathering
+from stocache.loader.device import gathering, kernels
 from stocache.loader.device.gathering import DeviceStats
 from stocache.loader.device.tier import _on_out_of_memory
 from stocache.system.limits import MIB
@@ -518,6 +518,25 @@ def test_a_tier_that_gives_way_takes_no_batch_with_it_that_is_begun(monkeypatch)
         assert not any(ref() for ref in memory)  # it is free at once
         found += iterator
         assert identical(found, list(torch.utils.data.DataLoader(Images(), BATCH)))
+
+
+def test_a_tier_that_gives_way_under_way_takes_nothing_from_the_batch(monkeypatch):
+    copied = []
+
+    def copy(*arguments):
+        copied.append(arguments)
+        if len(copied) == 3:
+            _on_out_of_memory(None)
+        kernels.select_rows(*arguments)
+
+    with cached(1) as dataset:
+        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="100KB")
+        batches_of(loader, 3)
+        assert loader.stats().device.from_tier
+        monkeypatch.setattr(gathering, "select_rows", copy)
+        assert identical(batches_of(loader, 2), 2 * [list(torch.utils.data.DataLoader(Images(), BATCH))])
+        assert len(copied) > 3
+        assert loader.stats().device.tier_bytes == 0
 
 
 def test_an_epoch_that_begins_after_samples_were_overwritten_changes_no_other_sample_of_one_that_runs(monkeypatch):

@@ -142,7 +142,7 @@ class DeviceGatherer:
         return data, tensors
 
     def _may_plan_together(self) -> bool:
-        # see NOTE [ Batches that are planned together ]
+        """Whether the device can read all samples, and the tier is full; see NOTE [ Batches that are planned together ]."""
         admits = self.limit and (self._tier is None or not self._tier.is_full)
         return not admits and self._mapped.is_complete and self._views(self._small) is not None
 
@@ -167,25 +167,24 @@ class DeviceGatherer:
         for each, parts in zip(sources, lengths, strict=True):
             numbers, places, *sent = sent
             each.steps = list(zip(torch.split(numbers, parts), torch.split(places, parts), strict=True))
-        views = self._views(self._small) or {}
-        for at, number in enumerate(self._small):
-            if alone:  # .data: it may be changed while another column has a gradient
-                shape, dtype = self._shapes[number]
-                plan.small[number] = [sent[at].view(dtype).view(count, *shape).data]
-            else:
-                plan.small[number] = self._column(number, sizes, partial(select_rows, views[number], sent[0]))
+        if alone:
+            for number, values in zip(self._small, sent, strict=True):
+                shape, dtype = self._shapes[number]  # .data: it may be changed while another column has a gradient
+                plan.small[number] = [values.view(dtype).view(count, *shape).data]
+        else:
+            for number, view in (self._views(self._small) or {}).items():
+                plan.small[number] = self._column(number, sizes, partial(select_rows, view, *sent))
         plan.sources, plan.together, self.together, plan.version = sources, together, together, version
 
     def _column(self, number: int, sizes: list[int], copy: Callable[[Tensor], None]) -> list[Tensor]:
         """Return a column of batches of some sizes, each in memory of its own. ``copy``: writes the words of all."""
         shape, dtype = self._shapes[number]
-        out, *parts = (
-            torch.empty((size, *shape), dtype=dtype, device=self._cuda.device)
-            for size in (sum(sizes), *(sizes if len(sizes) > 1 else ()))
-        )
+        empty = partial(torch.empty, dtype=dtype, device=self._cuda.device)
+        out = empty((sum(sizes), *shape))
         copy(self._as_words(out, number))
-        if not parts:
+        if len(sizes) == 1:
             return [out]
+        parts = [empty((size, *shape)) for size in sizes]
         torch.split_with_sizes_copy(out, sizes, out=parts)
         return parts
 
@@ -240,9 +239,8 @@ class DeviceGatherer:
         if not mapped.is_complete:
             for number in self._large:
                 readable &= mapped.registered[arrays.extents_of(slots, arrays.places[number])].all(1)
-            if not readable.all():
-                mapped.ask()
         if not readable.all():
+            mapped.ask()
             sources.append(self._of_host(positions[~readable], partial(self._gathered, slots[~readable])))
             positions, slots = positions[readable], slots[readable]
         sources.append(RowSource("from_cache", positions, slots, views or {}))
@@ -253,8 +251,7 @@ class DeviceGatherer:
 
     def _of_host(self, positions: Rows, values: Callable[[int], Tensor]) -> RowSource:
         """Return the source of samples in host memory, which are sent. ``values``: returns those of a column."""
-        rows = {number: values(number).to(self._cuda.device, non_blocking=True) for number in self._large}
-        words = {number: self._as_words(own, number) for number, own in rows.items()}
+        words = {each: self._as_words(values(each).to(self._cuda.device, non_blocking=True), each) for each in self._large}
         return RowSource("from_host", positions, np.arange(len(positions)), words)
 
     def _gathered(self, slots: Rows, number: int) -> Tensor:
@@ -278,9 +275,8 @@ class DeviceGatherer:
     def _views(self, numbers: list[int]) -> dict[int, Tensor] | None:
         """Return the slots of columns as the device reads them; None if it cannot read the first ones yet."""
         mapped, arrays = self._mapped, self._cache.slot_arrays
-        views = {each: mapped.view(self._cuda, arrays.places[each][0], arrays.columns[each].words) for each in numbers}
-        known = {number: view for number, view in views.items() if view is not None}
-        return known if len(known) == len(views) else None
+        views: Any = {each: mapped.view(self._cuda, arrays.places[each][0], arrays.columns[each].words) for each in numbers}
+        return None if any(view is None for view in views.values()) else views
 
     def _as_words(self, values: Tensor, number: int) -> Tensor:
         """Return contiguous values of a column as a matrix of words over the same memory."""
