@@ -279,9 +279,9 @@ class LazyBatch:
         plan = GatherPlan(cast("NDArray[np.int64]", whole.hits), sizes) if whole.find() else None
         batches = []
         for number, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
-            rows, planned = slice(end - size, end), None if plan is None else PlannedBatch(plan, number)
-            hits = None if plan is None else plan.indices[rows]
-            part = replace(whole, indices=whole.indices[rows], hits=hits, claimed=set(), loaded={})
+            planned = None if plan is None else PlannedBatch(plan, number)
+            hits = None if planned is None else planned.indices
+            part = replace(whole, indices=whole.indices[end - size : end], hits=hits, claimed=set(), loaded={})
             batches.append(LazyBatch(self._spec, [part], size, planned))
         return batches
 
@@ -384,15 +384,11 @@ class LazyBatch:
     def _load_missing(self, empty: Empty) -> PlannedBatch | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
         (part,) = self.parts
-        if part.hits is not None:
-            part.cache.count_hits(len(part.hits))
-            return self._planned or PlannedBatch.alone(part.hits)
-        index = check_indices(part.indices, part.cache.dataset_len, "batch")
-        mask = part.cache.set_among(index)
-        positions = np.flatnonzero(~mask)
+        index = check_indices(part.indices, part.cache.dataset_len, "batch") if part.hits is None else part.hits
+        positions: Any = np.flatnonzero(~part.cache.set_among(index)) if part.hits is None else ()
         part.cache.count_hits(len(index) - len(positions))
         if not len(positions):
-            return PlannedBatch.alone(index)
+            return self._planned or PlannedBatch.alone(index)
         missing = replace(part, indices=index[positions].tolist())
         tensors = self._spec.empty(len(positions), empty)
         if tensors is None:
