@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, DistributedSampler, Subset, TensorDataset
 
 from stocache import BlockSampler, CachedDataset, DataLoader, LocalityDistributedSampler, Placement
+from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import ClosedError, DatasetError, SampleIndexError
 from stocache.loader import order
 from stocache.loader.collate import as_is
@@ -232,6 +233,30 @@ def test_an_interrupt_leaves_no_sample_in_the_tier_that_is_not_written(monkeypat
             list(loader)
         assert identical(batches_of(loader), 2 * [list(torch.utils.data.DataLoader(Images(), BATCH))])
         assert loader.stats().device.from_tier
+
+
+def test_a_batch_that_is_begun_again_after_an_error_takes_no_rows_of_the_tier_from_others(monkeypatch):
+    monkeypatch.setattr(order, "_MOST_PLANNED", 1)
+    copy_rows, calls = gathering.copy_rows, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:  # the second column of the batch that is begun ahead
+            raise RuntimeError("once")
+        copy_rows(*arguments)
+
+    with cached(1, warm=True) as dataset:
+        loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda", device_limit_gib="1MB")
+        loader._stocache._open_device(with_lazy_batches(dataset, on_device=True))
+        loader._stocache._stage.gatherer.wait()
+        torch.manual_seed(0)
+        iterator, other = iter(loader), iter(loader)
+        monkeypatch.setattr(gathering, "copy_rows", failing)
+        batches = [next(iterator), next(other)]
+        batches += [batch for epoch in (iterator, other, loader) for batch in epoch]
+        for batch in batches:
+            assert same(batch["image"], torch.stack([Images()[idx]["image"] for idx in batch["label"].tolist()]))
+        assert loader.stats().device.from_tier >= LENGTH
 
 
 def test_an_error_of_a_batch_that_is_begun_ahead_is_raised_in_its_turn():

@@ -132,10 +132,11 @@ class DeviceGatherer:
         with self._lock:  # no other thread gives rows of the tier to other samples meanwhile
             _ = self._cache.slot_arrays  # an error if it is closed
             while number not in plan.gathered:
-                if plan.version != self._version:
-                    if len(plan.sizes) > 1 and not (plan.together and self._may_plan_together()):
-                        plan.together = 0
-                        plan, number = PlannedBatch.alone(batch.indices)
+                several = len(plan.sizes) > 1
+                if several and plan.version != self._version and not (plan.together and self._may_plan_together()):
+                    plan.together, several = 0, False
+                    plan, number = PlannedBatch.alone(batch.indices)
+                if not several or plan.version != self._version:  # rows that an earlier try has admitted may be of others now
                     self._plan(plan)
                 self._gather(plan, number // plan.together)
         data, tensors, _ = plan.gathered.pop(number)
@@ -220,6 +221,8 @@ class DeviceGatherer:
             own |= {number: parts[first + at] for number, parts in plan.small.items()}
             tensors = [own[number] for number in range(len(self._shapes))]
             plan.gathered[first + at] = self._join(tensors), tensors, event
+        if len(plan.sizes) == 1:
+            plan.sources = ()  # with the rows that were sent to the device; the host's are kept until they are copied
 
     def _sources(self, plan: GatherPlan, positions: Rows, slots: Rows) -> list[RowSource]:
         """Return the sources of the large columns. ``positions``, ``slots``: of the samples that are in the cache."""
