@@ -262,7 +262,7 @@ class InWorker(Dataset[Any]):
 
 def fetch_times(dataset: Numbers, indices: list[int]) -> list[list[float]]:
     """Return CPU seconds per sample of making a batch, without sample_seed and with it."""
-    seeded, count = SeededDataset(dataset, SampleSeed(SEED), False, False), max(1, 2048 // len(indices))
+    seeded, count = SeededDataset(dataset, SampleSeed(SEED), False), max(1, 2048 // len(indices))
 
     def plain() -> None:
         for _ in range(count):

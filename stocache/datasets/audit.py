@@ -48,9 +48,10 @@ from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, attribute_in, in_worker_thread, own_generators, parts_of
+from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.system.loading.children import in_children
 from stocache.system.platform import here
+from stocache.system.walking import attribute_in, parts_of
 
 logger = logging.getLogger("stocache")
 
@@ -314,7 +315,7 @@ class Audit:
 
     def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
-        if self._is_off:
+        if self._is_off or not self._looks_left:
             return load
         return lambda idx: next(self._watch_each(load, [idx], map(load, [idx])))
 
@@ -333,12 +334,11 @@ class Audit:
         return samples
 
     def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
-        for idx in indices:
-            before, tables = Kept(self._own), self._tables_now()
-            for sample in samples:
-                self._note_load(before, tables, [idx], load)
-                yield sample
-                break
+        before, tables = Kept(self._own), self._tables_now()
+        for number, sample in enumerate(samples, 1):
+            if number == len(indices):  # who takes the samples does not ask for more
+                self._note_load(before, tables, indices, load)
+            yield sample
 
     def _tables_now(self) -> dict[str, str]:
         """Return the digests of the tables before the first load of this process, which may change them (``options.pop()``)."""
@@ -361,9 +361,8 @@ class Audit:
     def _draws(self, load: Callable[[int], object], indices: Sequence[int]) -> str | None:
         """Return that random numbers are drawn to load samples. Those of a generator that has moved may be another thread's."""
         self._looks_left = max(0, self._looks_left - 1)
-        if not self._in_child(partial(_find_draws, self._dataset, load, indices), True):
-            return None
-        return f"random numbers are drawn to load sample {indices[0]} of {type(self._dataset).__name__}"
+        idx = self._in_child(partial(_find_draws, self._dataset, load, indices), indices[0])
+        return None if idx is None else f"random numbers are drawn to load sample {idx} of {type(self._dataset).__name__}"
 
     def _in_child(self, job: Callable[[], Iterator[object]], otherwise: Any) -> Any:
         """Return the result of a job that runs in a child process; if there is none, ``otherwise``."""
@@ -378,12 +377,14 @@ def _load_again(load: Callable[[int], object], idx: int, first: object) -> Itera
     yield difference(first, describe(load(idx), strides=False))
 
 
-def _find_draws(dataset: object, load: Callable[[int], object], indices: Iterable[int]) -> Iterator[bool]:
-    """Yield whether loading samples draws from a generator. For a child."""
-    kept = Kept(own_generators(dataset))
+def _find_draws(dataset: object, load: Callable[[int], object], indices: Iterable[int]) -> Iterator[int | None]:
+    """Yield the first sample that draws from a generator while it is loaded; None if there is none. For a child."""
     for idx in indices:
+        kept = Kept(own_generators(dataset))
         load(idx)
-    yield kept.drawn()
+        if kept.drawn():
+            yield idx
+    yield None
 
 
 class _SharedWords:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from tqdm import tqdm
 from typing_extensions import TypeVar
 
@@ -30,10 +30,10 @@ from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.containers import echoes_index
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
-from stocache.system.generators import undrawn, undrawn_many
 from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import get_many_of, newer_of, static_attribute, takes_epoch
 from stocache.system.ranks import is_first_rank
+from stocache.system.walking import passes_on, walk
 
 if TYPE_CHECKING:
     from stocache.datasets.wrapping import Wrapped
@@ -229,7 +229,7 @@ class CachedDataset(DatasetProxy[_T]):
             copy = self._copies or self.is_transformed
             sample = self.cache.hit(idx, copy)
             if sample is MISSING:
-                load = undrawn(self._audit.watched(self._loader.load))
+                load = self._audit.watched(self._loader.load)
                 sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
             if self._split is not None and self._split.has_rest:
                 sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
@@ -247,7 +247,8 @@ class CachedDataset(DatasetProxy[_T]):
     def __getitems__(self, indices: Sequence[int], before_each: Callable[[int], None] | None = None) -> list[Any] | LazyBatch:
         """Return the samples ``indices``. Hits come from one gather, misses from the ``__getitems__`` of the dataset if any.
 
-        ``before_each`` is called with the position of each sample before its transforms, which then get one sample at a time.
+        ``before_each`` is called with the position of each sample before the dataset makes it, or its transforms run. Both get
+        one sample at a time then.
 
         Raises:
             SampleIndexError: an index is outside the dataset, or the dataset does not take it.
@@ -285,13 +286,13 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _read_cached(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> Iterable[Any]:
         """Return samples of the cache, with the missing ones, after the transforms of the dataset."""
-        load_many = undrawn_many(self._audit.watched_many(self._loader), self._audit.watched(self._loader.load))
+        load_many = self._audit.watched_many(self._loader)
         large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
         # Large samples are not all held at once while they are transformed
         read = self.cache.each if self.is_transformed and large else self.cache.get_or_load_many
         copy = self._copies or self.is_transformed
         samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=copy, strict=False)
-        if before_each is not None:
+        if before_each is not None and self.is_transformed:
             samples = _calling(before_each, samples)
         if not self._has_rest:
             return samples
@@ -445,3 +446,12 @@ def is_cache(dataset: object) -> bool:
     return isinstance(dataset, CachedDataset) and all(
         getattr(kind, name) is getattr(CachedDataset, name) for name in ("__getitem__", "__getitems__")
     )
+
+
+def draws_nothing(dataset: object) -> bool:
+    """Whether all samples come from tensors or from a storage, perhaps through caches without transforms."""
+    for each in walk(dataset):
+        is_plain = type(each) is TensorDataset or (type(each) is StorageDataset and each.reads_blocks)
+        if not (is_plain or passes_on(each) or (is_cache(each) and not each.is_transformed)):
+            return False
+    return True

@@ -28,7 +28,7 @@ from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, is_own, own_generators, parts_of
+from stocache.system.generators import Kept, LineOfSeed, own_generators
 from stocache.system.loading.children import (
     ChildError,
     PackedError,
@@ -41,7 +41,7 @@ from stocache.system.loading.children import (
 from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
 from stocache.system.loading.streams import find_iterator, is_of_closed_stream
 from stocache.system.objects import get_many_of, recorded_names, vars_of
-from stocache.system.rng import LineOfSeed
+from stocache.system.walking import is_own, parts_of
 
 logger = logging.getLogger("stocache")
 

@@ -33,11 +33,12 @@ from stocache.datasets.probing import Probe
 from stocache.datasets.tables import table_text
 from stocache.samples.indices import spread
 from stocache.system.describe import describe
-from stocache.system.generators import GENERATOR_TYPES, inner_parts, is_of_library, parts_of
+from stocache.system.generators import GENERATOR_TYPES
 from stocache.system.hashing import code_text, digest
 from stocache.system.limits import MIB
 from stocache.system.loading.copies import is_environment
-from stocache.system.objects import attributes_of_class, base_of, slots_of, vars_of
+from stocache.system.objects import attributes_of_class, base_of, is_of_library, slots_of, vars_of
+from stocache.system.walking import inner_parts, parts_of
 
 _MOST = 20_000  # values that are compared
 _MOST_ITEMS = 1000  # of a list of objects

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from stocache.samples.indices import spread
-from stocache.system.generators import is_own_or_dataset, parts_of
 from stocache.system.hashing import checksum, digest
 from stocache.system.objects import attribute_of, recorded_names
+from stocache.system.walking import is_own_or_dataset, parts_of
 
 _WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
 _BLOCK = 1024  # entries of an array

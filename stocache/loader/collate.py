@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
-from stocache.loader.sample_seed import SampleSeed, is_pure, seed_thread
+from stocache.loader.sample_seed import SampleSeed, is_pure, seed_here
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
@@ -113,7 +113,7 @@ class ThreadCollate:
         if self._stacking and stacks(self._collate_fn):
             return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
         if self._sample_seed is not None:
-            seed_thread(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
+            seed_here(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
         return self._collate_fn(samples)
 
     def gather(self, lazy: LazyBatch, sizes: list[int]) -> list[Any] | None:

@@ -38,7 +38,7 @@ from stocache.loader.epochs import EpochLog, LoaderStats, RunningEpoch
 from stocache.loader.iteration import Iteration, LateIteration
 from stocache.loader.order import Order, Progress, known_length
 from stocache.loader.resumable import ResumableEngine
-from stocache.loader.sample_seed import SampleSeed, ThreadSeededDataset, as_sample_seed, is_pure, seeded
+from stocache.loader.sample_seed import SampleSeed, SeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
@@ -200,7 +200,7 @@ class LoaderEngine(ResumableEngine):
         order = self._order()
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
         if seed is not None and self._uses_threads:
-            dataset = ThreadSeededDataset(dataset, seed, lazy is not None)
+            dataset = SeededDataset(dataset, seed, lazy is not None)
         elif seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, batched)
         replaced: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}

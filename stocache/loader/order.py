@@ -35,7 +35,7 @@ from stocache.errors import StateError
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.workers.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
-from stocache.system import rng
+from stocache.system import generators as rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
 
@@ -140,7 +140,7 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         progress = self.progress
         if progress.resumed is not None:
-            with rng.preserve_rng_state():
+            with rng.Kept():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
                 progress.epochs = self.epochs()  # of those that the state does not have
                 numbered = self._numbered(progress, self._begin_sampler())
@@ -172,7 +172,7 @@ class Order:
         if progress.resumed is None:
             progress.asked = self.rng_state()
         elif not self.endless:
-            with rng.preserve_rng_state() if self.context is None else contextlib.nullcontext():
+            with rng.Kept() if self.context is None else contextlib.nullcontext():
                 self.restore(progress.asked)
                 number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
                 if not number or indices is not begun:
@@ -228,7 +228,7 @@ class Order:
             progress.made = self.rng_state()
             yield
         else:
-            with rng.preserve_rng_state():
+            with rng.Kept():
                 self.restore(progress.made)
                 yield
 

@@ -28,7 +28,7 @@ from stocache.loader.workers.states import (
     state_of,
 )
 from stocache.samples.indices import length_of
-from stocache.system import rng
+from stocache.system import generators as rng
 from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_epoch, vars_of
 from stocache.system.state import STATE_TYPES, StateForm
 from stocache.system.walking import walk
@@ -144,7 +144,7 @@ class ResumableEngine:
     def _leave_resumed_epoch(self) -> None:
         """Begin a new epoch instead of resuming, because the user has set another epoch since."""
         if self._loaded is not None:
-            with rng.preserve_rng_state():
+            with rng.Kept():
                 self._order().restore(self._loaded["parts"]["asked"])  # where that epoch left the generators of the loader
             self._loaded = None
 
@@ -266,7 +266,7 @@ class ResumableEngine:
             self._iterations = position["sample_epoch"]
         if position["world_size"] != self._world_size:
             parts["now"] = None  # counts the samples of another rank
-        with rng.preserve_rng_state():
+        with rng.Kept():
             finished = position["finished"]
             order.restore(parts["begun"] if finished else None, parts["samplers"], position["epochs"])
         self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0

@@ -1,13 +1,11 @@
 """Give each sample random numbers of its own: `SampleSeed`.
 
 NOTE [ Seeding samples ]
-    Before a sample is made, the global generators are seeded with numbers that come from (seed, epoch, index). That takes 1 to
-    4 us for each generator, so only those are seeded that samples draw from. These are found out, and never assumed:
-
-    The first batch is made with all generators seeded, and shows from which of them its last sample drew. From then on these
-    are seeded for each sample, and the others are compared before and after each batch. If one has changed, it is seeded from
-    then on, too, and the batch is made again. While no generator is known to be drawn from, batches are made as without
-    ``sample_seed``. A dataset that makes samples together (``__getitems__``) begins like that.
+    Before a sample is made, the generators are seeded with numbers that come from (seed, epoch, index): the global ones, which
+    takes about 9 us; in a worker thread those of the thread, 2 us. So a dataset that makes samples together (``__getitems__``)
+    is asked for one at a time. Samples that draw nothing are not seeded: cached samples, if no transform runs after the
+    cache; samples that are loaded for a cache, see NOTE [ The audit ]; and samples of the datasets in `draws_nothing`. If the
+    audit finds that loads draw, it makes the cache be left, and the samples of the batch are made again.
 
     Without worker processes, the user's own numbers come from the same generators. So they are set back after each batch.
 """
@@ -15,7 +13,8 @@ NOTE [ Seeding samples ]
 import inspect
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -26,19 +25,16 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
 from stocache.datasets.batches import Load, only_collates
-from stocache.datasets.cached import is_cache
+from stocache.datasets.cached import draws_nothing, is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.collating import CollateRng
-from stocache.loader.threads.info import Generators
 from stocache.loader.workers.requests import EpochIndices, answering, set_epoch
-from stocache.system.generators import GENERATORS, Kept, read, restore_all, seed_all, seed_generator, seeded_samples
+from stocache.system.generators import Kept, seed_all
 from stocache.system.objects import attribute_of
-from stocache.system.walking import through_subsets
+from stocache.system.walking import through_subsets, walk
 
 _MAX_SEED = 2**64 - 1
 _NUMBERS = struct.Struct("<4Q")  # one for each generator, and one for the hooks
-_ALL = frozenset(range(len(GENERATORS)))  # generators, by number
-_NOTHING = frozenset[int]()
 _PURE = (default_collate, default_convert)  # collate functions that draw no random numbers
 
 
@@ -59,9 +55,8 @@ class SampleSeed:
 
     Other generators are not set: those that belong to an object (of MONAI and albumentations, ``np.random.default_rng``), of
     other libraries, of a GPU. Set them in a hook. A dataset that seeds a generator itself, from ``torch.initial_seed()`` or the
-    seed of the worker, gets another seed in each worker. And where a sample draws from a global generator, but sets it back at
-    its end, as ``torch.random.fork_rng`` does, the draw is not noticed: then give ``hooks=(torch.manual_seed,)``. Samples that
-    draw before the cache are cached as they were drawn first, as always.
+    seed of the worker, gets another seed in each worker. Samples that draw before the cache are cached as they were drawn
+    first, as always. A dataset with ``__getitems__`` is asked for one sample at a time.
 
     Args:
         seed: from 0 to 2**64 - 1.
@@ -97,7 +92,7 @@ class SampleSeed:
         return self.numbers(epoch, first, " batch")
 
     def numbers(self, epoch: int, index: Any, purpose: str = "") -> tuple[int, ...]:
-        """Return four 64-bit numbers for a sample: one for each of `GENERATORS`, and one for the hooks.
+        """Return four 64-bit numbers for a sample: for the generators of Python, numpy and torch, and for the hooks.
 
         Integers of all types count as int. Any other index counts as its ``repr``.
         """
@@ -154,10 +149,9 @@ def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool, b
         lazy: whether the dataset returns a `LazyBatch`.
         batched: whether the loader makes batches of samples.
     """
-    collates = not lazy and not is_pure(collate_fn)
-    if collates:
+    if not lazy and not is_pure(collate_fn):
         collate_fn = SeededCollate(collate_fn, sample_seed, batched)
-    return SeededDataset(dataset, sample_seed, lazy, collates), collate_fn
+    return SeededDataset(dataset, sample_seed, lazy), collate_fn
 
 
 class SeededDataset:
@@ -166,14 +160,14 @@ class SeededDataset:
     It has the attributes of the dataset, which ``worker_init_fn`` may read and set.
     """
 
-    __slots__ = ("_collates", "_drawn", "_lazy", "_left", "_sample_seed", "dataset")
+    __slots__ = ("_lazy", "_sample_seed", "dataset")
+    _holds_dataset = True
 
-    def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool, collates: bool) -> None:
-        self.dataset, self._sample_seed, self._lazy, self._collates = dataset, sample_seed, lazy, collates
-        inner, _ = through_subsets(dataset)
-        together = lazy or (attribute_of(inner, "__getitems__") and not is_cache(inner))
-        self._drawn: frozenset[int] | None = frozenset() if together else None  # generators; None: not known yet
-        self._left: dict[int, Any] | None = None  # the states in which the last batch left the others
+    def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool) -> None:
+        self.dataset, self._sample_seed, self._lazy = dataset, sample_seed, lazy
+
+    def __reduce__(self) -> Any:
+        return SeededDataset, (self.dataset, self._sample_seed, self._lazy)
 
     def __getattr__(self, name: str) -> Any:
         if name in SeededDataset.__slots__ or name.startswith("__"):
@@ -195,10 +189,10 @@ class SeededDataset:
 
     def __getitem__(self, key: EpochIndices) -> Any:
         """Return a sample, for a loader that does not batch."""
-        epoch, index = key
-        samples = self._make(epoch, [index], partial(_get_each, self.dataset, [index]))
+        with self._seeding(key.epoch, [key.indices]) as before_each:
+            (sample,) = _each(partial(operator.getitem, self.dataset), [key.indices], before_each)
         answering.indices = key
-        return samples[0]
+        return sample
 
     def __getitems__(self, key: EpochIndices) -> Any:
         """Return the samples of a batch."""
@@ -207,111 +201,55 @@ class SeededDataset:
             batch = self.dataset.__getitems__(indices)
             batch.load_with(partial(self._load_missing, epoch, indices))
             return batch
-        samples = self._make(epoch, indices, partial(_get_batch, self.dataset, indices))
+        with self._seeding(epoch, indices) as before_each:
+            samples = _get_batch(self.dataset, indices, before_each)
         answering.indices = key
         return samples
 
     def _load_missing(self, epoch: int, outer: Sequence[object], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
         """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` those of the sampler."""
         positions = {int(idx): position for position, idx in enumerate(inner)}
-        return self._make(epoch, [outer[positions[idx]] for idx in missing], partial(_load_each, load, missing))
-
-    def _make(self, epoch: int, indices: Sequence[object], make: Callable[[_BeforeEach | None], object]) -> Any:
-        """Return the samples ``indices``; see NOTE [ Seeding samples ].
-
-        Args:
-            make: makes them as without ``sample_seed``; or, given a function, calls it with the position of each sample before
-                it is made.
-        """
-        if not len(indices):
-            return make(None)
-        alone, seeded = get_worker_info() is None, _ALL if self._drawn is None else self._drawn
-        if alone or self._collates or self._left is None:
-            before = read(_ALL if alone else _ALL - (self._drawn or _NOTHING))
-        else:  # nobody else draws in a worker
-            before = self._left
-        try:
-            while True:
-                as_usual = self._drawn == _NOTHING and not self._sample_seed.hooks
-                try:
-                    samples = make(None if as_usual else partial(self._seed, epoch, indices))
-                except Exception:  # perhaps because of the random numbers that it drew
-                    if self._drawn is None or not self._finds_drawn(before, epoch, indices):
-                        raise
-                else:
-                    if not self._finds_drawn(before, epoch, indices):
-                        return samples
-        finally:
-            if alone:
-                restore_all({number: before[number] for number in seeded | (self._drawn or _NOTHING)})
-
-    def _seed(self, epoch: int, indices: Sequence[object], position: int) -> None:
-        """Set the generators for a sample."""
-        numbers = self._sample_seed.numbers(epoch, indices[position])
-        for number in _ALL if self._drawn is None else self._drawn:
-            seed_generator(GENERATORS[number], numbers[number])
-        for hook in self._sample_seed.hooks:
-            hook(numbers[-1] & 0xFFFFFFFF)
-
-    def _finds_drawn(self, before: dict[int, Any], epoch: int, indices: Sequence[object]) -> bool:
-        """Whether samples have drawn from a generator that was not seeded for them. It will be."""
-        now = read(_ALL - (self._drawn or _NOTHING))
-        if self._drawn is None:
-            seed_all(self._sample_seed.numbers(epoch, indices[-1]))
-            self._drawn = _differing(now, read(_ALL))
-            return False
-        more, self._left = _differing(now, before), now
-        self._drawn |= more
-        return bool(more)
-
-
-class ThreadSeededDataset(SeededDataset):
-    """A `SeededDataset` for worker threads: it seeds the generators of the thread, and leaves the global ones alone."""
-
-    __slots__ = ()
-    _holds_dataset = True
-
-    def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool) -> None:
-        super().__init__(dataset, sample_seed, lazy, False)
-
-    def __reduce__(self) -> Any:
-        return ThreadSeededDataset, (self.dataset, self._sample_seed, self._lazy)
-
-    def _make(self, epoch: int, indices: Sequence[object], make: Callable[[_BeforeEach | None], object]) -> Any:
-        """Return the samples ``indices``: made as usual, unless they draw from a generator or there are hooks."""
-        generators = seed_thread((0, 0, 0))
-        if not self._drawn and not self._sample_seed.hooks:
-            try:
-                samples = make(None)
-            except Exception:  # perhaps because of the random numbers that it drew
-                if not generators.were_asked:
-                    raise
-            else:
-                if not generators.were_asked:
+        with self._seeding(epoch, [outer[positions[idx]] for idx in missing]) as before_each:
+            if before_each is None:
+                return list(load(missing))
+            if not _is_left(self.dataset):
+                samples = list(load(missing))
+                if not _is_left(self.dataset):
                     return samples
-            self._drawn = _ALL
-        return make(partial(self._seed, epoch, indices))
+            return _each(lambda idx: next(iter(load([idx]))), missing, before_each)
 
-    def _seed(self, epoch: int, indices: Sequence[object], position: int) -> None:
-        seed_thread(self._sample_seed.numbers(epoch, indices[position]), self._sample_seed.hooks)
+    @contextmanager
+    def _seeding(self, epoch: int, indices: Sequence[object]) -> Iterator[_BeforeEach | None]:
+        """Yield a function that seeds the generators for the sample at a position of ``indices``; None if none draws."""
+        seed = self._sample_seed
+        if not seed.hooks and draws_nothing(self.dataset):
+            yield None
+            return
+        with _kept_here():
+            yield lambda position: seed_here(seed.numbers(epoch, indices[position]), seed.hooks)
 
 
-def seed_thread(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], ...] = ()) -> Generators:
-    """Seed the generators of this worker thread, and return them."""
+def _is_left(dataset: object) -> bool:
+    """Whether a cache is not served any more, because loads draw random numbers, say."""
+    return any(is_cache(each) and each.is_left for each in walk(dataset))
+
+
+def _kept_here() -> Any:
+    """Return a ``with`` block that sets the global generators back, unless this is a worker, where nobody else draws."""
+    return Kept() if get_worker_info() is None else nullcontext()
+
+
+def seed_here(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], ...] = ()) -> None:
+    """Seed the global generators, or in a worker thread those of the thread, and call the hooks."""
     info: Any = get_worker_info()
-    info.rng.own.seed(*numbers[:3])
-    info.rng.draws = info.rng.own
-    if isinstance(info.rng, CollateRng):
+    is_thread = getattr(info, "worker_method", None) == "thread"
+    if is_thread:
+        info.rng.own.seed(*numbers[:3])
+        info.rng.draws = info.rng.own
+    if not is_thread or isinstance(info.rng, CollateRng):
         seed_all(numbers)
     for hook in hooks:
         hook(numbers[-1] & 0xFFFFFFFF)
-    generators: Generators = info.rng.own
-    return generators
-
-
-def _differing(states: dict[int, Any], others: dict[int, Any]) -> frozenset[int]:
-    """Return the numbers of the generators, of those in ``states``, whose states differ."""
-    return frozenset(number for number, state in states.items() if state != others[number])
 
 
 def _get_batch(dataset: object, indices: Sequence[object], before_each: _BeforeEach | None) -> Any:
@@ -321,9 +259,10 @@ def _get_batch(dataset: object, indices: Sequence[object], before_each: _BeforeE
         return get_many(indices)
     inner, inner_indices = through_subsets(dataset, indices)
     if before_each is not None and is_cache(inner):
-        return inner.__getitems__(inner_indices, before_each)
+        was_left, samples = inner.is_left, inner.__getitems__(inner_indices, before_each)
+        return samples if inner.is_left == was_left else inner.__getitems__(inner_indices, before_each)
     if before_each is None or not attribute_of(inner, "__getitems__"):
-        return _get_each(dataset, indices, before_each)
+        return _each(partial(operator.getitem, dataset), indices, before_each)
     batches = _each(lambda idx: inner.__getitems__([idx]), inner_indices, before_each)
     if not all(isinstance(batch, list | tuple) and len(batch) == 1 for batch in batches):
         raise DatasetError(
@@ -333,26 +272,12 @@ def _get_batch(dataset: object, indices: Sequence[object], before_each: _BeforeE
     return [batch[0] for batch in batches]
 
 
-def _get_each(dataset: object, indices: Sequence[object], before_each: _BeforeEach | None) -> list[Any]:
-    return _each(partial(operator.getitem, dataset), indices, before_each)
-
-
-def _load_each(load: Load, indices: list[int], before_each: _BeforeEach | None) -> list[Any]:
-    """Return samples loaded together, or one by one."""
-    if before_each is None:
-        return list(load(indices))
-    return _each(lambda idx: next(iter(load([idx]))), indices, before_each)
-
-
 def _each(get: Callable[[Any], object], indices: Sequence[object], before_each: _BeforeEach | None) -> list[Any]:
-    if before_each is None:
-        return [get(index) for index in indices]
     samples = []
-    info: Any = get_worker_info()
-    with seeded_samples(info.rng.own.kept if getattr(info, "worker_method", None) == "thread" else None):
-        for position, index in enumerate(indices):
+    for position, index in enumerate(indices):
+        if before_each is not None:
             before_each(position)
-            samples.append(get(index))
+        samples.append(get(index))
     return samples
 
 
@@ -364,9 +289,6 @@ class SeededCollate:
 
     def __call__(self, samples: object) -> Any:
         """Return the batch."""
-        numbers = self._sample_seed.of_batch(self._batched)
-        with Kept((), global_too=get_worker_info() is None):
-            seed_all(numbers)
-            for hook in self._sample_seed.hooks:
-                hook(numbers[-1] & 0xFFFFFFFF)
+        with _kept_here():
+            seed_here(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
             return self._collate_fn(samples)

@@ -18,7 +18,7 @@ from stocache.datasets.cached import CachedDataset, is_cache
 from stocache.datasets.lazy import LazyConcat
 from stocache.errors import StocacheError
 from stocache.loader.collate import as_is
-from stocache.loader.sample_seed import ThreadSeededDataset
+from stocache.loader.sample_seed import SeededDataset as ThreadSeededDataset
 from stocache.loader.threads.batches import NOT_MADE, Batch, Group, Turn
 from stocache.loader.threads.collating import Collator
 from stocache.loader.threads.crew import RaisedError, Stopped, ThreadWorker, ThreadWorkers, wrap_error

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import IterableDataset, RandomSampler
 
 from stocache.errors import StateError
-from stocache.system import rng
+from stocache.system import generators as rng
 
 
 def is_from_torchdata(state: object) -> bool:
@@ -48,7 +48,7 @@ def _converted(state: dict[str, Any], engine: Any) -> dict[str, Any]:
     own: dict[str, Any] = engine.state_dict()  # of a loader that has not begun
     position, parts = own["position"], own["parts"]
     if isinstance(loader.sampler, RandomSampler) and generator is not None:
-        with rng.preserve_rng_state():
+        with rng.Kept():
             loader.sampler.generator.set_state(generator)
             parts["made"] = parts["begun"] = parts["asked"] = engine.state_dict()["parts"]["made"]
     position |= {"batches": batches, "replay": state.get("_steps_since_snapshot", 0), "finished": finished}

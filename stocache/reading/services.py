@@ -26,8 +26,8 @@ from stocache.reading.run.replica import InitFn, Replica, ReplicaEpoch, ResetFn,
 from stocache.reading.run.stream import GraphPosition, LocalStream, Stream
 from stocache.reading.states import StatefulService, initialized, is_checkpointable, service_state
 from stocache.samples.indices import length_of
-from stocache.system import rng
-from stocache.system.rng import States
+from stocache.system import generators as rng
+from stocache.system.generators import States
 from stocache.system.state import StateForm
 
 _DISPATCHER = (1 << 32) - 1  # stands for a worker number in seeds

@@ -4,10 +4,8 @@ NOTE [ Threads at exit ]
     A daemon thread does not keep the program from ending. But before Python 3.14, a thread that requests the GIL of an
     interpreter that is shutting down is ended inside that request (see PyEval_RestoreThread in Python's documentation). If the
     request comes from C++ code, such as torch's, the whole process aborts: "terminate called without an active exception". So
-    when the program ends, the threads of `start_daemon`, also those whose owner is gone, are stopped and joined. A thread that
-    goes on with its work, such as a user's slow sample, is interrupted by a SystemExit. If the user's code catches that, a
-    second exception follows, whose constructor sleeps: so the thread does not request the GIL any more. Only a thread in a
-    single long call outlives the wait.
+    when the program ends, the threads of `start_daemon`, also those whose owner is gone, are stopped after their current task,
+    such as a user's slow sample, and waited for, 10 seconds in all.
 
 NOTE [ Finishing at exit ]
     What waits to be written is written before the process ends, also in a worker of a DataLoader. Such a worker calls no
@@ -16,7 +14,6 @@ NOTE [ Finishing at exit ]
 """
 
 import atexit
-import ctypes
 import logging
 import math
 import os
@@ -32,10 +29,7 @@ from typing import Any
 
 logger = logging.getLogger("stocache")
 
-_TASK_S = 1.0  # at exit, for the current task of a thread
-_INTERRUPTED_S = 4.0  # after it was interrupted
-_ASLEEP_S = 1.0  # for those that go on to fall asleep
-
+_TASK_S = 10.0  # to wait at exit for the current tasks of all threads
 _IDLE_S = 0.2  # after which a thread ends
 _LONGEST_S = 60.0  # to wait for a disk that accepts no writes
 
@@ -274,23 +268,4 @@ def _end_all() -> None:
     running = [(thread, stop) for thread, stop in list(_running.items()) if thread.is_alive()]  # forked children have none
     for _, stop in running:
         stop()
-    threads = [thread for thread, _ in running]
-    join_all(threads, _TASK_S)
-    _interrupt(threads, SystemExit, _INTERRUPTED_S)
-    _interrupt(threads, _Asleep, _ASLEEP_S)
-
-
-class _Asleep(BaseException):
-    """An exception whose constructor never returns: the thread in which it is raised sleeps."""
-
-    def __init__(self) -> None:
-        while True:
-            time.sleep(3600)
-
-
-def _interrupt(threads: Iterable[threading.Thread], error: type[BaseException], patience_s: float) -> None:
-    """Raise an exception in the threads that live, and wait for them."""
-    busy = [thread for thread in threads if thread.is_alive()]
-    for thread in busy:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
-    join_all(busy, patience_s)
+    join_all([thread for thread, _ in running], _TASK_S)

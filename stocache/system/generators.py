@@ -1,73 +1,66 @@
-"""The global random number generators of Python, numpy and torch: read, seeded and set back in a few microseconds.
+"""Read, seed and set back the random number generators of Python, numpy and torch.
 
 NOTE [ Reading generators ]
-    ``random.getstate`` takes 13 us, and ``np.random.get_state`` 60 us, because they make objects of 625 numbers. Both
-    generators are Mersenne Twisters, and here their memory is copied instead, in 0.1 us. numpy's C interface gives the
-    address of its generator. The memory of Python's generator lies behind the header of the object. It is read there only if a
-    test with a second generator has confirmed this layout. Else ``random.getstate`` is called.
+    ``np.random.get_state`` takes 32 us. So the memory of numpy's generator is copied instead, in 0.1 us: numpy's interface for
+    ctypes has its address. ``random.getstate`` takes 8 us.
 
-    A generator can hold one more number: normal numbers are made in pairs, and the second is kept for the next call. Python has
-    it as an attribute. numpy shows it only in ``get_state``. But a number is kept only by a call that draws, which changes the
-    memory. So ``get_state`` is not called again for memory that was seen without a kept number. (Exception: if
-    ``np.random.set_state`` goes back to just before a kept number was used, that number may be lost.)
+    numpy's generator can hold one more number: normal numbers are made in pairs, and the second is kept for the next call. Only
+    ``get_state`` shows it. But a number is kept only by a call that draws, which changes the memory. So ``get_state`` is not
+    called again for memory that was seen without a kept number. (Exception: if ``np.random.set_state`` goes back to just before
+    a kept number was used, that number may be lost.)
 """
 
-import contextlib
+import base64
+import binascii
 import ctypes
 import functools
-import os
+import linecache
 import pickle
 import random
 import re
-import struct
 import sys
-import sysconfig
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from stocache.system.objects import vars_of
+from stocache.errors import StateError
+from stocache.system.objects import is_of_library, is_of_python
+from stocache.system.walking import parts_of
 
-PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
-NUMPY: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]
-GENERATORS: tuple[Any, ...] = PYTHON, NUMPY, torch.default_generator
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
+_NUMPY: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]
+GENERATORS: tuple[Any, ...] = _PYTHON, _NUMPY, torch.default_generator
 """The generators behind the functions of ``random`` and ``np.random``, and torch's of the CPU."""
 
 GENERATOR_TYPES = np.random.Generator, np.random.RandomState, random.Random, torch.Generator
 
-_PYTHON_TWISTER = struct.Struct("=i624I")  # the position, and the numbers; numpy has the position at the end
-_Twister = ctypes.c_char * _PYTHON_TWISTER.size
+_TWISTER_BYTES = 625 * 4  # of a Mersenne Twister of numpy: its numbers and its position
 _without_kept = b""  # memory of numpy's generator that was seen without a kept number
 
 
 def read_generator(generator: Any) -> Any:
     """Return the state of a generator. It can be compared."""
     global _without_kept
-    if generator is PYTHON and _python_memory is not None:
-        return _python_memory.raw, generator.gauss_next
-    memory = memory_of_numpy() if generator is NUMPY else None
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    memory = _memory_of_numpy() if generator is _NUMPY else None
     numbers: bytes = b"" if memory is None else memory.raw  # read once: other threads may draw
     if numbers and numbers == _without_kept:
         return numbers
-    if isinstance(generator, np.random.RandomState):
-        state: Any = generator.get_state(legacy=False)
-        if not numbers or state["has_gauss"]:
-            return pickle.dumps(state)
-        _without_kept = numbers
-        return numbers
-    if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
-    return generator.getstate() if isinstance(generator, random.Random) else pickle.dumps(generator.bit_generator.state)
+    state: Any = generator.get_state(legacy=False)
+    if not numbers or state["has_gauss"]:
+        return pickle.dumps(state)
+    _without_kept = numbers
+    return numbers
 
 
 def restore_generator(generator: Any, state: Any) -> None:
@@ -76,67 +69,27 @@ def restore_generator(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
-        if generator is PYTHON and type(state[0]) is bytes:
-            _python_memory.raw, generator.gauss_next = state
-        else:
-            generator.setstate(state)
+        generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = pickle.loads(state)
-    elif generator is NUMPY and len(state) == _PYTHON_TWISTER.size:
+    elif generator is _NUMPY and len(state) == _TWISTER_BYTES:
         np.random.seed(0)  # forgets the kept number
-        memory_of_numpy().raw = _without_kept = state
+        _memory_of_numpy().raw = _without_kept = state
     else:
         _without_kept = b""
         generator.set_state(pickle.loads(state))
 
 
-def seed_generator(generator: Any, number: int) -> None:
-    """Seed one of `GENERATORS` with a number below 2**64, of which a Mersenne Twister of numpy takes 32 bits.
-
-    It does not touch other devices, as ``torch.manual_seed`` does.
-    """
-    if generator is PYTHON:
-        random.seed(number)
-    elif generator is not NUMPY:
-        generator.manual_seed(number)
-    elif memory_of_numpy() is not None:
-        np.random.seed(number & 0xFFFFFFFF)
-    else:
-        np.random.set_state(dict(type(np.random.get_bit_generator())(number).state))  # type: ignore[attr-defined]
-
-
-def memory_of_numpy() -> Any:
+def _memory_of_numpy() -> Any:
     """Return the memory of numpy's generator, without the kept number; None if it is not a Mersenne Twister."""
     numbers = np.random.get_bit_generator()  # type: ignore[attr-defined]  # numpy's stubs lack it
-    return _Twister.from_address(numbers.ctypes.state_address) if type(numbers) is np.random.MT19937 else None
+    known = type(numbers) is np.random.MT19937
+    return (ctypes.c_char * _TWISTER_BYTES).from_address(numbers.ctypes.state_address) if known else None
 
 
-def _memory_of(generator: random.Random) -> Any:
-    return _Twister.from_address(id(generator) + object.__basicsize__)
-
-
-def _python_numbers(memory: bytes) -> tuple[int, ...]:
-    position, *numbers = _PYTHON_TWISTER.unpack(memory)
-    return (*numbers, position)
-
-
-def _has_known_layout() -> bool:
-    """Whether the memory of Python's generators is known; see NOTE [ Reading generators ]."""
-    base = random.Random.__mro__[1]
-    if sys.implementation.name != "cpython" or base.__basicsize__ < object.__basicsize__ + _PYTHON_TWISTER.size:
-        return False
-    probe = random.Random(1)
-    probe.random()
-    numbers: tuple[int, ...] = probe.getstate()[1]
-    return _python_numbers(_memory_of(probe).raw) == numbers
-
-
-_python_memory: Any = _memory_of(PYTHON) if _has_known_layout() else None
-
-
-def read(numbers: Iterable[int] = range(len(GENERATORS))) -> dict[int, Any]:
-    """Return the states of generators, by their numbers in `GENERATORS`."""
-    return {number: read_generator(GENERATORS[number]) for number in numbers}
+def read() -> dict[int, Any]:
+    """Return the states of `GENERATORS`, by their numbers there."""
+    return dict(enumerate(map(read_generator, GENERATORS)))
 
 
 def restore_all(states: Mapping[int, object]) -> None:
@@ -145,154 +98,17 @@ def restore_all(states: Mapping[int, object]) -> None:
         restore_generator(GENERATORS[number], state)
 
 
-def seed_all(numbers: Iterable[int]) -> None:
-    """Seed each of `GENERATORS` with its number."""
-    for generator, number in zip(GENERATORS, numbers, strict=False):
-        seed_generator(generator, number)
+def seed_all(numbers: Sequence[int]) -> None:
+    """Seed `GENERATORS` with numbers below 2**64, of which a Mersenne Twister of numpy takes 32 bits.
 
-
-_LoadMany: TypeAlias = Callable[[list[int]], Iterable[Any]]
-
-
-_Keep: TypeAlias = Callable[[], AbstractContextManager[object]]
-
-
-class _Keeping(threading.local):
-    """How this thread keeps the generators while a sample is loaded; None while samples are not seeded."""
-
-    keep: _Keep | None = None
-
-
-_here = _Keeping()
-
-
-@contextlib.contextmanager
-def seeded_samples(keep: _Keep | None = None) -> Iterator[None]:
-    """Run a block that makes samples for which the generators are seeded, so that loading must leave them as they are.
-
-    ``keep``: leaves them so in a ``with`` block; by default a `Kept` of the global ones.
+    It does not touch other devices, as ``torch.manual_seed`` does.
     """
-    outer, _here.keep = _here.keep, keep or partial(Kept, ())
-    try:
-        yield
-    finally:
-        _here.keep = outer
-
-
-def _load_kept(keep: _Keep, load: Callable[[int], object], idx: int) -> Any:
-    with keep():
-        return load(idx)
-
-
-def undrawn(load: Callable[[int], object]) -> Callable[[int], Any]:
-    """Return a function that loads a sample for a cache, and that leaves the generators alone while `seeded_samples` are made.
-
-    So the transforms after the cache get the same random numbers whether or not the sample had to be loaded.
-    """
-    return load if _here.keep is None else partial(_load_kept, _here.keep, load)
-
-
-def undrawn_many(load_many: _LoadMany, load: Callable[[int], object]) -> _LoadMany:
-    """Return a function that loads several samples, and that leaves the generators alone as that of `undrawn` does."""
-    return load_many if _here.keep is None else partial(map, partial(_load_kept, _here.keep, load))
-
-
-_MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
-
-
-_LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def is_of_library(path: str) -> bool:
-    """Whether a file of code belongs to a library, to Python or to this package, not to the user."""
-    return path.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in path
-
-
-def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values in the attributes or items of an object, and of a function, with their names."""
-    if isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
-        return
-    if isinstance(value, list | tuple | deque):
-        yield from ((f"{name}[{number}]", item) for number, item in enumerate(islice(list(value), _MOST_ITEMS)))
-    elif isinstance(value, FunctionType | MethodType | partial):
-        yield from ((f"{name}: {key}", item) for key, item in _bound_values(value))
-    elif type(value) is dict:
-        yield from ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
+    random.seed(numbers[0])
+    if _memory_of_numpy() is not None:
+        np.random.seed(numbers[1] & 0xFFFFFFFF)
     else:
-        yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
-
-
-def is_of_python(path: str) -> bool:
-    """Whether a file of code belongs to Python or to this package."""
-    return path.startswith(_LIBRARIES) and "site-packages" not in path
-
-
-@functools.cache
-def _is_module_of_library(module: str) -> bool:
-    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
-
-
-def is_own(value: object) -> bool:
-    """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
-    kind = type(value)
-    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
-        return False
-    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_module_of_library(kind.__module__)
-
-
-def is_own_or_dataset(value: object) -> bool:
-    """Whether a value is of the user, as `is_own` says, or a dataset of torch or of another library."""
-    return is_own(value) or isinstance(value, Dataset)
-
-
-def parts_of(
-    value: object,
-    name: str = "dataset",
-    follow: Callable[[Any], bool] = lambda value: True,
-    inner: Callable[[str, Any], Iterable[tuple[str, Any]]] = inner_parts,
-    most: int = _MOST_PARTS,
-    levels: int = _MOST_LEVELS,
-) -> Iterator[tuple[str, Any]]:
-    """Yield the values in an object's attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
-
-    Args:
-        follow: whether to look into a value. It is asked after the value was yielded.
-        inner: returns the parts of a value, with their names.
-        most: yield no more values. levels: look no deeper.
-    """
-    seen, waiting = set(), deque([(name, value, 0)])
-    for _ in range(most):
-        if not waiting:
-            return
-        name, value, level = waiting.popleft()
-        yield name, value
-        if level < levels and id(value) not in seen:
-            seen.add(id(value))
-            if follow(value):
-                waiting.extend((key, item, level + 1) for key, item in inner(name, value))
-
-
-def attribute_in(name: str) -> str | None:
-    """Return the attribute of the dataset in the name of one of its parts; None for an entry of a dataset that is a list."""
-    found = re.match(r"dataset\.(\w+)", name)
-    return found and found[1]
-
-
-def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function holds: a method's object, a partial's arguments, variables of the enclosing function."""
-    if isinstance(function, MethodType):
-        yield "self", function.__self__
-    elif isinstance(function, partial):
-        yield from (("function", function.func), ("arguments", function.args), ("options", function.keywords))
-    else:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # it is empty
-                yield name, cell.cell_contents
-
-
-def in_worker_thread() -> bool:
-    """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
-    return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
+        np.random.set_state(dict(type(np.random.get_bit_generator())(numbers[1]).state))  # type: ignore[attr-defined]
+    torch.default_generator.manual_seed(numbers[2])
 
 
 class Kept:
@@ -303,30 +119,33 @@ class Kept:
         global_too: whether to keep the global ones as well.
     """
 
-    def __init__(self, own: Iterable[object], global_too: bool = True) -> None:
-        self._own = list(own)
-        self._before, self._own_before = read() if global_too else {}, list(map(read_generator, self._own))
+    def __init__(self, own: Iterable[object] = (), global_too: bool = True) -> None:
+        self._generators = [*(GENERATORS if global_too else ()), *own]
+        self._before = self.now()
 
-    def now(self) -> tuple[Any, ...]:
+    def now(self) -> list[Any]:
         """Return the states now, to compare them."""
-        return read(self._before), list(map(read_generator, self._own))
+        return list(map(read_generator, self._generators))
 
     def drawn(self) -> bool:
         """Whether a generator has been drawn from."""
-        return self.now() != (self._before, self._own_before)
+        return self.now() != self._before
 
     def restore(self) -> None:
         """Set the generators back."""
-        now = read(self._before)
-        restore_all({number: state for number, state in self._before.items() if state != now[number]})
-        for each, state in zip(self._own, self._own_before, strict=True):
-            restore_generator(each, state)
+        for generator, state in zip(self._generators, self._before, strict=True):
+            restore_generator(generator, state)
 
     def __enter__(self) -> "Kept":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.restore()
+
+
+def in_worker_thread() -> bool:
+    """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
+    return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
 
 
 def own_generators(dataset: object) -> list[Any]:
@@ -356,3 +175,134 @@ def _is_library(name: str) -> bool:
     """Whether a package or module belongs to a library or to Python."""
     path = getattr(sys.modules.get(name), "__file__", None)
     return is_of_library(path) if path else name in sys.stdlib_module_names
+
+
+States: TypeAlias = dict[str, Any]
+"""Holds only strings, numbers, lists and dicts, so that JSON can save it."""
+
+
+def states(generators: Sequence[torch.Generator] = ()) -> States:
+    """Return the states of the global generators and of ``generators``."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": [version, _to_text(np.array(numbers, np.uint64)), gauss],
+        "numpy": _numpy_to_json(np.random.get_state(legacy=False)),
+        "torch": _to_text(torch.get_rng_state().numpy()),
+        "generators": [_to_text(generator.get_state().numpy()) for generator in generators],
+    }
+
+
+def set_rng_state(taken: States, generators: Sequence[torch.Generator] = ()) -> None:
+    """Set the generators to states that `states` returned."""
+    python, numpy_state, torch_state, own = _decoded(taken)
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    for generator, state in zip(generators, own, strict=True):
+        generator.set_state(state)
+
+
+def checked(saved: Any) -> States:
+    """Return saved states, which were tried on generators that nobody uses.
+
+    Raises:
+        StateError: ``saved`` is damaged: no generator could have these states.
+    """
+    try:
+        python, numpy_state, torch_state, own = _decoded(saved)
+        random.Random().setstate(python)
+        if numpy_state["bit_generator"] == "MT19937" and not 0 <= numpy_state["state"]["pos"] <= 624:
+            raise ValueError("the position of numpy's generator")  # numpy does not check it, and would read beyond its memory
+        np.random.RandomState(getattr(np.random, _bit_generator(numpy_state))(0)).set_state(numpy_state)
+        for state in (torch_state, *own):
+            torch.Generator().set_state(state)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
+        raise StateError(f"the states of the random number generators are damaged: {error}") from error
+    return saved  # type: ignore[no-any-return]
+
+
+def _decoded(saved: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """Return the states of Python, numpy, torch and the other generators as these take them."""
+    version, numbers, gauss = saved["python"]
+    python = version, tuple(_from_text(numbers, np.uint64).tolist()), None if gauss is None else float(gauss)
+    own = [torch.from_numpy(_from_text(state, np.uint8)) for state in (saved["torch"], *saved["generators"])]
+    return python, _numpy_from_json(saved["numpy"]), own[0], own[1:]
+
+
+def _bit_generator(numpy_state: Any) -> str:
+    name = numpy_state["bit_generator"]
+    if name not in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"):
+        raise ValueError("the kind of numpy's generator")
+    return str(name)
+
+
+def _to_text(numbers: Any) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _from_text(text: str, dtype: Any) -> Any:
+    return np.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype)
+
+
+def _numpy_to_json(state: object) -> Any:
+    """Return a state of numpy with text in a list in place of arrays."""
+    if isinstance(state, dict):
+        return {key: _numpy_to_json(value) for key, value in state.items()}
+    return [_to_text(state.astype(np.int64))] if isinstance(state, np.ndarray) else state
+
+
+def _numpy_from_json(state: object) -> Any:
+    if isinstance(state, dict):
+        return {key: _numpy_from_json(value) for key, value in state.items()}
+    return _from_text(state[0], np.int64).astype(np.uint64) if isinstance(state, list) else state
+
+
+class LineOfSeed:
+    """A ``with`` block that finds the line of code that first takes a seed, or random bytes, from the system. It is slow.
+
+    Python's library does so for names of files and the like. So do libraries that ask the system directly. These do not count,
+    nor does code that runs while a module is imported.
+
+    Attributes:
+        text: the file and the number of the line; None if there is no such line.
+    """
+
+    text: str | None = None
+    _left = 1_000_000  # calls to look at, which takes about a second
+
+    def __enter__(self) -> "LineOfSeed":
+        self._outer, self._here = sys.getprofile(), sys._getframe(1)
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(self._outer)
+
+    def _look(self, frame: Any, event: str, function: Any) -> None:
+        if event == "call":
+            seeds = frame.f_code is random.Random.seed.__code__ and frame.f_locals.get("a", 0) is None
+        else:
+            seeds = event == "c_call" and function.__name__ in _SEEDING and type(function.__self__) in _SYSTEM
+        self._left -= 1
+        if self._left <= 0:
+            sys.setprofile(self._outer)
+        if not seeds or self.text is not None:
+            return
+        direct, callers = frame, []
+        while frame is not None and frame is not self._here:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OF_GENERATORS:
+                callers.append(frame)
+            frame = frame.f_back
+        path = callers[0].f_code.co_filename if callers else ""
+        of_library = is_of_python(path) or (is_of_library(path) and callers[0] is direct)
+        if not callers or of_library or any("importlib" in caller.f_code.co_filename for caller in callers):
+            return
+        # numpy asks the system for each RandomState(seed), too, before it takes the seed
+        if not _SEEDED_STATE.search(linecache.getline(path, callers[0].f_lineno)):
+            self.text = f"{path}:{callers[0].f_lineno}"
+
+
+_SEEDED_STATE = re.compile(r"RandomState\(\s*(?!\s|\)|None\s*\))")
+_SEEDING = {"urandom", "getrandom", "seed"}
+_SYSTEM = ModuleType, torch.Generator  # os, and a generator that seeds itself
+_OF_GENERATORS = {"random", "secrets", "numpy", "torch"}

@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import os
+import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MemberDescriptorType
@@ -131,6 +133,19 @@ if TYPE_CHECKING:
     TorchLoader = DataLoader
 else:
     TorchLoader = vars(dataloader)["DataLoader"]  # torch's, also where `use_everywhere` has put ours in its place
+
+
+_LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.path.dirname(__file__)) + os.sep
+
+
+def is_of_library(path: str) -> bool:
+    """Whether a file of code belongs to a library, to Python or to this package, not to the user."""
+    return path.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in path
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file of code belongs to Python or to this package."""
+    return path.startswith(_LIBRARIES) and "site-packages" not in path
 
 
 @contextlib.contextmanager

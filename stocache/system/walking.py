@@ -1,16 +1,28 @@
-"""Look through datasets that take their samples from others: `walk`, and `locate` for one sample.
+"""Look through datasets that take their samples from others: `walk`, `locate`; and through the values in them: `parts_of`.
 
 A *wrapper* is torch's Subset, ConcatDataset or StackDataset, or an object with a dataset in the attribute ``dataset``: a cached
 dataset, or a class of the user's own. A wrapper *passes on* samples if each of its own is one of an inner dataset, unchanged.
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import functools
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from stocache.system.objects import vars_of
+from stocache.system.objects import is_of_library, vars_of
+
+_MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
 
 
 def _is(dataset: Any, cls: Any) -> bool:
@@ -83,3 +95,80 @@ def through_subsets(dataset: Any, indices: Sequence[object] = ()) -> tuple[Any, 
     while _is(dataset, Subset):
         dataset, indices = dataset.dataset, [dataset.indices[idx] for idx in indices]
     return dataset, indices
+
+
+def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in the attributes or items of an object, and of a function, with their names."""
+    if isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
+        return
+    if isinstance(value, list | tuple | deque):
+        yield from ((f"{name}[{number}]", item) for number, item in enumerate(islice(list(value), _MOST_ITEMS)))
+    elif isinstance(value, FunctionType | MethodType | partial):
+        yield from ((f"{name}: {key}", item) for key, item in _bound_values(value))
+    elif type(value) is dict:
+        yield from ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
+    else:
+        yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
+
+
+@functools.cache
+def _is_module_of_library(module: str) -> bool:
+    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
+
+
+def is_own(value: object) -> bool:
+    """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
+    kind = type(value)
+    if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
+        return False
+    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_module_of_library(kind.__module__)
+
+
+def is_own_or_dataset(value: object) -> bool:
+    """Whether a value is of the user, as `is_own` says, or a dataset of torch or of another library."""
+    return is_own(value) or isinstance(value, Dataset)
+
+
+def parts_of(
+    value: object,
+    name: str = "dataset",
+    follow: Callable[[Any], bool] = lambda value: True,
+    inner: Callable[[str, Any], Iterable[tuple[str, Any]]] = inner_parts,
+    most: int = _MOST_PARTS,
+    levels: int = _MOST_LEVELS,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the values in an object's attributes, lists, tuples and dicts, to some depth, with names such as ``dataset.size``.
+
+    Args:
+        follow: whether to look into a value. It is asked after the value was yielded.
+        inner: returns the parts of a value, with their names.
+        most: yield no more values. levels: look no deeper.
+    """
+    seen, waiting = set(), deque([(name, value, 0)])
+    for _ in range(most):
+        if not waiting:
+            return
+        name, value, level = waiting.popleft()
+        yield name, value
+        if level < levels and id(value) not in seen:
+            seen.add(id(value))
+            if follow(value):
+                waiting.extend((key, item, level + 1) for key, item in inner(name, value))
+
+
+def attribute_in(name: str) -> str | None:
+    """Return the attribute of the dataset in the name of one of its parts; None for an entry of a dataset that is a list."""
+    found = re.match(r"dataset\.(\w+)", name)
+    return found and found[1]
+
+
+def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values that a function holds: a method's object, a partial's arguments, variables of the enclosing function."""
+    if isinstance(function, MethodType):
+        yield "self", function.__self__
+    elif isinstance(function, partial):
+        yield from (("function", function.func), ("arguments", function.args), ("options", function.keywords))
+    else:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # it is empty
+                yield name, cell.cell_contents

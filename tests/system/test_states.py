@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stocache.errors import StateError
-from stocache.system import generators, rng
+from stocache.system import generators
 from stocache.system.state import STATE_TYPES, StateForm
 from tests.support.edits import changed, leaves, through_json
 
@@ -24,9 +24,9 @@ def test_states_of_generators_pass_through_json():
     random.gauss(0, 1)  # each remembers the second number of a pair
     np.random.normal()
     generator = torch.Generator()
-    saved = through_json(rng.states([generator]))
+    saved = through_json(generators.states([generator]))
     expected = draws(generator)
-    rng.set_rng_state(rng.checked(saved), [generator])
+    generators.set_rng_state(generators.checked(saved), [generator])
     assert draws(generator) == expected
 
 
@@ -53,19 +53,19 @@ def test_two_states_that_take_turns_keep_all_their_numbers(kept):
 
 
 def test_damaged_states_of_generators_are_refused():
-    saved, accepted = rng.states([torch.Generator()]), []
+    saved, accepted = generators.states([torch.Generator()]), []
     for path in leaves(saved):
         for bad in (-1, 10**30, "", "AAAA", [], {}, "x" * 7, 700, object()):
             damaged = changed(saved, path, bad)
             if damaged == saved:
                 continue
             with contextlib.suppress(StateError):  # or it is a state, as each sequence of numbers is one of torch's
-                rng.set_rng_state(rng.checked(damaged), [torch.Generator()])
+                generators.set_rng_state(generators.checked(damaged), [torch.Generator()])
                 draws(torch.Generator())
                 accepted.append(path[0])
     assert set(accepted) <= {"python", "numpy"}, accepted
     with pytest.raises(StateError, match="are damaged: the position of numpy's generator"):
-        rng.checked(changed(saved, ("numpy", "state", "pos"), 625))
+        generators.checked(changed(saved, ("numpy", "state", "pos"), 625))
 
 
 DAMAGED, NOT_ONE = "damaged", "not a state of a Thing"

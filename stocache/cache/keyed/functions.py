@@ -36,10 +36,9 @@ from stocache.cache.stats import MISSING, CacheStats
 from stocache.errors import CacheKeyError, DatasetError
 from stocache.shm.job import job_of_process_tree
 from stocache.system.describe import describe, difference
-from stocache.system.generators import in_worker_thread
+from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.hashing import callable_text, checksum, code_text
 from stocache.system.objects import recorded_names, static_attribute, vars_of
-from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
@@ -308,9 +307,9 @@ class CachedFunction:
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function, and notice if it draws random numbers."""
-        monitor = None if in_worker_thread() else RngMonitor()  # other threads draw from the same generators meanwhile
+        monitor = None if in_worker_thread() else Kept()  # other threads draw from the same generators meanwhile
         value = self._function(*args, **kwargs)
-        if monitor is not None and monitor.changed():
+        if monitor is not None and monitor.drawn():
             self._refuse("it draws random numbers")
         return value
 

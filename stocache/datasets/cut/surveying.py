@@ -31,9 +31,10 @@ from stocache.errors import SampleError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe, difference
-from stocache.system.generators import GENERATORS, Kept, own_generators, parts_of, seed_all
+from stocache.system.generators import GENERATORS, Kept, own_generators, seed_all
 from stocache.system.hashing import digest
 from stocache.system.objects import recorded_names
+from stocache.system.walking import parts_of
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
 _FEW = 2  # samples of each kind that are loaded in any case

@@ -31,9 +31,8 @@ from stocache.datasets.cut.source import (
     statements,
 )  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
-from stocache.system.generators import Kept, global_generators, is_of_library, own_generators
-from stocache.system.objects import attribute_of, vars_of
-from stocache.system.rng import LineOfSeed
+from stocache.system.generators import Kept, LineOfSeed, global_generators, own_generators
+from stocache.system.objects import attribute_of, is_of_library, vars_of
 
 _MOST_LEVELS = 4
 

@@ -37,8 +37,7 @@ from stocache.datasets.decoders.table import DECODERS
 from stocache.errors import ClosedError, LimitError, MismatchError, SampleError, SlotError
 from stocache.shm.job import ANYWHERE, Job, job_here
 from stocache.system.describe import describe, difference
-from stocache.system.generators import in_worker_thread
-from stocache.system.rng import RngMonitor
+from stocache.system.generators import Kept, in_worker_thread
 
 logger = logging.getLogger("stocache")
 
@@ -218,10 +217,10 @@ def _look_up(number: int, call: Any, caches: list[DecoderCache], decode: Callabl
     for cache, key in keys.items():
         if (found := cache.find(number, key, call, decode)) is not MISSING:
             return found
-    monitor = RngMonitor() if _looks[number] > 0 and not in_worker_thread() else None
+    monitor = Kept() if _looks[number] > 0 and not in_worker_thread() else None
     value, took_s = _timed(decode)
     _looks[number] -= 1
-    if monitor is not None and monitor.changed():
+    if monitor is not None and monitor.drawn():
         for cache in keys:
             cache.refuse(number, "it draws random numbers")
         return value

@@ -29,10 +29,10 @@ from torch.utils.data._utils import worker as torch_worker  # for get_worker_inf
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.loaders import SampleLoader
 from stocache.errors import CodecError, DatasetError, SampleError
+from stocache.system.generators import Kept
 from stocache.system.limits import MIB, recommended_limit
 from stocache.system.loading.children import ChildError, SlowError, in_children
 from stocache.system.loading.fallback import run_here
-from stocache.system.rng import RngMonitor
 
 logger = logging.getLogger("stocache")
 
@@ -175,7 +175,7 @@ def _run(dataset: Any, study: Study, until: float) -> Iterator[Samples | Epoch]:
 
 def _load(dataset: Any, study: Study, order: Sequence[int], until: float) -> Samples:
     """Load some samples one by one, and put as many into a cache for each codec."""
-    load_many, monitor, began = SampleLoader(dataset).load_many, RngMonitor(), time.monotonic()
+    load_many, monitor, began = SampleLoader(dataset).load_many, Kept(), time.monotonic()
     seconds, size = list[float](), 0
     for idx in order[:_LOADS]:
         if len(seconds) > 1 and time.monotonic() - began > _LOADS_S:
@@ -184,7 +184,7 @@ def _load(dataset: Any, study: Study, order: Sequence[int], until: float) -> Sam
         (sample,) = load_many([idx])
         seconds.append(time.perf_counter() - start)
         size += nbytes_of(sample)
-    load_s, draws = statistics.mean(seconds[1:] or seconds), monitor.changed()  # the first opens files
+    load_s, draws = statistics.mean(seconds[1:] or seconds), monitor.drawn()  # the first opens files
     cached_bytes, left_out = {}, list[str]()
     for codec in study.codecs:
         try:

@@ -30,7 +30,7 @@ from torch.utils.data._utils.worker import _generate_state  # torch's seed for n
 from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.loader.threads.collating import WorkerGlobals
 from stocache.loader.threads.info import Generators, WorkerRng, make_worker_info, set_worker_info
-from stocache.system import rng
+from stocache.system import generators as rng
 from stocache.system.loading.arrays import Arrays
 from stocache.system.loading.children import hold_to_fork
 from stocache.system.loading.copies import (
@@ -300,9 +300,9 @@ class ThreadWorkers:
                 yield
                 return
             waits = self._waits
-            watched = rng.RngMonitor() if self.waiting else None
+            watched = rng.Kept() if self.waiting else None
             yield
-            drawn = watched is not None and watched.changed()
+            drawn = watched is not None and watched.drawn()
             if watched is not None and self.waiting and self._waits == waits:
                 self._end_watch(drawn)
 

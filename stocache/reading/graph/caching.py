@@ -27,7 +27,7 @@ from stocache.reading.graph.graph import DataPipe, is_random, pipes_of, relink, 
 from stocache.reading.graph.pipes import Prefetcher, register
 from stocache.reading.graph.seeds import holds_no_generator, is_dispatching, is_sharding_point
 from stocache.samples.indices import length_of
-from stocache.system.rng import RngMonitor
+from stocache.system.generators import Kept
 
 logger = logging.getLogger("stocache")
 
@@ -149,9 +149,9 @@ class SharedCacher(IterDataPipe[Any]):
                 return self._maps(element)
 
         def load(_: int) -> Any:
-            watch = RngMonitor()
+            watch = Kept()
             value = self._maps(element)
-            if watch.changed():
+            if watch.drawn():
                 raise _RandomError(value)
             return value
 

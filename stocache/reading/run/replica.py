@@ -27,7 +27,7 @@ from stocache.reading.graph.replay import drop, fast_forward, rewind
 from stocache.reading.graph.seeds import SeedGenerator, holds_no_generator, random_pipes
 from stocache.reading.graph.sharding import CountedPipe, Shard
 from stocache.system.background import start_daemon
-from stocache.system.rng import RngMonitor
+from stocache.system.generators import Kept
 
 _SLICE_S = 0.02  # a worker then sends the elements it has, so that slow elements come one by one
 _AT_MOST_ONE = (Mapper, Collator, Filter, SharedCacher)
@@ -147,7 +147,7 @@ class Replica:
         if self._reset_fn is not None:
             end = checked(self._reset_fn(end, self._info, epoch.generator), self._reset_fn)
         self.clock = clock_of(end)
-        self._watch, self._drawn, self._ended = RngMonitor(), False, False
+        self._watch, self._drawn, self._ended = Kept(), False, False
         self.end = end
         self.iterator = self._resumed(end, epoch.resume)
 
@@ -209,7 +209,7 @@ class Replica:
 
     def drawn(self) -> bool:
         """Whether random numbers were drawn from the global generators in this epoch."""
-        self._drawn = self._drawn or self._watch.changed()
+        self._drawn = self._drawn or self._watch.drawn()
         return self._drawn
 
 

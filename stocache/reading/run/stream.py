@@ -11,8 +11,8 @@ from torch.utils.data import IterDataPipe
 
 from stocache.errors import StateError
 from stocache.reading.run.replica import Replica, ReplicaEpoch, Resume
-from stocache.system import rng
-from stocache.system.rng import States
+from stocache.system import generators as rng
+from stocache.system.generators import States
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from stocache.samples.indices import spread
 from stocache.storage.manifest import BlockFolderWriter, Entry
 from stocache.storage.skipped import SkippedSample
 from stocache.storage.writer import PROBE, estimate_block_size
-from stocache.system import rng
+from stocache.system import generators as rng
 from stocache.system.hashing import BytesLike
 from stocache.system.loading.children import pack_error
 from stocache.system.loading.fallback import in_children_or_here
@@ -171,7 +171,7 @@ def in_threads(
 @contextmanager
 def _seeded(number: int) -> Iterator[None]:
     """Seed the random generators with the number of a block, and restore their states afterwards."""
-    with rng.preserve_rng_state():
+    with rng.Kept():
         torch.manual_seed(number)
         random.seed(number)
         np.random.seed(number % 2**32)

@@ -19,9 +19,9 @@ from itertools import chain, count
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from stocache.system.generators import attribute_in, is_of_library, is_own, is_own_or_dataset, parts_of
-from stocache.system.objects import static_attribute, vars_of
+from stocache.system.objects import is_of_library, static_attribute, vars_of
 from stocache.system.platform import here
+from stocache.system.walking import attribute_in, is_own, is_own_or_dataset, parts_of
 
 _LOOPS = {"asyncio", "uvloop"}  # whose sockets wake up a loop
 _CALLED = "__getitem__", "__getitems__", "__call__"

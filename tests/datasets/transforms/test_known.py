@@ -11,7 +11,7 @@ import torch
 
 from stocache import DatasetError, deterministic
 from stocache.datasets.transforms.known import find_library, is_deterministic, is_known
-from stocache.system.rng import RngMonitor
+from stocache.system.generators import Kept
 
 MODULES = {
     "albumentations": 100, "audiomentations": 30, "monai.transforms": 400,
@@ -58,9 +58,9 @@ def test_what_is_called_deterministic_in_albumentations_draws_nothing():
         assert is_deterministic(transform), name
         transform.set_random_seed(5)
         own = lambda its=transform: repr((its.py_random.getstate(), its.random_generator.bit_generator.state))
-        before, watch = own(), RngMonitor()
+        before, watch = own(), Kept()
         results = [transform(image=image)["image"] for _ in range(2)]
-        assert (own(), watch.changed()) == (before, False), name
+        assert (own(), watch.drawn()) == (before, False), name
         assert np.array_equal(*map(np.asarray, results)), name
     padded, flipped = albumentations.PadIfNeeded(40, 40, position="random"), albumentations.HorizontalFlip(p=0.5)
     for transform in (padded, flipped, albumentations.LongestMaxSize([20, 30]), albumentations.Lambda(image=np.copy)):
@@ -73,10 +73,10 @@ def test_what_is_called_deterministic_in_kornia_draws_nothing():
     image, its = torch.rand(1, 3, 12, 10), kornia.augmentation
     sized = [its.CenterCrop(4), its.PadTo((16, 16)), its.Resize((4, 4)), its.LongestMaxSize(8), its.SmallestMaxSize(8)]
     for transform in (*sized, its.Normalize(0.5, 0.5), its.Denormalize(0.5, 0.5), kornia.color.RgbToGrayscale()):
-        watch = RngMonitor()
+        watch = Kept()
         assert is_deterministic(transform)
         assert torch.equal(transform(image), transform(image))
-        assert not watch.changed()
+        assert not watch.drawn()
     for transform in (its.Normalize(0.5, 0.5, p=0.5), its.RandomHorizontalFlip(p=1.0), kornia.enhance.ZCAWhitening()):
         assert not is_deterministic(transform)
 

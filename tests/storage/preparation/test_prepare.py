@@ -11,7 +11,7 @@ import torch
 
 from stocache import DatasetError, LimitError, OnDiskBlockDataStorage, SampleError, StorageError
 from stocache.storage.manifest import block_name
-from stocache.system.rng import preserve_rng_state
+from stocache.system.generators import Kept
 from tests.support import preparing
 from tests.support.equality import same
 from tests.support.pairs import pairs
@@ -43,7 +43,7 @@ def test_any_number_of_samples_and_info_is_the_preparers_or_given(tmp_path, leng
 
 def test_random_numbers_go_on_as_without_preparing(tmp_path):
     draw = lambda: (torch.rand(()), random.random(), np.random.rand())
-    with preserve_rng_state():
+    with Kept():
         wanted = draw()
     quietly(Images(9, seeded=True), tmp_path).close()
     assert draw() == wanted
