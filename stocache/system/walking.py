@@ -156,6 +156,11 @@ def parts_of(
                 waiting.extend((key, item, level + 1) for key, item in inner(name, value))
 
 
+def part_text(name: str, part: object) -> str:
+    """Return the name of a part with its class."""
+    return f"{name}, a {type(part).__module__}.{type(part).__qualname__}"
+
+
 def attribute_in(name: str) -> str | None:
     """Return the attribute of the dataset in the name of one of its parts; None for an entry of a dataset that is a list."""
     found = re.match(r"dataset\.(\w+)", name)

@@ -56,6 +56,7 @@ from torch.utils.data import Dataset
 from stocache.system.generators import GENERATOR_TYPES
 from stocache.system.loading.arrays import ArrayCopier, Arrays
 from stocache.system.objects import base_of, is_in_python, mro, slots_of, static_attribute, vars_of
+from stocache.system.walking import part_text, parts_of
 
 HOLDS_DATASET = "_holds_dataset"
 """A class attribute of ours, True for objects without ``__dict__`` that hold a dataset."""
@@ -293,7 +294,7 @@ def _safety(value: Any) -> Any:
 
 def holds_environment(dataset: object) -> bool:
     """Whether a dataset holds an open environment of LMDB, which a process may open only once."""
-    return _find(dataset, "", is_environment, set(), 0) is not None
+    return _find(dataset, is_environment) is not None
 
 
 def is_environment(value: object) -> bool:
@@ -304,30 +305,26 @@ def is_environment(value: object) -> bool:
 
 def find_open_handle(dataset: object) -> str | None:
     """Return where a dataset holds a handle; None if it holds none. See NOTE [ A dataset for each thread ]."""
-    return _find(dataset, type(dataset).__name__, _is_handle, set(), 0)
+    return _find(dataset, _is_handle)
 
 
 def holds_generator(dataset: object) -> bool:
     """Whether a dataset holds a random number generator: its numbers depend on the order of the samples."""
-    return _find(dataset, "", lambda value: isinstance(value, GENERATOR_TYPES), set(), 0) is not None
+    return _find(dataset, lambda value: isinstance(value, GENERATOR_TYPES)) is not None
 
 
 def holds_dataset(collate_fn: object) -> bool:
     """Whether a collate function refers to a dataset: then it may depend on the attributes of that dataset."""
-    return _find(collate_fn, "", lambda value: isinstance(value, Dataset), set(), 0) is not None
+    return _find(collate_fn, lambda value: isinstance(value, Dataset)) is not None
 
 
-def _find(value: object, where: str, wanted: Callable[[Any], bool], seen: set[int], depth: int) -> str | None:
-    if id(value) in seen or depth > _DEEPEST:
-        return None
-    seen.add(id(value))
-    if wanted(value):
-        kind = type(value)
-        return f"{where}, a {kind.__module__}.{kind.__qualname__}"
-    return next((found for name, item in _parts(value, where) if (found := _find(item, name, wanted, seen, depth + 1))), None)
+def _find(dataset: object, wanted: Callable[[Any], bool]) -> str | None:
+    """Return where a dataset holds a part of some kind, and its class; None if it holds none."""
+    parts = parts_of(dataset, type(dataset).__name__, inner=_parts, most=sys.maxsize, levels=_DEEPEST)
+    return next((part_text(where, part) for where, part in parts if wanted(part)), None)
 
 
-def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
+def _parts(where: str, value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a value that copying would follow, each with its place as text."""
     kind = type(value)
     if kind is SimpleNamespace:
@@ -389,7 +386,7 @@ def _refuses(value: object) -> bool:
 
 def find_running(dataset: object) -> str | None:
     """Return where a dataset holds an iterator, or an object of the thread that made it; None if it holds none."""
-    return _find(dataset, type(dataset).__name__, lambda value: _is_running(value) or _is_of_this_thread(value), set(), 0)
+    return _find(dataset, lambda value: _is_running(value) or _is_of_this_thread(value))
 
 
 def _is_running(value: object) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from stocache.system.objects import is_of_library, static_attribute, vars_of
 from stocache.system.platform import here
-from stocache.system.walking import attribute_in, is_own, is_own_or_dataset, parts_of
+from stocache.system.walking import attribute_in, is_own, is_own_or_dataset, part_text, parts_of
 
 _LOOPS = {"asyncio", "uvloop"}  # whose sockets wake up a loop
 _CALLED = "__getitem__", "__getitems__", "__call__"
@@ -34,17 +34,13 @@ def find_stream(dataset: object) -> str | None:
     parts = chain.from_iterable(parts_of(*root, follow=is_own_or_dataset) for root in roots)
     found = next((part for part in parts if _is_stream(part[1])), None)
     found = found or next(((name, value) for value, name in named if _is_iterator(value)), None)
-    return found and _text(*found)
+    return found and part_text(*found)
 
 
 def find_iterator(dataset: object, reads: Collection[str]) -> str | None:
     """Return the name and the class of an iterator in one of the attributes ``reads`` of a dataset; None without one."""
     parts = parts_of(dataset, follow=is_own_or_dataset)
-    return next((_text(name, part) for name, part in parts if _is_iterator(part) and attribute_in(name) in reads), None)
-
-
-def _text(name: str, part: object) -> str:
-    return f"{name}, a {type(part).__module__}.{type(part).__qualname__}"
+    return next((part_text(name, part) for name, part in parts if _is_iterator(part) and attribute_in(name) in reads), None)
 
 
 def _is_iterator(value: object) -> bool:
