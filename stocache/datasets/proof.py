@@ -37,7 +37,7 @@ from stocache.system.generators import GENERATOR_TYPES
 from stocache.system.hashing import code_text, digest
 from stocache.system.limits import MIB
 from stocache.system.loading.copies import is_environment
-from stocache.system.objects import attributes_of_class, base_of, is_of_library, slots_of, vars_of
+from stocache.system.objects import attributes_of_class, base_of, is_module_of_library, is_of_library, slots_of, vars_of
 from stocache.system.walking import inner_parts, parts_of
 
 _MOST = 20_000  # values that are compared
@@ -133,7 +133,7 @@ def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, ModuleType):
         return
     if isinstance(value, type):
-        if not is_of_library(getattr(sys.modules.get(value.__module__), "__file__", None) or ""):
+        if not is_module_of_library(value.__module__):
             yield from ((f"{name}.{key}", item) for key, item in list(attributes_of_class(value).items()) if _counts(key, item))
             yield from ((name, base) for base in value.__bases__)
         return

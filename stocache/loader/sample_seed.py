@@ -2,7 +2,7 @@
 
 NOTE [ Seeding samples ]
     Before a sample is made, the generators are seeded with numbers that come from (seed, epoch, index): the global ones, which
-    takes about 9 us; in a worker thread those of the thread, 2 us. So a dataset that makes samples together (``__getitems__``)
+    takes about 10 us; in a worker thread those of the thread, 2 us. So a dataset that makes samples together (``__getitems__``)
     is asked for one at a time. Samples that draw nothing are not seeded: cached samples, if no transform runs after the
     cache; samples that are loaded for a cache, see NOTE [ The audit ]; and samples of the datasets in `draws_nothing`. If the
     audit finds that loads draw, it makes the cache be left, and the samples of the batch are made again.

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from stocache.errors import StateError
-from stocache.system.objects import is_of_library, is_of_python
+from stocache.system.objects import is_module_of_library, is_of_library, is_of_python
 from stocache.system.walking import parts_of
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
@@ -165,16 +165,9 @@ def _is_generator_class(cls: type) -> bool:
 
 def global_generators() -> list[Any]:
     """Return the generators that are global variables of the user's modules."""
-    modules = [module for name, module in list(sys.modules.items()) if not _is_library(name.partition(".")[0])]
+    modules = [module for name, module in list(sys.modules.items()) if not is_module_of_library(name.partition(".")[0])]
     names = [vars(module) for module in modules if isinstance(module, ModuleType)]
     return [value for each in names for value in list(each.values()) if is_generator(value)]
-
-
-@functools.lru_cache(4096)
-def _is_library(name: str) -> bool:
-    """Whether a package or module belongs to a library or to Python."""
-    path = getattr(sys.modules.get(name), "__file__", None)
-    return is_of_library(path) if path else name in sys.stdlib_module_names
 
 
 States: TypeAlias = dict[str, Any]

@@ -1,8 +1,10 @@
 """Read attributes of the user's objects and classes, also where their own code would raise or answer to any name."""
 
 import contextlib
+import functools
 import inspect
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -141,6 +143,12 @@ _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.
 def is_of_library(path: str) -> bool:
     """Whether a file of code belongs to a library, to Python or to this package, not to the user."""
     return path.startswith((*_LIBRARIES, "<frozen ")) or "site-packages" in path
+
+
+@functools.cache
+def is_module_of_library(name: str) -> bool:
+    """Whether the file of a module belongs to a library; False for a module without a file."""
+    return is_of_library(str(getattr(sys.modules.get(name), "__file__", None)))
 
 
 def is_of_python(path: str) -> bool:

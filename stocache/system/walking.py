@@ -6,9 +6,7 @@ dataset, or a class of the user's own. A wrapper *passes on* samples if each of 
 
 import bisect
 import contextlib
-import functools
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from stocache.system.objects import is_of_library, vars_of
+from stocache.system.objects import is_module_of_library, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
 
@@ -111,17 +109,12 @@ def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
 
 
-@functools.cache
-def _is_module_of_library(module: str) -> bool:
-    return is_of_library(str(getattr(sys.modules.get(module), "__file__", None)))
-
-
 def is_own(value: object) -> bool:
     """Whether a value is a plain container, a function, or an object of the user's that threads do not share."""
     kind = type(value)
     if vars_of(value).get("thread_safe") or getattr(kind, "thread_safe", False) is True:
         return False
-    return kind.__module__ == "builtins" or kind in (deque, partial) or not _is_module_of_library(kind.__module__)
+    return kind.__module__ == "builtins" or kind in (deque, partial) or not is_module_of_library(kind.__module__)
 
 
 def is_own_or_dataset(value: object) -> bool:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from stocache.reading.graph.graph import DataPipe, is_random, is_sharding, list_dps, pipes_of, traverse_dps
 from stocache.system.generators import GENERATOR_TYPES
+from stocache.system.walking import parts_of
 
 _SHARED, _OWN, _EPOCH = range(3)
 _LIMIT = 1 << 64
 
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray)
-_MOST = 10_000  # objects to search in one function
+_MOST = 10_000  # references to follow in one function
 
 
 class SeedGenerator:
@@ -155,22 +156,16 @@ def dist_share_seed(seed: int, process_group: Any = None) -> int:
 
 def holds_no_generator(fn: object) -> bool:
     """Whether a function, with all objects it refers to, holds no random number generator."""
-    seen: set[int] = set()
-    waiting: list[Any] = [fn]
-    while waiting and len(seen) < _MOST:
-        part = waiting.pop()
-        if isinstance(part, GENERATOR_TYPES):
-            return False
-        if isinstance(part, _PLAIN) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, dict):
-            waiting += part.values()
-        elif isinstance(part, list | tuple | set | frozenset):
-            waiting += part
-        waiting += getattr(part, "__dict__", {}).values()
-        waiting += [getattr(part, name, None) for name in ("__self__", "__func__", "func", "args", "keywords")]
-        for cell in getattr(part, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # the cell is empty
-                waiting.append(cell.cell_contents)
-    return not waiting
+    found = [part for _, part in parts_of(fn, inner=_inner_parts, most=_MOST, levels=_MOST)]
+    return len(found) < _MOST and not any(isinstance(part, GENERATOR_TYPES) for part in found)
+
+
+def _inner_parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what an object, a container or a function refers to, besides plain values."""
+    parts = [getattr(value, each, None) for each in ("__dict__", "__self__", "__func__", "func", "args", "keywords")]
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        parts += value.values() if isinstance(value, dict) else value
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # the cell is empty
+            parts.append(cell.cell_contents)
+    return [(name, part) for part in parts if not isinstance(part, _PLAIN)]

@@ -106,9 +106,7 @@ def _copied(value: Any, memo: dict[Any, Any], depth: int) -> Any:
         target = _target_of(value)
         return _REFERENCES[kind](memo[id(target)][1]) if id(target) in memo and target is not None else value
     if isinstance(value, torch.Generator):
-        generator = torch.Generator(value.device)
-        generator.set_state(value.get_state())
-        return generator
+        return value.clone_state()
     if isinstance(value, torch.Tensor | np.ndarray):
         return memo["arrays"].copy(value, lambda item: _copy(item, memo, depth + 1))
     if kind.__module__ == "PIL.Image" or hasattr(kind, "iloc"):  # of pandas
