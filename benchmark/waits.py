@@ -37,7 +37,8 @@ from benchmark.support.bottlenecks import BOTTLENECKS
 from benchmark.support.measuring import machine, settle
 from stocache import CachedDataset
 from stocache.loader import collate as loader_collate
-from stocache.loader import requests, thread_batches
+from stocache.loader import thread_maker
+from stocache.loader.workers import requests
 from stocache.observe.recording import record
 from stocache.observe.recording.histogram import BUCKETS, Distribution, bucket_of
 
@@ -106,7 +107,7 @@ def no_row_here() -> None:
 def rows_replaced() -> Iterator[None]:
     """Let the worker threads of this process, or the worker that it is, record nothing."""
     with contextlib.ExitStack() as patches:
-        for module in (requests, thread_batches):
+        for module in (requests, thread_maker):
             patches.enter_context(mock.patch.object(module, "row_here", no_row))
         patches.enter_context(mock.patch.object(loader_collate, "row_here", no_row_here))
         yield

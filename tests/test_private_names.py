@@ -8,7 +8,7 @@ from multiprocessing import forkserver, spawn
 
 import pytest
 import torch
-from torch.utils.data._utils import collate, pin_memory, worker
+from torch.utils.data._utils import pin_memory, worker
 
 
 class InPython:
@@ -30,11 +30,6 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
         "loader/choice/measure.py",
         lambda: vars(worker)["_worker_info"] is None,
     ),
-    "the module of default_collate": (
-        "loader/threads/info.py",
-        lambda: collate.default_collate_fn_map[torch.Tensor].__globals__["__name__"] == "torch.utils.data._utils.collate",
-    ),
-    "get_worker_info in that module": ("loader/threads/info.py", lambda: worker.get_worker_info() is None),
     "Module._forward_hooks": (
         "datasets/cut/program.py and datasets/transforms/pipelines.py",
         lambda: len(_hooks("register_forward_hook")._forward_hooks) == 1,
@@ -52,12 +47,12 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
         lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) in (0, 1),
     ),  # PR_GET_DUMPABLE
     "sys._getframe": (
-        "loader/threads/info.py, tools/run and cache/allocate.py",
+        "tools/run and cache/allocate.py",
         lambda: sys._getframe().f_globals["__name__"] == __name__ and isinstance(sys._getframe(), types.FrameType),
     ),
     "sys._is_gil_enabled": ("shm/segment.py", lambda: sys.version_info < (3, 13) or type(sys._is_gil_enabled()) is bool),
     "pin_memory of torch.utils.data._utils.pin_memory": (
-        "loader/thread_batches.py and reading/graph/pipes.py",
+        "loader/thread_maker.py and reading/graph/pipes.py",
         lambda: pin_memory.pin_memory("text", None) == "text" and pin_memory.pin_memory.__code__.co_varnames[1] == "device",
     ),
     "_pin_memory_device of torch's iterators": (

@@ -13,6 +13,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
 from stocache.loader.sample_seed import SampleSeed, is_pure, seed_here
+from stocache.loader.threads.info import worker_info
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
@@ -23,6 +24,12 @@ _clock_ns = time.perf_counter_ns
 _STACK: Any = collate_tensor_fn
 _LARGE = 1 << 20  # bytes of a stacked tensor, from which malloc may take new memory for it, whose pages fault
 _MOST_HELD = 4  # pieces of the pool, which it keeps for the next batches
+
+
+def extend_default_collate() -> None:
+    """Let default_collate stack tensors with `_stack_anywhere`, also where code of the user calls it."""
+    if default_collate_fn_map.get(Tensor) is _STACK:
+        default_collate_fn_map[Tensor] = _stack_anywhere
 
 
 def stacks(collate_fn: object) -> bool:
@@ -63,8 +70,7 @@ class RingCollate:
 
     def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
         """Return the batch, and a function that packs it."""
-        if default_collate_fn_map.get(Tensor) is _STACK:  # the user's collate_fn may call default_collate
-            default_collate_fn_map[Tensor] = _stack_anywhere
+        extend_default_collate()
         lane = self._ring.lane(self._iteration)
         buffer = lane if lane is not None and lane.take() else None
         if isinstance(samples, LazyBatch):
@@ -101,6 +107,7 @@ class ThreadCollate:
         pool: Pool,
         sample_seed: SampleSeed | None,
     ) -> None:
+        extend_default_collate()
         self._collate_fn, self._batched, self._pool = collate_fn, batched, pool
         self.is_pure = is_pure(collate_fn)
         self._stacking = stacking and self.is_pure
@@ -132,9 +139,10 @@ def _stack(empty: Empty, batch: list[Tensor], *, collate_fn_map: object) -> Tens
 
 
 def _stack_anywhere(batch: list[Tensor], *, collate_fn_map: object = None) -> Tensor:
-    """Stack tensors as default_collate does in a worker, in its own memory if there is no shared memory for them."""
+    """Stack tensors as default_collate does, in its own memory if there is no shared memory for them, or in a thread."""
     try:
-        stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
+        with worker_info(None):  # of this thread, which sends nothing to another process
+            stacked: Tensor = _STACK(batch, collate_fn_map=collate_fn_map)
     except RuntimeError:
         if not _is_plain(batch[0]):
             raise

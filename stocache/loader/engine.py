@@ -147,7 +147,8 @@ class LoaderEngine(ResumableEngine):
         if self.unused is not None:
             self.unused.detach()
         if self._worker_group is not None and isinstance(self.loader._iterator, ThreadIterator):
-            self.loader._iterator.drop_gathers()  # before the figures of this epoch begin
+            self._worker_group.busy = True
+            self.loader._iterator.finish_epoch()  # before the figures of this epoch begin
         epoch = self._begin_epoch()
         if self._worker_group is None or self.loader._iterator is None:  # which is torch's only with persistent workers
             made = progress.workers_made

@@ -27,7 +27,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # documented
 from stocache.datasets.batches import Load, only_collates
 from stocache.datasets.cached import draws_nothing, is_cache
 from stocache.errors import DatasetError, LimitError
-from stocache.loader.threads.collating import CollateRng
+from stocache.loader.threads.info import CollateRng
 from stocache.loader.workers.requests import EpochIndices, answering, set_epoch
 from stocache.system.generators import Kept, seed_all
 from stocache.system.objects import attribute_of
@@ -245,7 +245,7 @@ def seed_here(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], ..
     is_thread = getattr(info, "worker_method", None) == "thread"
     if is_thread:
         info.rng.own.seed(*numbers[:3])
-        info.rng.draws = info.rng.own
+        info.rng.draws = info.rng.own.itself
     if not is_thread or isinstance(info.rng, CollateRng):
         seed_all(numbers)
     for hook in hooks:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import stocache
 from stocache import CachedDataset, DatasetError, LimitError
-from stocache.loader.thread_batches import ThreadMaker
+from stocache.loader.thread_maker import ThreadMaker
 from stocache.system import generators
 from stocache.system.describe import difference
 from tests.support.depending import KINDS, Images, N, Transformed
@@ -353,9 +353,9 @@ def test_worker_threads_compare_samples_all_through_an_epoch():
 
 
 def test_worker_threads_compare_for_few_batches_where_there_is_no_time_for_more(monkeypatch):
-    compared, compare = [], ThreadMaker._compare
-    record = lambda self, batch, *rest: compared.append(batch.request.number) or compare(self, batch, *rest)
-    monkeypatch.setattr(ThreadMaker, "_compare", record)
+    compared, claim = [], ThreadMaker._claim  # which compares, where all is cached
+    record = lambda self, batch, *rest: compared.append(batch.request.number) or claim(self, batch, *rest)
+    monkeypatch.setattr(ThreadMaker, "_claim", record)
     with CachedDataset([torch.full((8,), idx) for idx in range(400)], "1MB", audit=1e-9) as cached:
         list(cached)
         loader = stocache.DataLoader(cached, 4, num_workers=2, worker_method="thread")

@@ -32,8 +32,7 @@ def interrupt_processes(loader):
 
 
 def end_threads(loader):
-    for threads in loader._iterator._threads:
-        threads.stop(30)
+    loader._iterator._threads.stop(30)
 
 
 @pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, end_threads)])

@@ -589,16 +589,16 @@ def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(
 
 
 def test_a_task_of_one_thread_runs_in_it_after_the_one_that_it_runs():
-    threads = WorkerThreads(3, lambda number: None, lambda number: None)
-    idents, gate, ran = {}, threading.Event(), []
+    threads = WorkerThreads(3, lambda number: None, lambda: None, 5.0)
+    put, idents, gate, ran = threads.tasks.put, {}, threading.Event(), []
     for _ in range(3):
-        threads.put(lambda number: idents.setdefault(number, threading.get_ident()) and gate.wait(60))
+        put(lambda number: idents.setdefault(number, threading.get_ident()) and gate.wait(60))
     wait_until(lambda: len(idents) == 3)
     for number in (2, 0, 1, 1):
-        threads.put_own(lambda number: ran.append((number, threading.get_ident())), number)
+        put(lambda number: ran.append((number, threading.get_ident())), number)
     gate.set()
     wait_until(lambda: len(ran) == 4)
-    threads.put_own(lambda number: ran.append((number, threading.get_ident())), 2)  # while none has a task
+    put(lambda number: ran.append((number, threading.get_ident())), 2)  # while none has a task
     wait_until(lambda: len(ran) == 5)
     assert sorted(ran) == sorted((number, idents[number]) for number in (2, 0, 1, 1, 2))
     threads.stop(10)

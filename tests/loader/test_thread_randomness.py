@@ -15,6 +15,7 @@ import stocache
 from stocache import CachedDataset, SampleSeed
 from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads import crew
+from stocache.loader.threads.workers import Tasks
 from tests.support.equality import same
 from tests.support.pairs import pairs
 from tests.support.processes import wait_until
@@ -320,8 +321,8 @@ def test_the_generators_of_a_collate_function_are_not_taken_for_draws_of_samples
 @pytest.fixture
 def alone():
     """A crew without threads."""
-    alone = crew.ThreadWorkers(1, (None, list, None), 3, None, False, set())
-    alone.stopped = lambda: False
+    alone = crew.Crew(1, (None, list, None), 3, None, False, set())
+    alone.tasks = Tasks(1)
     return alone
 
 
@@ -333,7 +334,7 @@ def test_numbers_drawn_while_the_loop_goes_on_are_not_taken_for_those_of_a_sampl
 
     load(dict)  # the loop does not wait
     alone.begin_wait()
-    load(lambda: setattr(alone, "waiting", False))  # it has got its batch
+    load(lambda: setattr(alone, "waiting", 0))  # it has got its batch
     alone.begin_wait()
     load(alone.begin_wait)  # it has, and waits for the next one
     assert not caplog.text
@@ -356,6 +357,7 @@ class DrawsFirst(Draws):
 
 def test_a_sample_that_waits_long_for_its_turn_is_told_and_with_a_sample_seed_none_waits(alone, monkeypatch, caplog):
     monkeypatch.setattr(crew, "_LONG_S", 0.0)
+    alone.begin_wait()
     alone.await_turn(lambda: bool(caplog.records))  # its turn comes with the warning
     assert "holds a lock while it draws" in caplog.text
     loader, _ = loaders(DrawsFirst, sample_seed=3)

@@ -1,103 +1,142 @@
-"""The batches that worker threads are making; see NOTE [ Batches made by threads ]."""
+"""The batches that worker threads are making, and the tasks of which they consist; see NOTE [ Batches made by threads ]."""
 
-import threading
 import weakref
-from queue import SimpleQueue
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch._utils import ExceptionWrapper
 
 from stocache.datasets.batches import LazyBatch
-from stocache.loader.threads.crew import Stopped, ThreadWorkers
+from stocache.loader.threads.crew import Crew, Stopped, ThreadWorker
 from stocache.loader.threads.info import Generators
-from stocache.loader.workers.requests import BatchRequest
-
-NOT_MADE = object()
-"""Stands for a sample of a batch that is still to be made."""
+from stocache.loader.workers.requests import BatchRequest, EpochIndices, count_samples
 
 
 class Batch:
-    """A batch that threads are making.
+    """A batch that threads are making. If it ``is_shared``, threads share its samples.
 
     Attributes:
-        stream: the number of its random numbers' stream; or of its worker, if the dataset is bound.
-        before: the batch before it in its stream, until that is done.
-        data: the batch, when it is done.
-        error: the error to raise instead.
-        done: whether ``data`` or ``error`` is set.
+        request: the request of the sampler.
+        number: of the batch, in the order in which the loop asks.
+        worker: the worker whose process would make it.
+        index: of its samples.
+        count: the number of its samples.
+        samples: those that are made.
+        made: which of its parts are made.
+        errors: of parts, by their numbers.
+        lazy: the samples, if they come from a cache.
         group: the group with which the batch is gathered, if it is wholly cached.
+        data: the batch, when it is done; its samples, when it is ready.
+        error: the error to raise instead.
+        ready: whether its samples are made, and the loop is to collate them.
+        done: whether ``data`` or ``error`` is set.
         maker: the number of the thread that finished it; None for the loop itself.
-        ready: whether its samples are made, in ``data``, and the loop is to collate them.
         ended: whether the iterable dataset of the worker had no more samples.
     """
 
-    def __init__(
-        self, crew: ThreadWorkers, request: BatchRequest, stream: int, before: "Batch | None", finished: "SimpleQueue[None]"
-    ) -> None:
-        self._crew, self.request, self.stream, self.before, self._finished = crew, request, stream, before, finished
+    def __init__(self, crew: Crew, request: BatchRequest, number: int, worker: ThreadWorker, is_shared: bool) -> None:
+        self.crew, self.request, self.number, self.worker = crew, request, number, worker
+        self.index = request.answer()
+        indices = self.index.indices if isinstance(self.index, EpochIndices) else self.index
+        self.count = len(indices) if is_shared else count_samples(indices)
+        self.samples: Any = [None] * self.count
+        self.made: list[bool] = []
+        self.errors: dict[int, ExceptionWrapper] = {}
+        self._left: deque[bool] = deque()
+        self.lazy: LazyBatch | None = None
+        self.group: Group | None = None
         self.data: Any = None
         self.error: ExceptionWrapper | None = None
         self.done = self.ended = self.ready = False
-        self.group: Group | None = None
         self.maker: int | None = None
-        self.index: Any = None
-        self.samples: list[Any] = []
-        self.lazy: LazyBatch | None = None
-        self.errors: list[tuple[int, ExceptionWrapper]] = []
-        self.runs_left = 0
-        self.lock = threading.Lock()
+        worker.undone.add(number)
+
+    def divide(self, parts: Sequence[Sequence[int] | None]) -> "list[Part]":
+        """Divide the samples into parts, each of some positions; None for all."""
+        self.made, self._left = [False] * len(parts), deque([True] + [False] * (len(parts) - 1))
+        return [Part(self, number, rows) for number, rows in enumerate(parts)]
+
+    def note_made(self, number: int) -> bool:
+        """Note that a part is made. Return whether it was the last one."""
+        self.made[number] = True
+        return self._left.pop()  # one thread gets True
 
     def finish(self, data: object = None, error: ExceptionWrapper | None = None) -> None:
         """Set the result for the loop."""
         self.data, self.error, self.done = data, error, True
-        self.before = self.lazy = None
-        self.samples = []
-        self.wake()
-
-    def wake(self) -> None:
-        """Wake the loop, if it waits."""
-        if self._crew.waiting:
-            self._finished.put(None)
+        self.worker.undone.discard(self.number)
+        self.samples = self.lazy = None
+        self.crew.tell_loop()
+        self.crew.tell_progress()
 
     def is_next(self) -> bool:
         """Whether all batches before it in its stream are done."""
-        before = self.before
-        return before is None or before.done
+        return not any(number < self.number for number in list(self.worker.undone))
 
-    def waits_for_loop(self) -> bool:
-        """Whether the loop is to collate the batch before it."""
-        before = self.before
-        return before is not None and (before.ready or before.waits_for_loop())
+
+class Part:
+    """The task of a thread: some samples of a batch, which it makes one after the other.
+
+    Attributes:
+        number: of the part in the batch.
+    """
+
+    def __init__(self, batch: Batch, number: int, rows: Sequence[int] | None) -> None:
+        self.batch, self.number, self._rows = batch, number, rows
+
+    def make(self, worker: ThreadWorker) -> None:
+        """Make the samples with the dataset of a worker."""
+        batch, rows = self.batch, self._rows
+        if rows is None:
+            batch.samples = worker.fetcher.fetch(batch.index)
+        elif rows and batch.lazy is not None:
+            batch.lazy.take_loaded(worker.fetcher.fetch(_part_of(batch.index, rows)).load_all())
+        elif rows:
+            for row, sample in zip(rows, worker.fetcher.fetch(_part_of(batch.index, rows)), strict=True):
+                batch.samples[row] = sample
+
+    def __len__(self) -> int:
+        return self.batch.count if self._rows is None else len(self._rows)
+
+    def generators(self) -> Generators:
+        """Return the generators of the stream, when it is the turn of these samples."""
+        self.batch.crew.await_turn(self._is_next)
+        return self.batch.worker.stream
+
+    def _is_next(self) -> bool:
+        if any(number < self.number for number in list(self.batch.errors)):  # a worker process would not make these samples
+            raise Stopped
+        return self.batch.is_next() and all(self.batch.made[: self.number])
 
 
 class Group:
-    """Batches that are wholly cached, and gathered together, by the thread that has taken ``claim``.
+    """Batches that are wholly cached, and gathered together.
 
-    It does not keep the batches alive, which refer to it. An iterator that dies frees them, and those before them, at once.
+    It does not keep the batches alive, which refer to it. An iterator that dies frees them at once.
 
     Attributes:
+        size: the number of batches.
         lazy: all their samples.
     """
 
     def __init__(self, batches: list[Batch], lazy: LazyBatch) -> None:
-        self.batches, self.lazy, self.claim = [weakref.ref(batch) for batch in batches], lazy, threading.Lock()
+        self.size, self.lazy, self._left = len(batches), lazy, deque([[weakref.ref(batch) for batch in batches]])
         for batch in batches:
             batch.group = self
 
+    def take(self) -> list[Batch]:
+        """Return the batches, to gather them; none if another thread has taken them, or the iterator has died."""
+        try:
+            batches = [reference() for reference in self._left.pop()]
+        except IndexError:
+            return []
+        return [batch for batch in batches if batch is not None]
 
-class Turn:
-    """Gives a sample the generators of its stream, in its turn; see NOTE [ Random numbers in threads ]."""
 
-    def __init__(self, crew: ThreadWorkers, batch: Batch) -> None:
-        self._crew, self._batch, self.position = crew, batch, 0
-
-    def generators(self) -> Generators:
-        """Return the generators, when the turn of the sample has come."""
-        self._crew.await_turn(self._is_mine, self._batch.waits_for_loop)
-        return self._crew.streams[self._batch.stream]
-
-    def _is_mine(self) -> bool:
-        batch = self._batch
-        if any(position < self.position for position, _ in batch.errors):  # a worker process would not make the sample
-            raise Stopped
-        return batch.is_next() and all(made is not NOT_MADE for made in batch.samples[: self.position])
+def _part_of(index: Any, rows: Sequence[int]) -> Any:
+    """Return the index of several samples of a batch."""
+    if isinstance(index, EpochIndices):
+        return EpochIndices(index.epoch, _part_of(index.indices, rows))
+    return index[list(rows)] if isinstance(index, np.ndarray) else [index[row] for row in rows]

@@ -1,24 +1,26 @@
 """Let `torch.utils.data.get_worker_info` and `torch.random.thread_safe_generator` answer in worker threads.
 
 NOTE [ Worker info of a thread ]
-    torch keeps the `WorkerInfo` of a worker in a variable of its module, one for the process, and its function
-    ``get_worker_info`` returns that. Users import the function before we do. So this module gives the function another body,
-    which asks first for the info of the calling thread. default_collate asks too: in a worker it makes batches in shared
-    memory, to send them to another process. A thread sends nothing, so for default_collate it is not a worker.
+    torch keeps the `WorkerInfo` of a worker in a variable of its module, one for the process. So the first worker thread of a
+    process puts another ``get_worker_info`` in the place of torch's, in all modules that have it. It asks for the info of the
+    calling thread, and then torch's function. The limit: torch's function that a program has kept elsewhere than in a module,
+    such as in a default argument, returns None in worker threads.
+
+    default_collate asks, too: in a worker it makes batches in shared memory, to send them to another process. A thread sends
+    nothing, so it stacks there as without workers; see `extend_default_collate`.
 """
 
+import functools
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, whose variable has no public counterpart
-
-_COLLATE = "torch.utils.data._utils.collate"
+from torch.utils.data._utils import worker as torch_worker  # for get_worker_info and the class of its results
 
 
 class _InfoHere(threading.local):
@@ -26,39 +28,33 @@ class _InfoHere(threading.local):
 
 
 _here = _InfoHere()
+_OF_TORCH: Any = (torch_worker.get_worker_info,)  # in a tuple, where it is not replaced
 
 
-def _info_here() -> Any:
-    """Return the `WorkerInfo` of this thread; None in a thread that is not a worker, and for default_collate."""
-    info = _here.info
-    return None if info is None or sys._getframe(2).f_globals.get("__name__") == _COLLATE else info
+@functools.wraps(_OF_TORCH[0])
+def _get_worker_info() -> Any:
+    return _OF_TORCH[0]() if _here.info is None else _here.info
 
 
-def _get_worker_info() -> Any:  # the body that torch's function gets: its names are those of torch's module
-    return _stocache_info_here() or _worker_info  # type: ignore[name-defined]  # noqa: F821
+def answer_in_threads() -> None:
+    """Have `get_worker_info` return the info of the calling thread; see NOTE [ Worker info of a thread ]."""
+    if torch_worker.get_worker_info is _get_worker_info:
+        return
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is _OF_TORCH[0]:
+                setattr(module, name, _get_worker_info)
 
 
 def set_worker_info(info: object) -> None:
-    """Set what `get_worker_info` returns in this thread.
-
-    Raises:
-        RuntimeError: torch's ``get_worker_info`` is not the function that this module knows.
-    """
-    function: Any = torch_worker.get_worker_info
-    code = function.__code__  # read once: another thread may set it now
-    if code is not _get_worker_info.__code__:
-        if code.co_names != ("_worker_info",):
-            raise RuntimeError("this torch has another get_worker_info. Use worker_method='multiprocessing'.")
-        torch_worker._stocache_info_here = _info_here  # type: ignore[attr-defined]
-        function.__code__ = _get_worker_info.__code__
+    """Set what `get_worker_info` returns in this thread."""
     _here.info = info
 
 
 @contextmanager
 def worker_info(info: object) -> Iterator[None]:
     """Have `get_worker_info` return ``info`` in this thread, in a ``with`` block."""
-    before = _here.info
-    set_worker_info(info)
+    before, _here.info = _here.info, info
     try:
         yield
     finally:
@@ -95,8 +91,8 @@ class Generators:
         """Whether a generator was used since they were seeded."""
         return not all(self._due)
 
-    def generators(self) -> "Generators":
-        """Return these generators: they are the `GeneratorPolicy` of a sample that need not wait."""
+    def itself(self) -> "Generators":
+        """Return these generators: the ``draws`` of a `WorkerRng` whose samples need not wait."""
         return self
 
     @property
@@ -124,45 +120,28 @@ class Generators:
         return self._torch
 
 
-class GeneratorPolicy(Protocol):
-    """Decides from which generators the running code may draw."""
-
-    def generators(self) -> Generators:
-        """Return them. May wait until it is the turn of the code."""
-
-
 class WorkerRng:
     """The ``rng`` of a `WorkerInfo`: its generators are those of the sample that the thread makes now.
 
     Attributes:
-        draws: set before each sample.
+        draws: returns the generators from which the running code may draw. It may wait until it is the turn of the code.
         own: generators of the thread.
     """
 
     __slots__ = ("draws", "own")
-    draws: GeneratorPolicy
+    draws: Callable[[], Generators]
 
     def __init__(self) -> None:
         self.own = Generators()
-        self.draws = self.own
+        self.draws = self.own.itself
 
-    @property
-    def random_generator(self) -> random.Random:
-        """Python's generator."""
-        return self.draws.generators().random_generator
-
-    @property
-    def numpy_generator(self) -> np.random.Generator:
-        """numpy's generator."""
-        return self.draws.generators().numpy_generator
-
-    @property
-    def torch_generator(self) -> torch.Generator:
-        """torch's generator of the CPU."""
-        return self.draws.generators().torch_generator
+    random_generator = property(lambda self: self.draws().random_generator, doc="Python's generator.")
+    numpy_generator = property(lambda self: self.draws().numpy_generator, doc="numpy's generator.")
+    torch_generator = property(lambda self: self.draws().torch_generator, doc="torch's generator of the CPU.")
 
 
-def make_worker_info(number: int, count: int, seed: int, dataset: object, rng: WorkerRng) -> Any:
-    """Return a `WorkerInfo` for worker thread ``number`` of ``count``."""
-    facts: dict[str, Any] = {"id": number, "num_workers": count, "seed": seed, "dataset": dataset}
-    return torch_worker.WorkerInfo(**facts, rng=rng, worker_method="thread")  # type: ignore[arg-type]
+class CollateRng(WorkerRng):
+    """The ``rng`` of a collate function: its torch generator is the global one."""
+
+    __slots__ = ()
+    torch_generator = property(lambda self: torch.default_generator, doc="torch's generator of the CPU.")
