@@ -15,6 +15,7 @@ NOTE [ Divided functions ]
 
 import ast
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from stocache.datasets.cut.source import (
     is_path,
     number_of,
     parts_of_call,
+    position_of,
     root_of,
     statements,
 )  # fmt: skip
@@ -67,6 +69,11 @@ class Division:
     writes: frozenset[str] = frozenset()
     hoists: bool = True
 
+    @property
+    def places(self) -> set[int]:
+        """The numbers of the statements that draw, or call what is divided."""
+        return {*self.drew, *self.inner}
+
     def straight(self) -> "Division":
         """Return the division without hoisting."""
         inner = {number: its.straight() if isinstance(its, Division) else its for number, its in self.inner.items()}
@@ -78,30 +85,32 @@ class Given(NamedTuple):
 
     Attributes:
         arguments, keywords: for each position or name, whether it is.
-        has_more: whether more arguments are unpacked there.
         is_item: whether the call is an item that is taken of an object.
     """
 
     arguments: tuple[bool, ...]
-    keywords: Mapping[str | None, bool]
-    has_more: bool
+    keywords: Mapping[str, bool]
     is_item: bool
 
-    def parameters(self, source: SourceCode, owners: int) -> frozenset[str] | None:
-        """Return the parameters of the called function that it gets again; None for all.
+    @property
+    def all(self) -> bool:
+        """Whether all are."""
+        return all(self.arguments) and all(self.keywords.values())
+
+    def parameters(self, source: SourceCode, owners: int) -> set[str]:
+        """Return the parameters of the called function that it gets again.
 
         ``owners``: how many it gets besides the arguments: the object that a method belongs to.
         """
-        if all(self.arguments) and all(self.keywords.values()):
-            return None
-        args, others = source.tree.args, {name for name, again in self.keywords.items() if not again}
-        names = [each.arg for each in (*args.posonlyargs, *args.args)][owners:]
-        others |= {name for name, again in zip(names, self.arguments, strict=False) if not again}
-        if not all(self.arguments[len(names) :]) and args.vararg is not None:
-            others.add(args.vararg.arg)
-        if args.kwarg is not None and others - source.parameters:
-            others.add(args.kwarg.arg)
-        return frozenset(source.parameters - others)
+        if self.all:
+            return source.parameters
+        found = inspect.signature(source.function).bind(*[True] * owners, *self.arguments, **self.keywords).arguments
+        more = {name: its.values() if isinstance(its, dict) else its for name, its in found.items() if type(its) is not bool}
+        return source.parameters - {name for name, its in found.items() if not all(more.get(name, (its,)))}
+
+
+OF_DATASET = Given((), {}, is_item=True)
+"""A sample is asked for by its index."""
 
 
 class Halves(NamedTuple):
@@ -125,8 +134,8 @@ class Halves(NamedTuple):
 def halves_of(
     source: SourceCode,
     division: Division,
-    enter: Callable[[int, "Given"], tuple[Any, Any]] = lambda number, given: (None, None),
-    given: frozenset[str] | None = None,
+    enter: Callable[[int, Given], tuple[Any, Any]] = lambda number, given: (None, None),
+    given: set[str] | None = None,
 ) -> Halves:
     """Return the two halves of a function.
 
@@ -138,28 +147,31 @@ def halves_of(
     Raises:
         CannotCut: a variable cannot be made again.
     """
-    divider = _Divider(source, division, source.parameters if given is None else given)
+    passed = source.parameters if given is None else given
+    divider = _Divider(source, division, passed)
     first, second = divider.divide(copy.deepcopy(source.tree.body))
     again = _made_again(first, division.again) if division.again else []
     variables = source.variables | divider.names  # others are global
-    passed = division.again | (source.parameters if given is None else given) - _names(first, ast.Store)
+    passed = passed - _names(first, ast.Store) | division.again
     values: dict[str, object] = {f"{PREFIX}keep": _keep, f"{PREFIX}copy": copy.deepcopy}
     for number, its_given in divider.given.items():
         values[f"{PREFIX}enter{number}"], values[f"{PREFIX}leave{number}"] = enter(number, its_given)
 
-    def keep(second: Sequence[ast.stmt], tests: frozenset[str] = frozenset()) -> list[Any]:
+    def keep(second: Sequence[ast.stmt], tests: frozenset[str] = frozenset()) -> Any:
         """Return the end of the first half: where it is divided in an ``if``, each branch keeps what is read after it."""
         if second and isinstance(second[0], ast.If) and number_of(second[0]) is None:
             choice, rest, tests = second[0], second[1:], tests | _names([second[0].test], ast.Load)
-            kept = ast.If(choice.test, keep([*choice.body, *rest], tests), keep([*choice.orelse, *rest], tests))
-            return [_placed(kept, source.tree)]
+            kept = ast.If(choice.test, [keep([*choice.body, *rest], tests)], [keep([*choice.orelse, *rest], tests)])
+            return ast.copy_location(kept, source.tree)
         names = tuple(sorted((live(second)[0] | live(again)[0] | tests) & variables - passed))
         return _at_line(f"return {PREFIX}keep(locals(), {names!r})", source.tree)
 
-    ended = [*map(_Returns().visit, copy.deepcopy(first)), *keep(second)]
-    kept = sorted((live(second)[0] | live(again)[0]) & variables - passed)
-    state = STATE_ARGUMENT
-    fill = [_at_line(f"if {name!r} in {state}: {name} = {state}[{name!r}]", source.tree)[0] for name in kept]
+    ended = [*copy.deepcopy(first), keep(second)]
+    for each in statements(ended[:-1]):
+        if isinstance(each, ast.Return):  # before the function is divided
+            each.value = ast.Dict([ast.Constant(RETURNED)], [each.value or ast.Constant(None)])
+    kept, state = sorted((live(second)[0] | live(again)[0]) & variables - passed), STATE_ARGUMENT
+    fill = [_at_line(f"if {name!r} in {state}: {name} = {state}[{name!r}]", source.tree) for name in kept]
     begin = build(source, ended, values)
     end = build(source, [*fill, *again, *(second or [ast.Pass()])], values, STATE_ARGUMENT)
     calls = (node for statement in first for node in ast.walk(statement) if is_call(node))
@@ -177,25 +189,12 @@ def _keep(found: Mapping[str, object], names: Sequence[str]) -> dict[str, object
     return {name: found[name] for name in names if name in found}
 
 
-def _at_line(text: str, place: ast.AST) -> list[Any]:
-    body = ast.parse(text).body
-    for node in (node for statement in body for node in ast.walk(statement)):
-        if "lineno" in node._attributes:
-            ast.copy_location(node, place)
-    return body
-
-
-class _Returns(ast.NodeTransformer):
-    """Has the first half return what the function returned before it was divided."""
-
-    def visit_FunctionDef(self, node: Any) -> Any:
-        return node
-
-    visit_Lambda = visit_ClassDef = visit_FunctionDef
-
-    def visit_Return(self, node: ast.Return) -> Any:
-        state = ast.Dict([ast.Constant(RETURNED)], [node.value or ast.Constant(None)])
-        return ast.fix_missing_locations(ast.copy_location(ast.Return(state), node))
+def _at_line(text: str, place: ast.AST) -> Any:
+    """Return a statement that is at the place of a node."""
+    statement = ast.parse(text).body[0]
+    for node in ast.walk(statement):
+        ast.copy_location(node, place)
+    return statement
 
 
 def live(body: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
@@ -244,7 +243,7 @@ def _made_again(first: Sequence[ast.stmt], names: frozenset[str]) -> list[ast.st
     """
     again, made = list[ast.stmt](), set[str]()
     for statement in first:
-        names_only = isinstance(statement, ast.Assign) and _only_names(statement.value)
+        names_only = isinstance(statement, ast.Assign) and is_path(statement.value, items=True)
         if (names_only or isinstance(statement, _DEFINITIONS)) and (binds := _names([statement], ast.Store)) & names:
             again.append(copy.deepcopy(statement))
             made |= binds
@@ -256,16 +255,6 @@ def _made_again(first: Sequence[ast.stmt], names: frozenset[str]) -> list[ast.st
 _DEFINITIONS = ast.FunctionDef | ast.Import | ast.ImportFrom
 
 
-def _only_names(node: Any) -> bool:
-    """Whether an expression only names something, with indices that do: ``self.readers[name]``, ``getattr(self, name)``."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Subscript) and not is_path(node.slice):
-            return False
-        node = node.value
-    is_getattr = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
-    return is_path(node) or (is_getattr and all(map(is_path, node.args)))
-
-
 class _Divider:
     """Divides the statements of a function.
 
@@ -274,17 +263,16 @@ class _Divider:
         given: what calls that are divided pass again, by the numbers of their statements.
     """
 
-    def __init__(self, source: SourceCode, division: Division, given: frozenset[str] | set[str]) -> None:
+    def __init__(self, source: SourceCode, division: Division, given: set[str]) -> None:
         self._division = division
         self._variables, self._given_again = source.variables, given - _names(source.tree.body, ast.Store)
-        at = set() if division.at is None else {division.at}
-        self._cut = frozenset({*division.drew, *division.inner, *at})
+        self._cut = division.places if division.at is None else {*division.places, division.at}
         self.names: frozenset[str] = frozenset()
         self.given: dict[int, Given] = {}
 
     def divide(self, body: Any) -> tuple[list[Any], list[Any]]:
         """Return the statements before the cut, and those after it."""
-        at = next((at for at, statement in enumerate(body) if self._draws(statement)), len(body))
+        at = position_of(body, self._cut)
         first, second = body[:at], body[at:]
         if second and isinstance(second[0], ast.If) and number_of(second[0]) not in self._cut:
             test = ast.Name(self._name("test", second[0]), ast.Load())
@@ -303,9 +291,6 @@ class _Divider:
             return first, second
         return (first, expanded) if not self._division.hoists else self._hoisted(first, expanded)
 
-    def _draws(self, statement: ast.stmt) -> bool:
-        return any(number_of(each) in self._cut for each in statements([statement]))
-
     def _name(self, kind: str, statement: Any) -> str:
         name = f"{PREFIX}{kind}{number_of(statement)}"
         self.names |= {name}
@@ -317,12 +302,12 @@ class _Divider:
         equal: dict[str, tuple[set[str], ast.Call]] = {}  # the variables of a call, and its second half, for equal calls
         for statement in body:
             changed = _names([statement], ast.Store)
-            if not self._divides(statement):
+            if (given := self._given(statement)) is None:
                 changed |= _touched([statement])
                 found.append(statement)
             else:
                 text = ast.dump(statement.value)
-                call = self._second_half(statement)
+                call = self._second_half(statement, given)
                 if text in equal:  # they share the first half, of which the second one may change its own
                     shared = equal[text][1].args
                     call.args[1], shared[1] = shared[1], _placed(ast.Call(_ours("copy"), [shared[1]], []), statement)
@@ -337,26 +322,23 @@ class _Divider:
             equal = {text: its for text, its in equal.items() if not changed & its[0]}
         return found
 
-    def _divides(self, statement: Any) -> bool:
-        """Whether what a statement calls is divided: not where arguments are unpacked that cannot be evaluated again."""
+    def _given(self, statement: Any) -> Given | None:
+        """Return what a call that is divided gets again. None for others, and if what cannot be evaluated again is unpacked."""
         if number_of(statement) not in self._division.inner or number_of(statement) == self._division.at:
-            return False
-        given = self._given(statement)
-        return not given.has_more or (all(given.arguments) and all(given.keywords.values()))
-
-    def _given(self, statement: Any) -> Given:
+            return None
         _, arguments, keywords = parts_of_call(statement.value)
         names = {key.arg: self._is_given(key.value) for key in keywords}
-        more = None in names or any(isinstance(each, ast.Starred) for each in arguments)
-        return Given(tuple(map(self._is_given, arguments)), names, more, isinstance(statement.value, ast.Subscript))
+        given = Given(tuple(map(self._is_given, arguments)), names, isinstance(statement.value, ast.Subscript))
+        unpacks = None in names or any(isinstance(each, ast.Starred) for each in arguments)
+        return given if given.all or not unpacks else None
 
-    def _second_half(self, statement: Any) -> Any:
+    def _second_half(self, statement: Any, given: Given) -> Any:
         """Return the call of the second half of what a statement calls, with the arguments that are evaluated again."""
         function, arguments, keywords = parts_of_call(statement.value)
-        given = self.given[number_of(statement)] = self._given(statement)
+        self.given[number_of(statement)] = given
         passed = [each if its else ast.Constant(None) for each, its in zip(arguments, given.arguments, strict=True)]
-        state = ast.Name(self._name("inner", statement), ast.Load())
         named = [key if given.keywords[key.arg] else ast.keyword(key.arg, ast.Constant(None)) for key in keywords]
+        state = ast.Name(self._name("inner", statement), ast.Load())
         return ast.Call(_ours("leave", statement), [function, state, *passed], named)
 
     def _is_given(self, node: Any) -> bool:
@@ -373,7 +355,7 @@ class _Divider:
             reads, writes = _names([statement], (ast.Load, ast.Del)) & variables, _touched([statement]) & variables
             free = not reads & _touched(skipped) and not writes & (_touched(skipped) | _names(skipped, ast.Load))
             ends = any(isinstance(node, _ENDS) for each in (*skipped, statement) for node in ast.walk(each))
-            fixed = isinstance(statement, ast.Expr) or self._draws(statement) or _sets_attributes([statement])
+            fixed = isinstance(statement, ast.Expr) or not position_of([statement], self._cut) or _sets_attributes([statement])
             attributes = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
             changed = attributes & (self._division.writes | _sets_attributes(skipped))
             move = skipped and free and not ends and not fixed and not changed
@@ -403,10 +385,8 @@ def earlier(source_by_name: Mapping[str, SourceCode], division: Division) -> Ite
         else:
             choices = (Head(its.steps[:count]) for count in range(len(its.steps) - 1, -1, -1))
         yield from (replace(division, inner={**division.inner, number: choice}) for choice in choices)
-    cut = {*division.drew, *division.inner}
     body: list[Any] = source.tree.body
-    end = next((at for at, each in enumerate(body) if any(number_of(inner) in cut for inner in statements([each]))), len(body))
-    for at in range(end, 0, -1):
+    for at in range(position_of(body, division.places), 0, -1):
         before = body[:at]
         if at < len(body) and any(is_call(node) for each in before for node in ast.walk(each)):
             yield replace(division, at=number_of(body[at]))

@@ -1,16 +1,25 @@
 """Run the two halves of a program that is divided: with the functions and pipelines that its objects have now."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from stocache.datasets.cut.division import RETURNED, STATE_ARGUMENT, Division, Given, Halves, Head, halves_of
+from stocache.datasets.cut.division import (
+    OF_DATASET,
+    RETURNED,
+    STATE_ARGUMENT,
+    Division,
+    Given,
+    Halves,
+    Head,
+    halves_of,
+)  # fmt: skip
 from stocache.datasets.cut.source import CannotCut, source_of
 from stocache.datasets.transforms.encoded import Decode, ReadFile
 from stocache.datasets.transforms.known import is_known
-from stocache.datasets.transforms.pipelines import Pipeline, open_pipeline, step_text
+from stocache.datasets.transforms.pipelines import Pipeline, open_pipeline, step_name, step_text
 from stocache.system.hashing import digest
 from stocache.system.objects import static_attribute
 
@@ -62,86 +71,82 @@ class Program:
 
     Args:
         division: where.
-        encoded: whether loaders of files are divided.
+        given: which arguments it gets again; by default all, of the ``__getitem__`` of a dataset.
     """
 
-    def __init__(self, division: Division, encoded: bool = False) -> None:
-        self.division, self._encoded = division, encoded
+    def __init__(self, division: Division, given: Given = OF_DATASET) -> None:
+        self._division, self._given = division, given
         self._halves: dict[Any, Halves] = {}
-        self.inner: dict[int, _Entry] = {}
+        self._inner: dict[int, Program | _PipelineCall] = {}
 
-    def halves(self, function: Any, given: frozenset[str] | None = None) -> Halves:
-        """Return the halves of a function.
+    def first(self, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the first half. Return the state: what a cache holds.
 
         Raises:
-            CannotCut: it is another function than the one that was divided.
+            CannotCut: another function is called than the one that was divided.
         """
+        halves, owner = self._halves_of(called)
+        return halves.first(*owner, *args, **kwargs)
+
+    def second(self, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the second half. Raises as `first`."""
+        if RETURNED in state:
+            return state[RETURNED]
+        halves, owner = self._halves_of(called)
+        return halves.second(*owner, *args, **kwargs, **{STATE_ARGUMENT: state})
+
+    def _halves_of(self, called: Any) -> tuple[Halves, tuple[Any, ...]]:
+        function, owner = resolve(called, self._given.is_item)
         found = self._halves.get(function)
         if found is None:
-            source = source_of(function)
-            if source.identity != self.division.function:
-                raise CannotCut(f"{source.name} is called")
-            found = self._halves[function] = halves_of(source, self.division, self._enter, given)
-        return found
+            source = None if function is None else source_of(function)
+            if source is None or source.identity != self._division.function:
+                raise CannotCut(f"{called!r:.80} is called" if source is None else f"{source.name} is called")
+            given = self._given.parameters(source, len(owner))
+            found = self._halves[function] = halves_of(source, self._division, self._enter, given)
+        return found, owner
 
-    @property
-    def parts(self) -> Iterator[tuple[Any, Halves]]:
-        """The functions that have been called, and their halves; those within them follow."""
-        yield from list(self._halves.items())
-        for entry in self.inner.values():
-            if entry.program is not None:
-                yield from entry.program.parts
-
-    @property
-    def heads(self) -> Iterator[tuple[Head, Pipeline]]:
-        """The pipelines that have been called, and how many of their steps run before the cache."""
-        for entry in self.inner.values():
-            if entry.program is not None:
-                yield from entry.program.heads
-            elif entry.pipeline is not None:
-                yield entry.its, entry.pipeline
+    def _enter(self, number: int, given: Given) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        its = self._division.inner[number]
+        call = self._inner[number] = _PipelineCall(its) if isinstance(its, Head) else Program(its, given)
+        return call.first, call.second
 
     @property
     def works(self) -> bool:
         """Whether the first halves call something."""
-        return any(halves.works for _, halves in self.parts) or any(head.steps for head, _ in self.heads)
+        return any(each.works for each in (*self._halves.values(), *self._inner.values()))
 
     @property
     def identity(self) -> str:
         """A text that is equal if the same part of the samples is cached."""
-        return digest([*(halves.text for _, halves in self.parts), *(head for head, _ in self.heads)])
+        return digest([*(each.text for each in self._halves.values()), *(each.identity for each in self._inner.values())])
 
-    def _enter(self, number: int, given: Given) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        its = self.division.inner[number]
-        entry = self.inner[number] = _Entry(its, given, self._encoded)
-        return (entry.begin_pipeline, entry.end_pipeline) if isinstance(its, Head) else (entry.enter, entry.leave)
+    @property
+    def texts(self) -> tuple[list[str], list[str]]:
+        """What runs before the cache and after it: lines of functions, and steps of pipelines."""
+        found: tuple[list[str], list[str]] = [], []
+        for function, halves in self._halves.items():
+            for texts, lines in zip(found, (halves.before, halves.after), strict=True):
+                if lines:
+                    shown = f"lines {lines[0]} to {lines[-1]}" if len({*lines}) > 1 else f"line {lines[0]}"
+                    texts.append(f"{shown} of {source_of(function).name}")
+        for call in self._inner.values():
+            for texts, more in zip(found, call.texts, strict=True):
+                texts += more
+        return found
 
 
-class _Entry:
-    """A call in a program, of which the first half runs before the cache."""
+class _PipelineCall:
+    """A call of a pipeline, of which the first steps run before the cache; as `Program`."""
 
-    def __init__(self, its: Any, given: Given, encoded: bool) -> None:
-        self.its, self._given, self._encoded = its, given, encoded
-        self.program = Program(its, encoded) if isinstance(its, Division) else None
+    def __init__(self, head: Head) -> None:
+        self.identity, self.works, self._count = head, bool(head.steps), len(head.steps)
         self._opened: dict[int, tuple[Pipeline, Any, Any]] = {}  # pipelines, and their steps before and after the cut
-        self.pipeline: Pipeline | None = None  # the first
 
-    def _halves(self, called: Any) -> tuple[Halves, tuple[Any, ...]]:
-        function, owner = resolve(called, self._given.is_item)
-        if function is None:
-            raise CannotCut(f"{called!r:.80} is called")
-        assert self.program is not None
-        return self.program.halves(function, self._given.parameters(source_of(function), len(owner))), owner
-
-    def enter(self, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        halves, owner = self._halves(called)
-        return halves.first(*owner, *args, **kwargs)
-
-    def leave(self, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if RETURNED in state:
-            return state[RETURNED]
-        halves, owner = self._halves(called)
-        return halves.second(*owner, *args, **kwargs, **{STATE_ARGUMENT: state})
+    @property
+    def texts(self) -> tuple[list[str], list[str]]:
+        steps = [step_name(step) for pipeline, _, _ in [*self._opened.values()][:1] for step in pipeline.steps]
+        return steps[: self._count], steps[self._count :]
 
     def _open(self, called: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
         """Return the steps of the pipeline that is called: those before the cut, and the others.
@@ -149,27 +154,26 @@ class _Entry:
         Raises:
             CannotCut: its first steps are not those that run before the cache.
         """
-        transform, count = args[0] if applies(called) else called, len(self.its.steps)
+        transform = args[0] if applies(called) else called
         opened = self._opened.get(id(transform))
         if opened is None or opened[0].has_changed():
-            pipeline = steps_of(called, args, self._encoded) or open_pipeline(transform)
-            steps = tuple(map(step_text, pipeline.steps[:count]))
-            if steps != self.its.steps:
-                raise CannotCut(f"the cached samples end with {', '.join(self.its.steps)}, not {', '.join(steps) or 'nothing'}")
-            opened = pipeline, pipeline.part(0, count), pipeline.part(count)
+            expected = self.identity.steps
+            pipeline = steps_of(called, args, encoded=expected[:1] == (step_text(ReadFile()),)) or open_pipeline(transform)
+            steps = tuple(map(step_text, pipeline.steps[: self._count]))
+            if steps != expected:
+                raise CannotCut(f"the cached samples end with {', '.join(expected)}, not {', '.join(steps) or 'nothing'}")
+            opened = pipeline, pipeline.part(0, self._count), pipeline.part(self._count)
             self._opened = {**self._opened, id(transform): opened}
-            self.pipeline = self.pipeline or pipeline
         return opened[1:]
 
-    def begin_pipeline(self, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        first, _ = self._open(called, args)
+    def first(self, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        steps, _ = self._open(called, args)
         if applies(called):
-            args, kwargs = (called(first, *args[1:], **kwargs) if self.its.steps else args[1],), {}
-        elif self.its.steps:
-            args, kwargs = next_arguments(first(*args, **kwargs), args, kwargs)
+            return {"args": (called(steps, *args[1:], **kwargs),), "kwargs": {}}
+        args, kwargs = next_arguments(steps(*args, **kwargs), args, kwargs)
         return {"args": args, "kwargs": kwargs}
 
-    def end_pipeline(self, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def second(self, called: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
         _, rest = self._open(called, args)
         if applies(called):
             return called(rest, *state["args"], *args[2:], **kwargs)

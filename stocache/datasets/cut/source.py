@@ -14,15 +14,15 @@ import __future__
 
 import ast
 import copy
-import dis
 import functools
+import inspect
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from stocache.system.hashing import digest
+from stocache.system.hashing import code_text, digest
 
 PREFIX = "stocache_"
 """What names of ours in a program begin with. Two underscores would be changed in a class."""
@@ -55,7 +55,7 @@ class SourceCode:
     @property
     def parameters(self) -> set[str]:
         """The names of its arguments."""
-        return {node.arg for node in ast.walk(self.tree.args) if isinstance(node, ast.arg)}
+        return {*inspect.signature(self.function).parameters}
 
     @property
     def name(self) -> str:
@@ -88,34 +88,50 @@ def source_of(function: FunctionType) -> SourceCode:
 
 
 def _definition_of(function: FunctionType) -> ast.FunctionDef:
-    """Return the definition of a function, or of a lambda as a function, without annotations and defaults.
+    """Return the definition of a function, or of a lambda as a function.
 
     Raises:
-        CannotCut: there is no source, or it is not what was compiled.
+        CannotCut: there is no source, it is not what was compiled, or a line has several lambdas.
     """
     code, name = function.__code__, function.__qualname__
     linecache.checkcache(code.co_filename)
-    file = _tree_of("".join(linecache.getlines(code.co_filename, function.__globals__)))
-    found = [node for node in ast.walk(file) if _begins(node) == code.co_firstlineno]
-    for node in found:
-        if isinstance(node, ast.Lambda):
-            body: list[ast.stmt] = [ast.copy_location(ast.Return(copy.deepcopy(node.body)), node.body)]
-            tree = ast.copy_location(_define("function", node.args, body), node)
-        elif isinstance(node, ast.FunctionDef):
-            tree = node
-        else:
-            continue
-        tree = copy.deepcopy(tree)
-        tree.args.defaults, tree.args.kw_defaults, tree.returns = [], [None] * len(tree.args.kwonlyargs), None
-        for argument in ast.walk(tree.args):
-            if isinstance(argument, ast.arg):
-                argument.annotation = None
-        plain = copy.copy(tree)
-        plain.decorator_list = []
-        if _is_code_of(_compile(plain, function, ()), code):
-            _mangle(tree, _class_of(function))
-            return tree
-    raise CannotCut(f"the source of {name} is {'not what was imported' if found else 'not there'}")
+    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    file, codes = _file_of(text, code.co_filename, code.co_flags & _FUTURE)
+    place = code.co_firstlineno, code.co_name
+    found = [node for node in ast.walk(file) if isinstance(node, ast.FunctionDef | ast.Lambda) and _place_of(node) == place]
+    if len(found) != 1 or [code_text(each) for each in codes if (each.co_firstlineno, each.co_name) == place] != [
+        code_text(code)
+    ]:
+        raise CannotCut(f"the source of {name} is {'not what was imported' if found else 'not there'}")
+    tree: Any = copy.deepcopy(found[0])
+    if isinstance(tree, ast.Lambda):
+        arguments, tree = tree.args, _block("def function()", [ast.copy_location(ast.Return(tree.body), tree.body)], tree)
+        tree.args = arguments
+    _mangle(tree, _class_of(function))
+    return tree  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(8)
+def _file_of(text: str, path: str, flags: int) -> tuple[ast.AST, list[CodeType]]:
+    """Return the tree of a file, and the codes of its functions and classes."""
+    try:
+        tree = ast.parse(text)
+        return tree, _codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
+    except (SyntaxError, ValueError):
+        return ast.Module([], []), []
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    """Return the codes of the functions and classes within a code."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [found for each in inner for found in (each, *_codes_in(each))]
+
+
+def _place_of(node: Any) -> tuple[int, str]:
+    """Return the line on which a definition begins, and its name."""
+    if isinstance(node, ast.Lambda):
+        return node.lineno, "<lambda>"
+    return min(each.lineno for each in (node, *node.decorator_list)), node.name
 
 
 def _class_of(function: FunctionType) -> str:
@@ -134,28 +150,19 @@ def _mangle(node: ast.AST, owner: str) -> None:
         _mangle(child, owner)
 
 
-def _begins(node: Any) -> int:
-    """Return the line on which a definition begins; -1 for other nodes."""
-    decorators = getattr(node, "decorator_list", None)
-    return -1 if not isinstance(node, ast.FunctionDef | ast.Lambda) else decorators[0].lineno if decorators else node.lineno
-
-
-@functools.lru_cache(8)
-def _tree_of(text: str) -> ast.Module:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError):
-        return ast.Module([], [])
-
-
-def statements(body: Sequence[ast.stmt]) -> Iterator[Any]:
+def statements(body: Iterable[ast.AST]) -> Iterator[Any]:
     """Yield the statements of a body and those within them, but not those of functions and classes."""
-    for statement in body:
-        yield statement
-        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            for child in ast.iter_child_nodes(statement):
-                inner = child if isinstance(child, ast.stmt) else getattr(child, "body", None)
-                yield from statements([inner] if isinstance(inner, ast.stmt) else inner if isinstance(inner, list) else ())
+    for node in body:
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.expr):
+            yield from statements(ast.iter_child_nodes(node))
+
+
+def position_of(body: Sequence[ast.stmt], numbers: Collection[int]) -> int:
+    """Return the position of the first statement that has one of these numbers, or has one in it; the end if there is none."""
+    found = (at for at, each in enumerate(body) if any(number_of(inner) in numbers for inner in statements([each])))
+    return next(found, len(body))
 
 
 def number_of(statement: Any) -> Any:
@@ -163,47 +170,24 @@ def number_of(statement: Any) -> Any:
     return getattr(statement, "number", None)
 
 
-def _is_code_of(mine: CodeType, its: CodeType) -> bool:
-    """Whether two codes do the same. How methods of imported names are called depends on the rest of their file."""
-    inner = [[each for each in code.co_consts if isinstance(each, CodeType)] for code in (mine, its)]
-    alike = _outline(mine) == _outline(its) and mine.co_varnames == its.co_varnames and len(inner[0]) == len(inner[1])
-    return alike and all(map(_is_code_of, *inner))
-
-
-def _outline(code: CodeType) -> list[tuple[str, str]]:
-    """Return the instructions of a code, with what they name."""
-    return [
-        (each.opname.replace("METHOD", "ATTR"), "" if isinstance(each.argval, CodeType) else repr(each.argval))
-        for each in dis.get_instructions(code)
-        if each.opcode not in dis.hasjrel + dis.hasjabs and each.opname not in ("PUSH_NULL", "PRECALL")
-    ]
-
-
 def _compile(tree: ast.FunctionDef, function: FunctionType, names: Sequence[str]) -> CodeType:
     """Return the code of a definition in the class and the scope of ``function``, with further names in that scope."""
     inner: Any = copy.copy(tree)
     inner.name = f"{PREFIX}function"  # its own may be that of a global function
-    if _class_of(function):
-        owner: Any = ast.parse(f"class {_class_of(function)}: pass").body[0]
-        owner.body = [inner]
-        inner = owner
+    if owner := _class_of(function):
+        inner = _block(f"class {owner}", [inner], tree)
     enclosing = [name for name in (*function.__code__.co_freevars, *names) if name != "__class__"]
-    arguments = ast.arguments([], [ast.arg(name) for name in enclosing], None, [], [], None, [])
-    outer = _define(f"{PREFIX}scope", arguments, [inner])
-    module = ast.fix_missing_locations(ast.Module([ast.copy_location(outer, tree)], []))
+    module = ast.Module([_block(f"def {PREFIX}scope({', '.join(enclosing)})", [inner], tree)], [])
     flags = function.__code__.co_flags & _FUTURE
-    waiting: list[CodeType] = [compile(module, function.__code__.co_filename, "exec", flags, dont_inherit=True)]
-    for code in waiting:
-        if code.co_name == f"{PREFIX}function":
-            return code
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    raise AssertionError("unreachable")
+    code = compile(ast.fix_missing_locations(module), function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    return next(each for each in _codes_in(code) if each.co_name == f"{PREFIX}function")
 
 
-def _define(name: str, arguments: ast.arguments, body: list[Any]) -> ast.FunctionDef:
-    tree: Any = ast.parse(f"def {name}(): pass").body[0]  # with the fields of this version of Python
-    tree.args, tree.body = arguments, body
-    return tree  # type: ignore[no-any-return]
+def _block(head: str, body: list[Any], place: ast.AST) -> Any:
+    """Return a class or function, as this version of Python parses it, with a body."""
+    made: Any = ast.parse(f"{head}: pass").body[0]
+    made.body = body
+    return ast.copy_location(made, place)
 
 
 def build(source: SourceCode, body: Sequence[ast.stmt], values: Mapping[str, object], argument: str | None = None) -> Any:
@@ -231,12 +215,19 @@ def build(source: SourceCode, body: Sequence[ast.stmt], values: Mapping[str, obj
     return made
 
 
-def is_path(node: ast.AST | None) -> bool:
-    """Whether an expression only names something: ``self.reader.open``, ``super().read``, a constant."""
-    while isinstance(node, ast.Attribute | ast.Starred):
+def is_path(node: ast.AST | None, items: bool = False) -> bool:
+    """Whether an expression only names something: ``self.reader.open``, ``super().read``, a constant.
+
+    ``items``: also ``self.readers[name]`` and ``getattr(self, name)``.
+    """
+    while isinstance(node, ast.Attribute | ast.Starred | ast.Subscript):
+        if isinstance(node, ast.Subscript) and not (items and is_path(node.slice)):
+            return False
         node = node.value
-    is_super = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
-    return isinstance(node, ast.Name | ast.Constant | ast.Lambda | None) or (is_super and not node.args)  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        is_getattr = items and node.func.id == "getattr" and all(map(is_path, node.args))
+        return is_getattr or (node.func.id == "super" and not node.args)
+    return isinstance(node, ast.Name | ast.Constant | ast.Lambda | None)
 
 
 def root_of(node: Any) -> Any:

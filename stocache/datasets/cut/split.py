@@ -14,8 +14,8 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stocache.datasets.cut.division import RETURNED, STATE_ARGUMENT, Division
-from stocache.datasets.cut.program import Program, maker_of
+from stocache.datasets.cut.division import Division
+from stocache.datasets.cut.program import Program
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.datasets.transforms.huggingface import ReadTransform, find_read_transform
@@ -60,7 +60,7 @@ class BoundCut:
 
     def __init__(self, dataset: Any, plan: CutPlan, others: Sequence[Any] = ()) -> None:
         self.dataset, self.plan, self._drawn = dataset, plan, 0
-        self._program = None if plan.division is None else Program(plan.division, plan.encoded)
+        self._program = None if plan.division is None else Program(plan.division)
         self._calls_several = plan.division is not None and len(plan.division.inner) > 1
         self._own = [*own_generators(dataset), *others] if self._program else []
 
@@ -72,7 +72,7 @@ class BoundCut:
             return UnplannedSample()
         before = Kept(self._own, not in_worker_thread())
         try:
-            state = self._program.halves(maker_of(self.dataset)).first(self.dataset, idx)
+            state = self._program.first(self.dataset, idx)
         except Exception as error:  # the sample is made in another way; or loading fails, and will fail again
             logger.debug("sample %d of %s: %s", idx, type(self.dataset).__name__, repr(error))
             state = UnplannedSample()
@@ -93,11 +93,9 @@ class BoundCut:
             return self.dataset[idx]
         if self._program is None:
             return sample
-        if RETURNED in sample:
-            return sample[RETURNED]
         before = Kept(self._own, not in_worker_thread()) if self._calls_several else None
         try:
-            return self._program.halves(maker_of(self.dataset)).second(self.dataset, idx, **{STATE_ARGUMENT: sample})
+            return self._program.second(self.dataset, sample, idx)
         except CannotCut:  # before anything was drawn, if only one call is divided
             if before is not None:
                 before.restore()

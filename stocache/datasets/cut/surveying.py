@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stocache.datasets.cut.division import RETURNED, Division, earlier
-from stocache.datasets.cut.program import Program, maker_of
-from stocache.datasets.cut.source import PREFIX, CannotCut, source_of
+from stocache.datasets.cut.division import RETURNED, Division, earlier, halves_of
+from stocache.datasets.cut.program import Program
+from stocache.datasets.cut.source import PREFIX, CannotCut
 from stocache.datasets.cut.split import BoundCut, CutPlan
 from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
-from stocache.datasets.transforms.pipelines import step_name
 from stocache.errors import SampleError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedSample
@@ -162,12 +161,12 @@ class _Surveyor:
                 return
 
     def _load(self, example: Example, leaf: Any, idx: int) -> Loaded:
-        self._trace = self._trace or Trace(leaf, self._forced)
+        trace = self._trace = self._trace or Trace(leaf, self._forced)
         own, descriptions = own_generators(leaf), list[Any]()
         with Kept(own), example.seeded(leaf):
-            marked = _described(self._trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
-        division = self._trace.division()
-        if division is not None and not division.inner and not Program(division).halves(maker_of(leaf)).works:
+            marked = _described(trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
+        division = trace.division()
+        if division is not None and not division.inner and not halves_of(trace.source, division).works:
             raise CannotCut(_NOTHING)
         for again in range(3 if self._is_quick else 1):
             with Kept(own), example.seeded(leaf, again):
@@ -207,10 +206,10 @@ class _Surveyor:
             for example, leaf, idx in self._tried:
                 with example.seeded(leaf):
                     division, program, state, sets = self._run_first(division, leaf, idx)
-                    first, times = program.halves(maker_of(leaf)).first, list[float]()
+                    times = list[float]()
                     for _ in range(2 if self._is_quick else 1):
                         began = time.perf_counter()
-                        first(leaf, idx)
+                        program.first(leaf, idx)
                         times.append(time.perf_counter() - began)
                 if RETURNED not in state:
                     break
@@ -218,8 +217,11 @@ class _Surveyor:
         except Exception as error:  # a cache cannot hold what is before it, or that does not run by itself
             self._problem = f"what comes before that cannot be cached: {error}"
             return None
-        plan, size = CutPlan(division, program.identity, self._forced == "loader"), len(data) + 4 * len(integers) + 16
-        return Option(plan, sets, size, min(times) - seconds_of_hit(state), *_texts(program)) if program.works else None
+        if not program.works:
+            return None
+        size = len(data) + 4 * len(integers) + 16
+        plan, saved_s = CutPlan(division, program.identity), min(times) - seconds_of_hit(state)
+        return Option(plan, sets, size, saved_s, *map(", ".join, program.texts))
 
     def _run_first(self, division: Division, leaf: Any, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
         """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
@@ -228,11 +230,10 @@ class _Surveyor:
             CannotCut: there is none.
         """
         while True:
-            program = Program(division, self._forced == "loader")
-            first = program.halves(maker_of(leaf)).first
-            state = first(leaf, idx)
+            program = Program(division)
+            state = program.first(leaf, idx)
             with recorded_names(leaf, "__setattr__") as sets:
-                held = _holdable(division, state, first(leaf, idx))
+                held = _holdable(division, state, program.first(leaf, idx))
             if _shares_memory(state):
                 raise CannotCut("two variables lie in the same memory")
             if held == division:
@@ -298,24 +299,6 @@ def _may_change(value: object) -> bool:
     if isinstance(value, tuple):
         return any(map(_may_change, value))
     return not isinstance(value, int | float | complex | str | bytes | bool | type(None) | slice | np.generic | torch.dtype)
-
-
-def _texts(program: Program) -> tuple[str, str]:
-    """Return what runs before the cache and after it: lines of functions, and steps of pipelines."""
-    before, after = list[str](), list[str]()
-    for function, halves in program.parts:
-        for texts, lines in ((before, halves.before), (after, halves.after)):
-            if lines:
-                texts.append(f"{_ranges(lines)} of {source_of(function).name}")
-    for head, pipeline in program.heads:
-        before += list(map(step_name, pipeline.steps[: len(head.steps)]))
-        after += list(map(step_name, pipeline.steps[len(head.steps) :]))
-    return ", ".join(before), ", ".join(after)
-
-
-def _ranges(lines: Sequence[int]) -> str:
-    """Return the numbers of lines as text: from the first to the last."""
-    return f"line {lines[0]}" if lines[0] == lines[-1] else f"lines {lines[0]} to {lines[-1]}"
 
 
 def finish_parts(

@@ -185,6 +185,11 @@ class Trace:
         return Division(source.identity, frozenset(drew), inner, writes=frozenset(self._writes)) if firsts else None
 
     @property
+    def source(self) -> SourceCode:
+        """The function of the dataset."""
+        return self._sources[()]
+
+    @property
     def sources(self) -> dict[str, SourceCode]:
         """The functions by their `SourceCode.identity`."""
         return {source.identity: source for source in self._sources.values()}

@@ -94,8 +94,10 @@ class Pipeline:
 
     def part(self, begin: int, end: int | None = None) -> Any:
         """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all its steps."""
-        end = len(self.steps) if end is None else end
-        return self.whole if (begin, end) == (0, len(self.steps)) and callable(self.whole) else self.join(self.steps[begin:end])
+        steps = self.steps[begin:end]
+        if len(steps) == len(self.steps) and callable(self.whole):
+            return self.whole
+        return self.join(steps) if steps else Chain()
 
     def has_changed(self) -> bool:
         """Whether steps have been added, removed or replaced since the transform was opened."""
