@@ -109,10 +109,6 @@ class Given(NamedTuple):
         return source.parameters - {name for name, its in found.items() if not all(more.get(name, (its,)))}
 
 
-OF_DATASET = Given((), {}, is_item=True)
-"""A sample is asked for by its index."""
-
-
 class Halves(NamedTuple):
     """The two halves of a function.
 
@@ -292,7 +288,7 @@ class _Divider:
         return (first, expanded) if not self._division.hoists else self._hoisted(first, expanded)
 
     def _name(self, kind: str, statement: Any) -> str:
-        name = f"{PREFIX}{kind}{number_of(statement)}"
+        name = _ours(kind, statement).id
         self.names |= {name}
         return name
 

@@ -87,11 +87,11 @@ class Planner:
 
         ``forced``: at the first known transforms, whether or not they draw.
         """
-        kinds = {kind: its for kind, its in self._examples.items() if kind not in self._read}
         how = "loader" if self._encoded else "pipelines" if forced else None
         every = self._cut is not None or self._wanted is not None
-        if not self._problem:
-            yield from survey(self._tree, kinds, how, self._hoists, self._room, every)
+        for kind, examples in self._examples.items() if not self._problem else ():
+            if kind not in self._read:
+                yield from survey(self._tree, kind, examples, how, self._hoists, self._room, every)
 
     def find(self, items: Iterable[Any] | None, look: Callable[[Split, list[int]], Any]) -> tuple[Split, Any]:
         """Return the best split that is right, and the parts of the probed samples that are cached.
@@ -170,7 +170,7 @@ class Planner:
         tried = [example for example in self._loaded if example.idx in probe.samples]
         parts = [(example, partial(unpack_sample, pack_sample(probe.samples[example.idx]))) for example in tried]
         counts = {example: len(its) for example, its in self._loaded.items()}
-        job: Any = partial(finish_parts, self._tree, parts, split.plans, counts)
+        job: Any = partial(finish_parts, split, parts, counts)
         sets = frozenset[str]().union(*(option.sets for option in self._chosen.values()))
         results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
         for example, again, description, reads in results:

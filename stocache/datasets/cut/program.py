@@ -6,20 +6,11 @@ from typing import Any
 
 import torch
 
-from stocache.datasets.cut.division import (
-    OF_DATASET,
-    RETURNED,
-    STATE_ARGUMENT,
-    Division,
-    Given,
-    Halves,
-    Head,
-    halves_of,
-)  # fmt: skip
+from stocache.datasets.cut.division import RETURNED, STATE_ARGUMENT, Division, Given, Halves, Head, halves_of
 from stocache.datasets.cut.source import CannotCut, source_of
 from stocache.datasets.transforms.encoded import Decode, ReadFile
 from stocache.datasets.transforms.known import is_known
-from stocache.datasets.transforms.pipelines import Pipeline, open_pipeline, step_name, step_text
+from stocache.datasets.transforms.pipelines import Pipeline, next_arguments, open_pipeline, step_name, step_text
 from stocache.system.hashing import digest
 from stocache.system.objects import static_attribute
 
@@ -71,11 +62,11 @@ class Program:
 
     Args:
         division: where.
-        given: which arguments it gets again; by default all, of the ``__getitem__`` of a dataset.
+        given: which arguments it gets again; None for the ``__getitem__`` of a dataset, which gets all.
     """
 
-    def __init__(self, division: Division, given: Given = OF_DATASET) -> None:
-        self._division, self._given = division, given
+    def __init__(self, division: Division, given: Given | None = None) -> None:
+        self._division, self._given = division, given or Given((), {}, is_item=True)
         self._halves: dict[Any, Halves] = {}
         self._inner: dict[int, Program | _PipelineCall] = {}
 
@@ -178,10 +169,3 @@ class _PipelineCall:
         if applies(called):
             return called(rest, *state["args"], *args[2:], **kwargs)
         return rest(*state["args"], **state["kwargs"])
-
-
-def next_arguments(result: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the next step, after the result of a step that was called with ``args`` and ``kwargs``."""
-    if kwargs:
-        return (), result
-    return ((result,) if len(args) == 1 else tuple(result)), {}

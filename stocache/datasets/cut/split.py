@@ -102,11 +102,6 @@ class BoundCut:
             return self.dataset[idx]
 
 
-def _bind(leaf: object, plan: CutPlan, others: Sequence[Any]) -> "BoundCut | ReadTransform":
-    read_transform = find_read_transform(leaf, plan.encoded) if plan.reads else None
-    return BoundCut(leaf, plan, others) if read_transform is None else read_transform
-
-
 class Split:
     """How the samples of a dataset are made: a part that is cached, and the rest.
 
@@ -140,7 +135,9 @@ class Split:
         if tree is None or not self._bound:
             tree = self._tree = tree or DatasetTree(self._dataset)
             others = global_generators() if self.has_rest else []
-            self._bound = [_bind(leaf, self.plans[kind], others) for leaf, kind in zip(tree.leaves, tree.kinds, strict=True)]
+            pairs = [(leaf, self.plans[kind]) for leaf, kind in zip(tree.leaves, tree.kinds, strict=True)]
+            reads = [find_read_transform(leaf, plan.encoded) if plan.reads else None for leaf, plan in pairs]
+            self._bound = [read or BoundCut(*pair, others) for read, pair in zip(reads, pairs, strict=True)]
         return tree
 
     def load(self, idx: int) -> Any:

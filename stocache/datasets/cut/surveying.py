@@ -23,7 +23,7 @@ import torch
 from stocache.datasets.cut.division import RETURNED, Division, earlier, halves_of
 from stocache.datasets.cut.program import Program
 from stocache.datasets.cut.source import PREFIX, CannotCut
-from stocache.datasets.cut.split import BoundCut, CutPlan
+from stocache.datasets.cut.split import CutPlan, Split
 from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.errors import SampleError
@@ -32,7 +32,7 @@ from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe, difference
 from stocache.system.generators import GENERATORS, Kept, own_generators, seed_all
 from stocache.system.hashing import digest
-from stocache.system.objects import recorded_names
+from stocache.system.objects import recorded_names, vars_of
 from stocache.system.walking import parts_of
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
@@ -59,11 +59,9 @@ class Example(NamedTuple):
     def seeded(self, leaf: object, again: int = 0) -> Iterator[None]:
         """Seed the generators, by the turn and the number ``again``. In half of the cases all random steps happen."""
         seed_all([_UNUSUAL + self.turn + 1000 * again] * len(GENERATORS))
-        chances: list[tuple[dict[str, Any], str, float]] = []
-        for _, part in parts_of(leaf) if (self.turn + again) % 2 else ():
-            attributes = getattr(part, "__dict__", {})
-            names = [name for name in ("p", "prob") if isinstance(attributes.get(name), float) and 0 < attributes[name] < 1]
-            chances += [(attributes, name, attributes[name]) for name in names]
+        holders = [vars_of(part) for _, part in parts_of(leaf)] if (self.turn + again) % 2 else []
+        values = [(each, name, each.get(name)) for each in holders for name in ("p", "prob")]
+        chances = [(each, name, chance) for each, name, chance in values if isinstance(chance, float) and 0 < chance < 1]
         for attributes, name, _ in chances:
             attributes[name] = 1.0
         try:
@@ -114,59 +112,58 @@ class Loaded(NamedTuple):
 
 
 def survey(
-    tree: DatasetTree, kinds: Mapping[int, Sequence[Example]], forced: str | None, hoists: bool, room: float, every: bool
+    tree: DatasetTree, kind: int, examples: Sequence[Example], forced: str | None, hoists: bool, room: float, every: bool
 ) -> Iterator[Loaded | Survey]:
-    """Load samples, and yield their descriptions; then where each kind can be cut.
+    """Load samples of one kind, and yield their descriptions; then where the kind can be cut.
 
     Args:
-        kinds: the examples of each kind.
         forced: see `Trace`.
         room: bytes for a sample; as long as an option needs more, earlier ones are looked for.
         every: look for all options.
     """
-    for kind, examples in kinds.items():
-        surveyor = _Surveyor(tree, kind, forced, hoists)
-        yield from surveyor.load(examples)
-        yield surveyor.survey(room, every)
+    number, _ = tree.locate(examples[0].idx)
+    try:
+        surveyor = _Surveyor(tree.leaves[number], forced)
+    except CannotCut as error:
+        yield Survey(kind, [], str(error))
+        return
+    places = [(example, *tree.locate(example.idx)) for example in examples]
+    yield from surveyor.load((example, idx) for example, its, idx in places if its == number)  # marks are for one object
+    options = list(surveyor.options(hoists, room, every))
+    yield Survey(kind, options, None if options else surveyor.problem)
 
 
 class _Surveyor:
-    def __init__(self, tree: DatasetTree, kind: int, forced: str | None, hoists: bool) -> None:
-        self._tree, self._kind, self._forced, self._hoists = tree, kind, forced, hoists
-        self._trace: Trace | None = None
+    def __init__(self, leaf: Any, forced: str | None) -> None:
+        self._leaf, self._forced, self._trace = leaf, forced, Trace(leaf, forced)
         self._problem: str | None = None
-        self._tried: list[tuple[Example, Any, int]] = []
+        self._tried: list[tuple[Example, int]] = []
         self._seconds: list[float] = []
 
-    def load(self, examples: Sequence[Example]) -> Iterator[Loaded]:
+    def load(self, examples: Iterable[tuple[Example, int]]) -> Iterator[Loaded]:
         """Load samples with marks and without, and yield their descriptions, until there is a problem."""
         began = time.monotonic()
-        for example in examples:
-            number, idx = self._tree.locate(example.idx)
-            leaf = self._tree.leaves[number]
-            if self._tried and leaf is not self._tried[0][1]:
-                continue  # marks are for one object
-            if example.turn >= _FEW and time.monotonic() - began > _SLOW_S:
+        for example, idx in examples:
+            if self._problem is not None or (example.turn >= _FEW and time.monotonic() - began > _SLOW_S):
                 return
             try:
-                loaded = self._load(example, leaf, idx)
+                yield Loaded(example, self._load(example, idx))
             except CannotCut as error:
                 self._problem = str(error)
             except Exception as error:  # where a random step must not always happen; the probe reports others
                 if example.turn % 2 == 0 and not self._tried:
                     self._problem = f"it raises {type(error).__name__}: {error}"
-            else:
-                yield loaded
-            if self._problem is not None:
-                return
 
-    def _load(self, example: Example, leaf: Any, idx: int) -> Loaded:
-        trace = self._trace = self._trace or Trace(leaf, self._forced)
-        own, descriptions = own_generators(leaf), list[Any]()
+    def _load(self, example: Example, idx: int) -> tuple[Any, ...]:
+        leaf, own, descriptions = self._leaf, own_generators(self._leaf), list[Any]()
         with Kept(own), example.seeded(leaf):
-            marked = _described(trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
-        division = trace.division()
-        if division is not None and not division.inner and not halves_of(trace.source, division).works:
+            marked = _described(self._trace.run(idx, watch_seeds=self._is_quick or not self._seconds), leaf)
+        division = self._trace.division()
+        if (
+            division is not None
+            and not division.inner
+            and not halves_of(self._trace.sources[division.function], division).works
+        ):
             raise CannotCut(_NOTHING)
         for again in range(3 if self._is_quick else 1):
             with Kept(own), example.seeded(leaf, again):
@@ -174,42 +171,48 @@ class _Surveyor:
                 sample = leaf[idx]
                 self._seconds.append(time.perf_counter() - began)
                 descriptions.append(_described(sample, leaf))
-        self._tried.append((example, leaf, idx))
+        self._tried.append((example, idx))
         if (place := difference(marked, descriptions[0])) is not None:
             self._problem = f"sample {example.idx} was different when it was loaded again ({place:.200})"
-        return Loaded(example, tuple(descriptions))
+        return tuple(descriptions)
 
     @property
     def _is_quick(self) -> bool:
         return bool(self._seconds) and self._seconds[-1] < _QUICK_S
 
-    def survey(self, room: float, every: bool) -> Survey:
-        """Return where the kind can be cut."""
-        trace, options = self._trace, dict[str, Option]()
-        division = None if trace is None or self._problem is not None else trace.division()
-        if trace is not None and division is not None:
-            latest = division if self._hoists else division.straight()
-            for each in chain([latest, division.straight()], earlier(trace.sources, latest)):
-                option = self._measure(each)
-                least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
-                if option is not None and option.saved_s >= least_s:
-                    options.setdefault(option.plan.identity, option)
-                    if option.size <= room and not every and len(options) >= (_OPTIONS if self._is_quick else 2):
-                        break
-        place = None if trace is None else trace.place()
-        problem = None if options else self._problem or (None if place is None and not self._forced else _NOTHING)
-        return Survey(self._kind, [*options.values()], f"in {place}; {problem}" if problem and place else problem)
+    @property
+    def problem(self) -> str | None:
+        """Why there is no option; None if nothing draws."""
+        place = self._trace.place()
+        problem = self._problem or (None if place is None and not self._forced else _NOTHING)
+        return f"in {place}; {problem}" if problem and place else problem
+
+    def options(self, hoists: bool, room: float, every: bool) -> Iterator[Option]:
+        """Yield where the kind can be cut, the latest place first."""
+        division = None if self._problem is not None else self._trace.division()
+        if division is None:
+            return
+        latest, seen = division if hoists else division.straight(), set[str]()
+        least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
+        for each in chain([latest, division.straight()], earlier(self._trace.sources, latest)):
+            option = self._measure(each)
+            if option is not None and option.saved_s >= least_s:
+                if option.plan.identity not in seen:
+                    yield option
+                seen.add(option.plan.identity)
+                if option.size <= room and not every and len(seen) >= (_OPTIONS if self._is_quick else 2):
+                    return
 
     def _measure(self, division: Division) -> Option | None:
         """Return a place to cut with its figures; None if a cache cannot hold what is before it."""
         try:
-            for example, leaf, idx in self._tried:
-                with example.seeded(leaf):
-                    division, program, state, sets = self._run_first(division, leaf, idx)
+            for example, idx in self._tried:
+                with example.seeded(self._leaf):
+                    division, program, state, sets = self._run_first(division, idx)
                     times = list[float]()
                     for _ in range(2 if self._is_quick else 1):
                         began = time.perf_counter()
-                        program.first(leaf, idx)
+                        program.first(self._leaf, idx)
                         times.append(time.perf_counter() - began)
                 if RETURNED not in state:
                     break
@@ -223,17 +226,20 @@ class _Surveyor:
         plan, saved_s = CutPlan(division, program.identity), min(times) - seconds_of_hit(state)
         return Option(plan, sets, size, saved_s, *map(", ".join, program.texts))
 
-    def _run_first(self, division: Division, leaf: Any, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
+    def _run_first(self, division: Division, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
         """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
 
         Raises:
             CannotCut: there is none.
         """
+        before = Kept(own_generators(self._leaf))
         while True:
             program = Program(division)
-            state = program.first(leaf, idx)
-            with recorded_names(leaf, "__setattr__") as sets:
-                held = _holdable(division, state, program.first(leaf, idx))
+            state = program.first(self._leaf, idx)
+            with recorded_names(self._leaf, "__setattr__") as sets:
+                held = _holdable(division, state, program.first(self._leaf, idx))
+            if before.drawn():  # by a step that is said to be deterministic
+                raise CannotCut("it draws random numbers")
             if _shares_memory(state):
                 raise CannotCut("two variables lie in the same memory")
             if held == division:
@@ -302,21 +308,19 @@ def _may_change(value: object) -> bool:
 
 
 def finish_parts(
-    tree: DatasetTree, parts: Iterable[tuple[Example, Any]], plans: Mapping[int, CutPlan], counts: Mapping[Example, int]
+    split: Split, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
 ) -> Iterator[tuple[Example, int, Any, frozenset[str]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
     Yield their descriptions, and the attributes of the dataset that were read.
     """
-    bounds: dict[int, BoundCut] = {}
+    tree = split.bind()
     for example, part in parts:
-        number, idx = tree.locate(example.idx)
-        leaf = tree.leaves[number]
-        bound = bounds.setdefault(number, BoundCut(leaf, plans[tree.kinds[number]]))
+        leaf = tree.leaves[tree.locate(example.idx)[0]]
         for again in range(counts[example]):
             with Kept(own_generators(leaf)), example.seeded(leaf, again), recorded_names(leaf) as reads:
                 try:
-                    description = _described(bound.finish(idx, part()), leaf)
+                    description = _described(split.finish(example.idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
             yield example, again, description, frozenset(reads)

@@ -6,8 +6,8 @@ NOTE [ Marks ]
     in a handler that never runs does not count.
 
     If a statement that draws calls a function in Python, or takes an item of a dataset, the sample is loaded again with marks
-    in that function. Functions of libraries are not looked into, but the methods of their datasets are. A loop, a ``with`` or a
-    ``try`` is one statement.
+    in that function. Of libraries, only the methods of datasets, and torchvision's pair of transforms, are looked into. A loop,
+    a ``with`` or a ``try`` is one statement.
 """
 
 import ast
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from stocache.datasets.cut.division import Division, Head
-from stocache.datasets.cut.program import applies, maker_of, next_arguments, resolve, steps_of
+from stocache.datasets.cut.program import maker_of, resolve, steps_of
 from stocache.datasets.cut.source import (
     PREFIX,
     CannotCut,
@@ -27,6 +27,7 @@ from stocache.datasets.cut.source import (
     is_call,
     number_of,
     parts_of_call,
+    position_of,
     source_of,
     statements,
 )  # fmt: skip
@@ -59,9 +60,9 @@ class Trace:
         self._sources: dict[_Path, SourceCode] = {(): source_of(function)}
         self._marked: dict[_Path, Any] = {}
         self._drew: dict[_Path, set[int]] = {}
-        self._calls: dict[_Path, tuple[Any, tuple[Any, ...], bool]] = {}  # what the statement at a path calls, and how
-        self._heads: dict[_Path, tuple[str, ...]] = {}  # texts of the steps before the first that draws
-        self._left: set[_Path] = set()  # calls that are not looked into
+        self._calls: dict[_Path, tuple[Any, tuple[Any, ...] | None, bool]] = {}  # what the statement at a path calls, and how
+        self._heads: dict[_Path, tuple[str, ...]] = {}  # texts of the deterministic steps at the beginning
+        self._looked: set[_Path] = set()  # calls that were looked at
         self._writes: set[str] = set()
         self._generators = [*own_generators(dataset), *global_generators()]
         self._stack: list[list[Any]] = []  # of the functions that run: the path, and the statement that runs
@@ -111,36 +112,22 @@ class Trace:
     def _observe(self, outer: _Path, number: int, is_item: bool, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Make the call of a statement."""
         path = (*outer, number)
-        self._calls[path] = called, args, is_item
-        if self._forced and path not in self._heads:
-            if not is_item and self._steps(called, args) is not None:
+        self._calls[path] = called, None if is_item or (args and kwargs) else args, is_item
+        if self._forced and path not in self._looked:
+            if self._pipeline_at(path) is not None:
                 self._note_draw()
             self._look_at(path)
         if path in self._sources:
             return self._call(path, called, *args, **kwargs)
-        if path in self._heads and not self._forced:
-            return self._measure_head(path, called, args, kwargs)
         return called[args[0]] if is_item else called(*args, **kwargs)
 
-    def _steps(self, called: Any, args: tuple[Any, ...]) -> Pipeline | None:
-        if self._forced == "loader":
-            return steps_of(called, args, encoded=True) if called is attribute_of(self._dataset, "loader") else None
-        return steps_of(called, args)
-
-    def _measure_head(self, path: _Path, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a pipeline step by step, to see which draw."""
-        pipeline = steps_of(called, args)
-        if pipeline is None or (args and kwargs):
-            self._heads[path] = ()
-        if pipeline is None or applies(called):
-            return called(*args, **kwargs)
-        for done, _ in enumerate(self._heads[path]):
-            before = self._kept.now()
-            args, kwargs = next_arguments(pipeline.part(done, done + 1)(*args, **kwargs), args, kwargs)
-            if self._kept.now() != before:  # then the step is random, whatever its class
-                self._heads[path] = self._heads[path][:done]
-                return pipeline.part(done + 1)(*args, **kwargs)
-        return pipeline.part(len(self._heads[path]))(*args, **kwargs)
+    def _pipeline_at(self, path: _Path) -> Pipeline | None:
+        """Return the pipeline that a statement calls."""
+        called, args, _ = self._calls[path]
+        encoded = self._forced == "loader"
+        if args is None or (encoded and called is not attribute_of(self._dataset, "loader")):
+            return None
+        return steps_of(called, args, encoded)
 
     def _look_into(self) -> bool:
         """Look into what the first statements that draw call. Return whether the sample must be loaded again."""
@@ -152,18 +139,17 @@ class Trace:
 
     def _look_at(self, path: _Path) -> bool:
         """Look into what a statement calls. Return whether that changes how it is called."""
-        if path in self._heads or path in self._sources or path in self._left or path not in self._calls:
+        if path in self._looked or path not in self._calls:
             return False
-        called, args, is_item = self._calls[path]
-        pipeline = None if is_item else self._steps(called, args)
-        if pipeline is not None:
+        self._looked.add(path)
+        if (pipeline := self._pipeline_at(path)) is not None:
             self._heads[path] = tuple(map(step_text, pipeline.steps[: pipeline.deterministic]))
-            return bool(self._heads[path])
+            return False
+        called, _, is_item = self._calls[path]
         function, owner = resolve(called, is_item)
-        self._left.add(path)
         if function is None or len(path) > _MOST_LEVELS:
             return False
-        if is_of_library(function.__code__.co_filename) and not (owner and maker_of(owner[0]) is not None):
+        if is_of_library(function.__code__.co_filename) and not (owner and _is_followed(owner[0])):
             return False
         try:
             self._sources[path] = source_of(function)
@@ -185,11 +171,6 @@ class Trace:
         return Division(source.identity, frozenset(drew), inner, writes=frozenset(self._writes)) if firsts else None
 
     @property
-    def source(self) -> SourceCode:
-        """The function of the dataset."""
-        return self._sources[()]
-
-    @property
     def sources(self) -> dict[str, SourceCode]:
         """The functions by their `SourceCode.identity`."""
         return {source.identity: source for source in self._sources.values()}
@@ -202,16 +183,19 @@ class Trace:
         return None
 
 
+def _is_followed(owner: object) -> bool:
+    """Whether methods of a library's object are looked into: of a dataset, and of the pair of transforms of torchvision's."""
+    return maker_of(owner) is not None or type(owner).__name__ == "StandardTransform"
+
+
 def first_of(body: Sequence[Any], numbers: set[int]) -> Any:
     """Yield the first statement of a body among ``numbers``, or has one within it; of an ``if``, the first of each branch."""
-    for statement in body:
-        if any(number_of(each) in numbers for each in statements([statement])):
-            if isinstance(statement, ast.If) and number_of(statement) not in numbers:
-                yield from first_of(statement.body, numbers)
-                yield from first_of(statement.orelse, numbers)
-            else:
-                yield statement
-            return
+    for statement in body[position_of(body, numbers) :][:1]:
+        if isinstance(statement, ast.If) and number_of(statement) not in numbers:
+            yield from first_of(statement.body, numbers)
+            yield from first_of(statement.orelse, numbers)
+        else:
+            yield statement
 
 
 def _with_marks(body: Sequence[Any]) -> list[Any]:

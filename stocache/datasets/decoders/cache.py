@@ -47,8 +47,8 @@ _PATIENCE = 16  # results in a row that are not worth it; then only each `_RAREL
 _RARELY = 32
 _LOOKS = 3  # calls of each decoder that are watched for random numbers
 _REQUESTS, _HITS, _OFF = range(3)  # words of each decoder in the cache
-_HEAD_BYTES = 8 + 8 * 3 * len(DECODERS)  # the seed of the digests, and these words
-_SEEN_BYTES = 1 << 20
+_CONTROL = np.dtype([("seed", "u8"), ("counts", "u8", (len(DECODERS), 3)), ("seen", "u1", 1 << 20)])
+"""What is shared besides the results: the seed of the digests, these words, and a byte for many hashes: asked for before."""
 _MARGIN = 1 << 10  # bytes of a record, besides the result
 
 _open: "list[weakref.ref[DecoderCache]]" = []  # in this process
@@ -77,9 +77,8 @@ class DecoderCache:
         if "control" not in cache:
             cache.put("control", _new_control())  # of several processes, the first wins
         control = cache.get("control", copy=False)
-        control = _new_control() if control is None else control  # the machine gives no memory
-        self._seed, self._seen = int(control[:8].view(np.uint64)[0]), control[_HEAD_BYTES:]
-        self._counts = control[8:_HEAD_BYTES].view(np.uint64).reshape(len(DECODERS), -1)
+        control = (_new_control() if control is None else control).view(_CONTROL)[0]  # None: the machine gives no memory
+        self._seed, self._counts, self._seen = int(control["seed"]), control["counts"], control["seen"]
         _open.append(weakref.ref(self))
         patches.install(_serve)
 
@@ -169,7 +168,7 @@ class DecoderCache:
 
 
 def _new_control() -> Any:
-    return np.concatenate([np.frombuffer(os.urandom(8), np.uint8), np.zeros(_HEAD_BYTES - 8 + _SEEN_BYTES, np.uint8)])
+    return np.frombuffer(bytearray(os.urandom(8) + bytes(_CONTROL.itemsize - 8)), np.uint8)
 
 
 def _caches() -> list[DecoderCache]:

@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ _MOST_BYTES = 1 << 28  # a larger file is not read to find its digest
 _KEPT_BYTES = 1 << 24  # of the buffer that a thread uses again
 _SETTLED_NS = 5_000_000_000  # a file may change again within the resolution of its time, and on other machines later
 _buffers = threading.local()
+_NUMBERS_AND_TEXTS = (bool, int, float, str, bytes, type(None))
 
 
 class Content(NamedTuple):
@@ -41,7 +43,9 @@ class Content(NamedTuple):
 def content_of(source: Any) -> Content | None:
     """Return the content of a path, bytes, an array of bytes or an open file; None if it cannot be read twice."""
     if isinstance(source, str | os.PathLike):
-        return _of_path(os.fspath(source))
+        path = os.fspath(source)
+        data = _read_path(path)
+        return None if data is None else Content(data, partial(_read_path, path), suffix=os.path.splitext(os.fsdecode(path))[1])
     if isinstance(source, bytes):
         return Content(source)
     if isinstance(source, Tensor):
@@ -53,13 +57,7 @@ def content_of(source: Any) -> Content | None:
     return of_stream(source, source.tell()) if hasattr(source, "read") and hasattr(source, "tell") else None
 
 
-def _of_path(path: str | bytes, begin: int = 0, most: int = _MOST_BYTES) -> Content | None:
-    data = _read_path(path, begin, most)
-    suffix = os.path.splitext(os.fsdecode(path))[1]
-    return None if data is None else Content(data, lambda: _read_path(path, begin, most), suffix=suffix)
-
-
-def _read_path(path: str | bytes, begin: int, most: int) -> memoryview | None:
+def _read_path(path: str | bytes, begin: int = 0, most: int = _MOST_BYTES) -> memoryview | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError):  # the decoder says so; or it is a URL
@@ -77,7 +75,7 @@ def of_stream(stream: Any, begin: int, most: int = _MOST_BYTES) -> Content | Non
         return Content(view, stream=stream) if len(view) < _MOST_BYTES else None
     if type(stream) is io.BufferedReader and isinstance(stream.name, str):
         found = _read(stream.fileno(), begin, most)
-        return None if found is None else Content(found, lambda: _read_path(stream.name, begin, most), stream)
+        return None if found is None else Content(found, partial(_read_path, stream.name, begin, most), stream)
     if isinstance(stream, io.TextIOBase) or not stream.seekable() or not stream.readable():
         return None
     before = stream.tell()
@@ -128,7 +126,7 @@ def text_of(value: Any) -> str:
     Raises:
         TypeError: it is not a plain value.
     """
-    if value is None or type(value) in (bool, int, float, str, bytes):
+    if type(value) in _NUMBERS_AND_TEXTS or isinstance(value, np.dtype | np.generic | torch.dtype | torch.device | type(...)):
         return repr(value)
     if type(value) in (tuple, list):
         return f"{type(value).__name__}({', '.join(map(text_of, value))})"
@@ -136,8 +134,6 @@ def text_of(value: Any) -> str:
         return f"slice({text_of((value.start, value.stop, value.step))})"
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, np.dtype | np.generic | torch.dtype | torch.device | type(...)):
-        return repr(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     raise TypeError(f"{type(value).__name__} is not a plain value")
@@ -156,7 +152,7 @@ def is_plain(value: Any, fixed: bool = False) -> bool:
         return value.flags.forc and (fixed or value.flags.writeable) and not value.dtype.hasobject
     if type(value) is Tensor:
         return value.is_cpu and not value.requires_grad and torch.empty_like(value).stride() == value.stride()
-    return value is None or isinstance(value, np.generic) or type(value) in (bool, int, float, str, bytes)
+    return isinstance(value, np.generic) or type(value) in _NUMBERS_AND_TEXTS
 
 
 def nbytes_of(value: Any) -> int:

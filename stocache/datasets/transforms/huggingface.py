@@ -39,7 +39,7 @@ def method_beside_cache(dataset: object, name: str) -> Callable[..., Any] | None
         return None
     if name in _CHOOSING:
         return functools.partial(_choose_uncached, name, getattr(dataset, name))
-    return functools.partial(_refuse, name, name in _CHANGING) if name in _CHANGING | _MAKING else None
+    return functools.partial(_refuse, name) if name in _CHANGING | _MAKING else None
 
 
 def _library_of(dataset: object) -> Any:
@@ -48,9 +48,9 @@ def _library_of(dataset: object) -> Any:
     return sys.modules["datasets"] if module is not None and isinstance(dataset, module.Dataset) else None
 
 
-def _refuse(name: str, changing: bool, *args: Any, **kwargs: Any) -> Any:
+def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     why = "changes samples, but those that are cached would stay as they are"
-    if not changing:
+    if name in _MAKING:
         why = "makes another dataset, which would not be cached"
     call = f"dataset.{name}(...)"
     how = f"{call}; CachedDataset(dataset, ...)" if name.startswith(("set_", "reset_")) else f"CachedDataset({call}, ...)"

@@ -1,15 +1,15 @@
 """Open a transform into a sequence of steps, which can be cut: `split_transforms`; mark a step with `deterministic`.
 
-These are opened: the ``Compose`` of torchvision, MONAI and albumentations, ``nn.Sequential``, the pair of transforms that
-torchvision's datasets make, and plain lists. Any other transform is one step. So is a ``Compose`` whose steps may not all run
-by themselves: of MONAI with lazy resampling, of albumentations with boxes or keypoints, which it filters at its end.
+These are opened: the ``Compose`` of torchvision, MONAI and albumentations, ``nn.Sequential``, and plain lists. Any other
+transform is one step. So is a ``Compose`` whose steps may not all run by themselves: of MONAI with lazy resampling, of
+albumentations with boxes or keypoints, which it filters at its end.
 """
 
 import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,15 +35,11 @@ class Chain:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the last transform."""
-        if named:
+        if named or len(inputs) != 1:
             for transform in self.transforms:
-                named = transform(**named)
-            return named
-        if len(inputs) != 1:
-            for transform in self.transforms:
-                inputs = transform(*inputs)
-            return inputs
-        value = inputs[0]
+                inputs, named = next_arguments(transform(*inputs, **named), inputs, named)
+            return named or inputs
+        (value,) = inputs
         for transform in self.transforms:
             value = transform(value)
         return value
@@ -52,23 +48,11 @@ class Chain:
         return f"{type(self).__name__}([{', '.join(map(repr, self.transforms))}])"
 
 
-class ArgumentTransform:
-    """Transforms one of several arguments.
-
-    Args:
-        position: of the argument.
-        transform: called with it.
-    """
-
-    def __init__(self, position: int, transform: Callable[[Any], Any]) -> None:
-        self.position, self.transform = position, transform
-
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        """Return all arguments, with one of them transformed."""
-        return *inputs[: self.position], self.transform(inputs[self.position]), *inputs[self.position + 1 :]
-
-    def __repr__(self) -> str:
-        return repr(self.transform)
+def next_arguments(result: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the next step, after the result of a step that was called with ``args`` and ``kwargs``."""
+    if kwargs:
+        return (), result
+    return ((result,) if len(args) == 1 else tuple(result)), {}
 
 
 @dataclass(frozen=True)
@@ -78,53 +62,43 @@ class Pipeline:
     Attributes:
         whole: the transform.
         steps: the callables that it calls, one after another; ``(whole,)`` where it cannot be taken apart.
-        join: makes one callable of some of the steps.
+        kind: how it holds its steps.
         snapshot: the containers of the steps, each with the items it had: to notice a change.
     """
 
     whole: Any
     steps: tuple[Any, ...]
-    join: Callable[[Sequence[Any]], Any] = Chain
+    kind: str | None = None
     snapshot: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
 
     @property
     def deterministic(self) -> int:
         """How many steps at the beginning are known to be deterministic."""
-        return next((number for number, step in enumerate(self.steps) if not is_deterministic(_inner(step))), len(self.steps))
+        return next((number for number, step in enumerate(self.steps) if not is_deterministic(step)), len(self.steps))
 
     def part(self, begin: int, end: int | None = None) -> Any:
         """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all its steps."""
         steps = self.steps[begin:end]
         if len(steps) == len(self.steps) and callable(self.whole):
             return self.whole
-        return self.join(steps) if steps else Chain()
+        # albumentations draws before the first step, also if no step does
+        if steps and (self.kind == "monai" or (self.kind == "named" and steps[-1] is self.steps[-1])):
+            part = copy.copy(self.whole)
+            part.transforms = type(self.whole.transforms)(steps)
+            return part
+        return Chain(steps)
 
     def has_changed(self) -> bool:
         """Whether steps have been added, removed or replaced since the transform was opened."""
         return any(tuple(container) != items for container, items in self.snapshot)
 
 
-def _inner(step: Any) -> Any:
-    return step.transform if isinstance(step, ArgumentTransform) else step
-
-
 def open_pipeline(transform: Any) -> Pipeline:
     """Return a transform with its steps; None has no steps."""
     if transform is None:
         return Pipeline(Chain(), ())
-    kind = _kind(transform)
-    if kind in ("named", "monai"):
-        steps, snapshot = _flatten(transform, kind)
-        return Pipeline(transform, tuple(steps), _rejoin(transform, chains=kind == "named"), tuple(snapshot))
-    if kind == "pair":
-        steps, snapshot = [], []
-        for position, part in enumerate((transform.transform, transform.target_transform)):
-            part_steps, part_snapshot = _flatten(part, "chain") if callable(part) else ([], [])
-            steps += [ArgumentTransform(position, step) for step in part_steps]
-            snapshot += part_snapshot
-    else:
-        steps, snapshot = _flatten(transform, "chain")
-    return Pipeline(transform, tuple(steps), snapshot=tuple(snapshot))
+    kind, snapshot = _kind(transform), list[Any]()
+    return Pipeline(transform, tuple(_steps_of(transform, kind, snapshot)), kind, tuple(snapshot))
 
 
 def _kind(transform: Any) -> str | None:
@@ -137,8 +111,6 @@ def _kind(transform: Any) -> str | None:
         return None
     if cls is torch.nn.Sequential or (name == "Compose" and f"{module}.".startswith("torchvision.transforms.")):
         return "chain"
-    if name == "StandardTransform" and module.startswith("torchvision.datasets."):
-        return "pair"
     if name == "Compose" and module.startswith("monai.transforms."):
         lazy = transform.lazy or any(getattr(step, "lazy", False) for step in transform.transforms)
         return "monai" if not lazy and not transform.unpack_items and not transform.overrides else None
@@ -148,35 +120,16 @@ def _kind(transform: Any) -> str | None:
     return None
 
 
-def _flatten(transform: Any, kind: str) -> tuple[list[Any], list[Any]]:
-    """Return the steps of a transform, with those of nested transforms in their place; and the snapshot of all containers."""
-    own_kind = _kind(transform)
-    if own_kind != kind:
-        return [transform], []
-    container = transform if own_kind == "chain" and not hasattr(transform, "transforms") else transform.transforms
-    steps, snapshot = [], [(container, tuple(container))]
+def _steps_of(transform: Any, kind: str | None, snapshot: list[Any]) -> Iterator[Any]:
+    """Yield the steps of a transform, with those of nested transforms in their place; ``snapshot`` gets the containers."""
+    if kind is None or _kind(transform) != kind:
+        yield transform
+        return
+    container = getattr(transform, "transforms", transform)
+    snapshot.append((container, tuple(container)))
     for step in container:
         nested = kind == "chain" or (kind == "monai" and getattr(step, "map_items", None) == transform.map_items)
-        inner_steps, inner_snapshot = _flatten(step, kind) if nested else ([step], [])
-        steps += inner_steps
-        snapshot += inner_snapshot
-    return steps, snapshot
-
-
-def _rejoin(compose: Any, chains: bool) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that makes a ``Compose`` of some steps of ``compose``, with the same options.
-
-    ``chains``: steps without the last one become a `Chain`: they draw no random numbers, so their caller must not either.
-    """
-
-    def join(steps: Sequence[Any]) -> Any:
-        if chains and (not steps or steps[-1] is not compose.transforms[-1]):
-            return Chain(steps)
-        part = copy.copy(compose)
-        part.transforms = type(compose.transforms)(steps)
-        return part
-
-    return join
+        yield from _steps_of(step, kind if nested else None, snapshot)
 
 
 def split_transforms(transform: object) -> tuple[Any, Any]:
@@ -249,7 +202,6 @@ def deterministic(transform: _Transform) -> _Transform:
 
 def step_name(step: object) -> str:
     """Return the name of a step: of its class, or of the function."""
-    step = _inner(step)
     if type(step) is functools.partial:
         return step_name(step.func)
     return str(step.__name__) if isinstance(step, type) or inspect.isroutine(step) else type(step).__name__
@@ -257,7 +209,6 @@ def step_name(step: object) -> str:
 
 def step_text(step: object) -> str:
     """Return a step as text, the same in every process; with its options, if its repr has them."""
-    step = _inner(step)
     text = " ".join(repr(step).split())
     if len(text) < 1000 and not re.search(r"0x[0-9a-f]+|<|\{", text):
         return text

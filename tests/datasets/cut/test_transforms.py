@@ -337,7 +337,7 @@ def test_a_transform_that_fails_raises_its_own_error(folder):
 
 def test_split_transforms_cuts_at_the_first_random_step():
     for transform, before, after in (
-        (middle(), 2, 3), (vision.StandardTransform(middle(), None), 2, 3), (Compose([]), 0, 0),
+        (middle(), 2, 3), (vision.StandardTransform(middle(), None), 0, 1), (Compose([]), 0, 0),
         (Compose([Resize(4), ToTensor(), normal()]), 3, 0), (deterministic(lambda image: image), 1, 0),
         (torch.nn.Sequential(torch.nn.Identity(), torch.nn.Dropout()), 1, 1), ((np.asarray, torch.from_numpy, augment), 2, 1),
         (Compose([Compose([Resize(4), Compose([RandomCrop(2)])]), ToTensor()]), 1, 2),
