@@ -99,9 +99,8 @@ def _definition_of(function: FunctionType) -> ast.FunctionDef:
     file, codes = _file_of(text, code.co_filename, code.co_flags & _FUTURE)
     place = code.co_firstlineno, code.co_name
     found = [node for node in ast.walk(file) if isinstance(node, ast.FunctionDef | ast.Lambda) and _place_of(node) == place]
-    if len(found) != 1 or [code_text(each) for each in codes if (each.co_firstlineno, each.co_name) == place] != [
-        code_text(code)
-    ]:
+    texts = {code_text(each) for each in codes if (each.co_firstlineno, each.co_name) == place}
+    if len(found) != 1 or code_text(code) not in texts:
         raise CannotCut(f"the source of {name} is {'not what was imported' if found else 'not there'}")
     tree: Any = copy.deepcopy(found[0])
     if isinstance(tree, ast.Lambda):
@@ -113,10 +112,13 @@ def _definition_of(function: FunctionType) -> ast.FunctionDef:
 
 @functools.lru_cache(8)
 def _file_of(text: str, path: str, flags: int) -> tuple[ast.AST, list[CodeType]]:
-    """Return the tree of a file, and the codes of its functions and classes."""
+    """Return the tree of a file, and the codes in it, compiled as a whole, and by statement, as IPython does."""
     try:
         tree = ast.parse(text)
-        return tree, _codes_in(compile(tree, path, "exec", flags, dont_inherit=True))
+        bodies = [tree, *(ast.Module([statement], []) for statement in tree.body)]
+        flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as there
+        codes = [compile(each, path, "exec", flags, dont_inherit=True) for each in bodies]
+        return tree, [found for code in codes for found in _codes_in(code)]
     except (SyntaxError, ValueError):
         return ast.Module([], []), []
 

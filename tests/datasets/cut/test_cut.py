@@ -1,6 +1,8 @@
 """The program of a dataset is cut where it first draws: what comes before is cached, the rest runs each time."""
 
+import ast
 import importlib
+import linecache
 import logging
 import random
 import sys
@@ -161,6 +163,14 @@ def test_a_class_without_its_source_is_served_by_itself(tmp_path, caplog):
     (tmp_path / "edited_since.py").write_text(SOURCE.replace("image + random", "image - random"))
     check(module.Images, cut=False)
     assert "the source of Images.__getitem__ is not what was imported" in caplog.text
+
+
+def test_a_class_of_a_notebook_is_cut(monkeypatch):
+    source, names = SOURCE.replace("from", "# from"), {"__name__": "cell", "Numbers": Numbers}
+    monkeypatch.setitem(linecache.cache, "cell", (len(source), None, source.splitlines(keepends=True), "cell"))
+    for statement in ast.parse(source).body:  # IPython compiles each by itself
+        exec(compile(ast.Module([statement], []), "cell", "exec"), names)
+    assert "cached: line 6 of Images.__getitem__" in check(names["Images"])
 
 
 def decorated(function):
