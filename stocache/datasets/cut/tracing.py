@@ -15,6 +15,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 from stocache.datasets.cut.division import Division, Head
@@ -29,7 +30,6 @@ from stocache.datasets.cut.source import (
     parts_of_call,
     position_of,
     source_of,
-    statements,
 )  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
 from stocache.system.generators import Kept, LineOfSeed, global_generators, own_generators
@@ -61,7 +61,7 @@ class Trace:
         self._marked: dict[_Path, Any] = {}
         self._drew: dict[_Path, set[int]] = {}
         self._calls: dict[_Path, tuple[Any, tuple[Any, ...] | None, bool]] = {}  # what the statement at a path calls, and how
-        self._heads: dict[_Path, tuple[str, ...]] = {}  # texts of the deterministic steps at the beginning
+        self._heads: dict[_Path, Head] = {}  # the deterministic steps at the beginning of pipelines
         self._looked: set[_Path] = set()  # calls that were looked at
         self._writes: set[str] = set()
         self._generators = [*own_generators(dataset), *global_generators()]
@@ -143,31 +143,26 @@ class Trace:
             return False
         self._looked.add(path)
         if (pipeline := self._pipeline_at(path)) is not None:
-            self._heads[path] = tuple(map(step_text, pipeline.steps[: pipeline.deterministic]))
+            self._heads[path] = Head(tuple(map(step_text, pipeline.steps[: pipeline.deterministic])))
             return False
         called, _, is_item = self._calls[path]
         function, owner = resolve(called, is_item)
-        if function is None or len(path) > _MOST_LEVELS:
-            return False
-        if is_of_library(function.__code__.co_filename) and not (owner and _is_followed(owner[0])):
-            return False
-        try:
-            self._sources[path] = source_of(function)
-        except CannotCut:
-            return False
-        return True
+        if function is not None and len(path) <= _MOST_LEVELS and _is_followed(function, owner):
+            with contextlib.suppress(CannotCut):
+                self._sources[path] = source_of(function)
+        return path in self._sources
 
     def division(self, path: _Path = ()) -> Division | None:
         """Return where to divide; None if nothing draws, or there is nothing before it."""
         source, drew = self._sources[path], self._drew.get(path, set())
         inner: dict[int, Division | Head] = {}
-        firsts = list(first_of(source.tree.body, drew))
-        for statement in (each for each in statements(source.tree.body) if number_of(each) in drew):
-            its = (*path, number_of(statement))
+        firsts = [number_of(statement) for statement in first_of(source.tree.body, drew)]
+        for number in sorted(drew):
+            its = (*path, number)
             if its in self._heads:
-                inner[number_of(statement)] = Head(self._heads[its])
-            elif its in self._sources and statement in firsts and (found := self.division(its)) is not None:
-                inner[number_of(statement)] = found
+                inner[number] = self._heads[its]
+            elif its in self._sources and number in firsts and (found := self.division(its)) is not None:
+                inner[number] = found
         return Division(source.identity, frozenset(drew), inner, writes=frozenset(self._writes)) if firsts else None
 
     @property
@@ -183,9 +178,10 @@ class Trace:
         return None
 
 
-def _is_followed(owner: object) -> bool:
-    """Whether methods of a library's object are looked into: of a dataset, and of the pair of transforms of torchvision's."""
-    return maker_of(owner) is not None or type(owner).__name__ == "StandardTransform"
+def _is_followed(function: FunctionType, owner: tuple[Any, ...]) -> bool:
+    """Whether a function is looked into: of a library, only methods of datasets, and of torchvision's pair of transforms."""
+    of_library = is_of_library(function.__code__.co_filename)
+    return not of_library or any(maker_of(each) is not None or type(each).__name__ == "StandardTransform" for each in owner)
 
 
 def first_of(body: Sequence[Any], numbers: set[int]) -> Any:
