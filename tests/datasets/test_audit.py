@@ -349,7 +349,7 @@ def test_worker_threads_compare_samples_all_through_an_epoch():
             options = {"num_workers": 2, "worker_method": method} if method else {}
             list(stocache.DataLoader(cached, 8, **options))
             compared[method] = cached._audit.compared - before
-    assert compared["thread"] >= compared[None] - 3 > 5
+    assert compared["thread"] >= max(6, compared[None] - 3)  # how often depends on the time that loads take
 
 
 def test_worker_threads_compare_for_few_batches_where_there_is_no_time_for_more(monkeypatch):
