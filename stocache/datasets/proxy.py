@@ -214,12 +214,6 @@ def finding_of(cached: Any) -> str | None:
     return finding
 
 
-def peek(cached: Any, idx: int) -> Any:
-    """Return a cached sample as it is served, without counting it; `MISSING` if it is not cached."""
-    sample = cached.cache.peek(idx)
-    return sample if sample is MISSING or not cached._has_rest else cached._split.finish(idx, sample)
-
-
 class HeldTransforms:
     """The transforms that a dataset and those within it hold now. Slots hide them, as those of an `Audit`."""
 

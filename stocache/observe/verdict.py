@@ -30,7 +30,7 @@ Limit = Literal[
     "source", "cold cache", "transform", "collate", "workers", "ring", "GIL", "hand-over", "start", "stalls", "unknown"
 ]
 
-_SILENT = 0.05  # share of its time; no verdict if the trainer waits less
+SILENT = 0.05  # share of its time; no verdict if the trainer waits less
 _SHORTEST_S = 0.01  # of waiting; no verdict if it is less
 _OUTSIDE = 0.2  # share of batches sent without the ring, from which the ring is the limit
 _HELD = 0.5  # share of looks that find the GIL held, from which the GIL is the limit
@@ -49,7 +49,8 @@ _LEFT = (
     "the dataset makes each sample, because samples depend on more than their index (see the warning); move random steps to "
     "transform=, or set on_change='keep'"
 )
-_CACHED = "CachedDataset makes only once what they are before random numbers are drawn"
+TRY = "stocache.advise(dataset) measures what a cache would change"
+"""Where samples take the time, and it is not known whether they can be cached. ``stocache run`` tries it."""
 _REMOVES, _LITTLE = "would remove it", "helps little"
 
 
@@ -190,7 +191,7 @@ class EpochFacts:
 def judge(stats: LoaderEpochStats, facts: EpochFacts) -> Verdict | None:
     """Return why the trainer waited; None if it hardly waited. See NOTE [ The verdict ]."""
     share, lost_s = stats.waited_share, stats.waited_s + stats.overhead_s * facts.starts_workers
-    if lost_s < max(_SILENT * stats.seconds, _SHORTEST_S) or not stats.batches:
+    if lost_s < max(SILENT * stats.seconds, _SHORTEST_S) or not stats.batches:
         return None
     waited = f"the trainer waited {share:.0%} of the time ({format_seconds(stats.waited_s)} of {format_seconds(stats.seconds)})"
     parts = _Parts(stats, facts)
@@ -255,7 +256,7 @@ class _Parts:
         sample_s = self.make_s / max(1, stats.samples)
         if largest == "make" and facts.cache is None:
             each = f"making {self._each(stats.samples, 'sample', self.make_s)} is the limit"
-            return "source", f"{each}; {_CACHED}" if sample_s > _HIT_S else each
+            return "source", f"{each}; {TRY}" if sample_s > _HIT_S else each
         if largest == "make":
             each = f"reading and transforming {plural(stats.samples, 'cached sample')}, {format_seconds(sample_s)} each"
             return "transform", f"{each}{facts.rest}, is the limit; {self.more or 'only cheaper transforms would remove it'}"
@@ -277,7 +278,7 @@ class _Parts:
         """Return the expected effect of this amount of work and number of workers."""
         stats, each_s = self.stats, max(1e-9, self._period_s(work_s, workers))
         share = max(0.0, each_s - self.step_s) / each_s
-        if share < _SILENT:
+        if share < SILENT:
             return _REMOVES
         if share < 0.9 * stats.waited_share:
             return f"would cut it to {share:.0%}"

@@ -3,6 +3,7 @@
 import io
 import math
 import sys
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _WAIT, _STEP, _HITS = "tab:red", "tab:gray", "tab:blue"
 _BAR = 24  # columns of text
+WAITS = "p50_s", "p95_s", "p99_s", "max_s"
 
 
 def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
@@ -46,15 +48,15 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
     """
     epochs = _epochs(source)
     if file is not None:
-        _draw(epochs).savefig(file)
+        draw(epochs).savefig(file)
     elif _is_in_notebook():
         from IPython.display import Image, display
 
         picture = io.BytesIO()
-        _draw(epochs).savefig(picture, format="png", dpi=80)
+        draw(epochs).savefig(picture, format="png", dpi=80)
         display(Image(picture.getvalue()))  # a figure is shown only where pyplot is set up
     else:
-        Console().print(_tabulate(epochs))
+        Console().print(tabulate(epochs))
 
 
 def _epochs(source: Any) -> tuple[EpochStats | LoaderEpochStats, ...]:
@@ -75,7 +77,8 @@ def _is_in_notebook() -> bool:
     return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
 
 
-def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
+def draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
+    """Return a picture of epochs: their times, the waits for batches by percentile, and the hit rates."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -109,14 +112,16 @@ def _draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":
     return figure
 
 
-def _tabulate(epochs: tuple[Any, ...]) -> Table:
-    longest = max(epoch.seconds for epoch in epochs)
-    table = Table("epoch", "time", "[red]waiting[/], the rest", "waited", "p95", "hit rate")
+def tabulate(epochs: tuple[Any, ...], waits: Sequence[str] = ("p95_s",)) -> Table:
+    """Return the same as a table of text, with some percentiles of the waits."""
+    longest = max([epoch.seconds for epoch in epochs], default=0.0)
+    table = Table("epoch", "time", "[red]waiting[/], the rest", "waited", *(name[:-2] for name in waits), "hit rate")
     for number, epoch in enumerate(epochs, 1):
         is_loader = isinstance(epoch, LoaderEpochStats)
-        waits = [f"{epoch.waited_share:.0%}", format_seconds(epoch.wait.p95_s)] if is_loader else ["", ""]
+        waited = [format_seconds(getattr(epoch.wait, name)) if is_loader else "" for name in waits]
         whole, red = (round(_BAR * seconds / longest) for seconds in (epoch.seconds, epoch.waited_s if is_loader else 0.0))
         rate = "" if epoch.hit_rate is None else f"{epoch.hit_rate:.1%}"
+        share = f"{epoch.waited_share:.0%}" if is_loader else ""
         bar = f"[red]{'█' * red}[/]{'░' * (whole - red)}"
-        table.add_row(str(number), format_seconds(epoch.seconds), bar, *waits, rate)
+        table.add_row(str(number), format_seconds(epoch.seconds), bar, share, *waited, rate)
     return table

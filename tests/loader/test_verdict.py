@@ -61,7 +61,7 @@ UNEVEN = (0.001,) * 400 + (0.5,) * 8
     (facts(make_s=16.0, cores=8), "workers", "2 workers are too few for batches of 320 ms each; num_workers=3 would"),
     (facts(make_s=16.0, cores=8, seconds=80, waited_s=79), "workers", "num_workers=8 would cut it to 50%"),
     (facts(make_s=4.0, workers=0), "workers", "makes the batches itself, 80 ms each; num_workers=1 would remove"),
-    (facts(make_s=16.0, cache=None), "source", "1000 samples of 16 ms each is the limit; CachedDataset makes only once"),
+    (facts(make_s=16.0, cache=None), "source", "1000 samples of 16 ms each is the limit; stocache.advise.dataset. measures"),
     (facts(make_s=0.02, cache=None), "source", "1000 samples of 20 µs each is the limit$"),  # a hit costs as much
     (facts(make_s=16.0, cache=None, cores=8), "workers", "num_workers=3 would remove it"),
     (facts(make_s=1.0, collate_s=16.0), "collate", "collating 50 batches of 320 ms each is the limit; only cheaper"),

@@ -109,17 +109,15 @@ def test_a_stream_that_cannot_be_written_to_is_no_error(stream, monkeypatch, cap
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("says", "cached", "expected"), [
-    ("a; size_limit_gib=1.9 would remove it", True, "a; a larger --cache would remove it"),
-    ("size_limit_gib=1.5, all that fits, would cut it to 71%; disk= keeps the rest on a local disk", True,
+@pytest.mark.parametrize(("says", "expected"), [
+    ("a; size_limit_gib=1.9 would remove it", "a; a larger --cache would remove it"),
+    ("size_limit_gib=1.5, all that fits, would cut it to 71%; disk= keeps the rest on a local disk",
      "a larger --cache would cut it to 71%; --disk and --disk-limit keep the rest on a local disk"),
-    ("a; CachedDataset makes only once what they are before", False, "a; --cache auto makes only once what they are before"),
-    ("a; CachedDataset makes only once what they are before", True, "a"),
-    ("a; worker_method='multiprocessing' would", False, "a; --worker-method multiprocessing would"),
-    ("a; num_workers=3 would remove it", True, "a; num_workers=3 would remove it"),
+    ("a; worker_method='multiprocessing' would", "a; --worker-method multiprocessing would"),
+    ("a; num_workers=3 would remove it", "a; num_workers=3 would remove it"),
 ])  # fmt: skip
-def test_advice_names_options_of_the_command(says, cached, expected):
-    assert as_options(says, cached) == expected
+def test_advice_names_options_of_the_command(says, expected):
+    assert as_options(says) == expected
 
 
 def epoch_of(limit, share, **figures):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,6 +178,49 @@ def test_the_report_comes_at_the_end_also_after_an_interrupt(train, folder):
     assert [epoch["hits"] for epoch in loader["epochs"]][1:] == [24, 24]
     names = [event["name"] for event in json.loads((folder / "trace.json").read_text())["traceEvents"]]
     assert (names.count("wait for data"), names.count("step")) == (18, 17)
+
+
+ENDS = {
+    "": (0, "ended at"), "raise ValueError": (1, "ended at"), "raise KeyboardInterrupt": (-signal.SIGINT, "ended at"),
+    "sys.exit(3)": (3, "ended at"), "import os; os._exit(4)": (4, "was running at"),
+    "import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, "was running at"),
+}  # fmt: skip
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("end", [
+    pytest.param(end, marks=pytest.mark.slow if row not in (2, 4) else []) for row, end in enumerate(ENDS)
+])  # fmt: skip
+def test_a_page_to_pass_on_is_written_however_the_program_ends(end, train, folder):
+    script = folder / "train.py"
+    script.write_text(
+        script.read_text().replace('    if "fail"', f'    import os\n    os.chdir("/")\n    {end}\n    if "fail"')
+    )
+    result = train("--cache", "1MB", "--report", "report.html", "--quiet", "train.py", "<b>")
+    status, state = ENDS[end]
+    assert result.returncode == status, result.stderr
+    page = (folder / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert f"<pre>train.py &lt;b&gt;\n{state} " in page
+    assert page.count('src="data:image/png;base64,iVBOR') == (state == "ended at")
+    assert re.search(r"cached: 24 of 24 samples, .*, hit rate \d+%", page)
+    assert ("100.0%" in page) or state == "was running at"  # the second epoch; a page is written once a second at most
+    assert not re.search(r"https?://", page)  # it is whole
+
+
+@pytest.mark.parametrize("option", ["--report", "--json", "--trace"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_program_runs(option, train):
+    result = train(option, "missing/report", "train.py")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{option} missing/report: No such file or directory" in result.stderr
+
+
+def test_a_program_without_a_problem_is_told_so_in_one_line(train, folder):
+    steps = "import time\nimport torch.utils.data as data\nfor _ in data.DataLoader([1, 2, 3]):\n    time.sleep(0.05)"
+    (folder / "train.py").write_text(steps)
+    assert re.fullmatch(
+        r"\nstocache: \d+ ms in loops over 1 loader, \d% of it waiting for data: no problem\n", train("train.py").stderr
+    )
 
 
 def test_it_is_silent_and_off_where_that_is_asked_for(train):

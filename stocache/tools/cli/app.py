@@ -253,7 +253,7 @@ def explain(
     ] = None,
 ) -> None:
     """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
-    from stocache.tools.cli.symptoms import near, symptom_of, symptoms
+    from stocache.tools.cli.symptoms import symptom_of, symptoms
 
     found = {each.code.lower(): each for each in symptoms()}
     if code is None:
@@ -261,7 +261,7 @@ def explain(
     elif each := found.get(code.lower()) or symptom_of(code):
         typer.echo(f"{each.code}: {each.title}\n\n{each.text}")
     else:
-        fail("\n".join([f"{code!r} is unknown. Near it:", *near(code)]), 2)
+        fail(f"{code!r} is unknown. 'stocache explain' lists all, and finds one by its message.", 2)
 
 
 def doctor(
@@ -296,7 +296,7 @@ def doctor(
     raise typer.Exit(any(finding.kind == "problem" for finding in findings))
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _COMMANDS: tuple[Callable[..., None], ...] = (
     bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor, explain,
 )  # fmt: skip
@@ -312,18 +312,24 @@ def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]
     run.main(arguments or [])
 
 
-def _print_version(wanted: bool) -> None:
-    import stocache
-
-    if wanted:
-        typer.echo(f"stocache {stocache.__version__}")
-        raise typer.Exit
+_FIRST = {
+    "stocache run train.py": "run your program as Python would, and say what its training waits for",
+    "stocache run --cache auto train.py": "the same with its datasets cached; batches stay equal, bit for bit",
+    "stocache bench": "measure what a cache changes, on generated photos or your own",
+    "stocache --help": "all commands",
+}
 
 
 @app.callback()
 def _about(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
+    context: typer.Context,
+    version: Annotated[bool, flag("--version", "Show the version and exit.")] = False,
 ) -> None:
     """Cache any PyTorch dataset in shared memory, one copy per machine."""
+    if version:
+        import stocache
+
+        typer.echo(f"stocache {stocache.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print_rows(_FIRST.items())

@@ -175,37 +175,36 @@ def find_loaders(count: bool = True) -> list[NamedLoader]:
 
     ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
     """
-    loaders = [file for file in _find(None) if isinstance(file, NamedLoader)]
-    return [counted for loader in loaders if (counted := _count(loader))] if count else loaders
+    return [file for file in _find(None, count) if isinstance(file, NamedLoader)]
 
 
 _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
 
 
-def _find(pids: _Pids) -> list[NamedFile]:
+def _find(pids: _Pids, counts: bool = False) -> list[NamedFile]:
     folder = registry.directory_of()
     try:
-        return registry.run_locked(folder, partial(_list, folder=folder, pids=pids))
+        return registry.run_locked(folder, partial(_list, folder=folder, pids=pids, counts=counts))
     except OSError as error:
         return [NamedCache("?", folder, problem=printable(str(error)))]
 
 
-def _list(at: int | None, folder: str, pids: _Pids) -> list[NamedFile]:
-    found = [] if at is None else [_look_at(at, folder, name, pids) for name in sorted(os.listdir(at))]
+def _list(at: int | None, folder: str, pids: _Pids, counts: bool) -> list[NamedFile]:
+    found = [] if at is None else [_look_at(at, folder, name, pids, counts) for name in sorted(os.listdir(at))]
     return [file for file in found if file is not None]
 
 
-def _look_at(at: int, folder: str, name: str, pids: _Pids) -> NamedFile | None:
+def _look_at(at: int, folder: str, name: str, pids: _Pids, counts: bool) -> NamedFile | None:
     """Describe a file. It is not trusted: another program may have written it, and may change it at any moment."""
     shown = printable(name)
     try:
-        return _read(at, f"{folder}/{name}", shown, pids)
-    except (StocacheError, OSError) as error:
+        return _read(at, f"{folder}/{name}", shown, pids, counts)
+    except (StocacheError, OSError, ValueError) as error:
         kind = NamedLoader if _LOADER.fullmatch(name) else NamedCache
         return kind(shown, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, shown: str, pids: _Pids) -> NamedFile | None:
+def _read(at: int, path: str, shown: str, pids: _Pids, counts: bool) -> NamedFile | None:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
@@ -214,7 +213,8 @@ def _read(at: int, path: str, shown: str, pids: _Pids) -> NamedFile | None:
             if not _LOADER.fullmatch(os.path.basename(path)):
                 raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
             loader = NamedLoader(shown, path, alive=held, created=descriptor.created)
-            return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, **_loader_of(identity))
+            counted = _counted(fd, layout, facts.get("rows")) if counts else None
+            return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, counted=counted, **_loader_of(identity))
         if pids is None:
             return None
         samples, folder, limit = facts["dataset_len"], "", None
@@ -262,29 +262,13 @@ def _loader_of(identity: Mapping[str, object]) -> dict[str, Any]:
     return {"cache": printable(cache)[:_MOST_CHARACTERS], "rank": rank, "pid": pid}
 
 
-def _count(loader: NamedLoader) -> NamedLoader | None:
-    """Return a loader with its recorded counts; None if it has ended since it was found.
-
-    The directory is locked for one record at a time: a forged record may be large.
-    """
+def _counted(fd: int, layout: Layout, rows: object) -> "Counted":
     from stocache.observe.recording.record import read_named
 
-    def read(at: int | None) -> NamedLoader | None:
-        if at is None or registry.key_of(at, loader.path) is None:
-            return None
-        with named.peek(at, loader.path) as (fd, _):
-            layout = Layout.read(fd)
-            counted, rows = read_named(fd, layout), Descriptor.read(layout).facts.get("rows")
-        if rows != len(counted.rows):
-            raise SegmentError(f"is damaged: it has {len(counted.rows)} rows, its descriptor says {rows!r:.40}.")
-        return replace(loader, counted=counted)
-
-    if loader.problem:
-        return loader
-    try:
-        return registry.run_locked(os.path.dirname(loader.path), read)
-    except (StocacheError, OSError, ValueError) as error:
-        return replace(loader, problem=printable(str(error)))
+    counted = read_named(fd, layout)
+    if rows != len(counted.rows):
+        raise SegmentError(f"is damaged: it has {len(counted.rows)} rows, its descriptor says {rows!r:.40}.")
+    return counted
 
 
 def _amounts(fd: int, layout: Layout, facts: Mapping[str, Any], filled: int) -> dict[str, int]:

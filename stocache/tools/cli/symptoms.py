@@ -1,6 +1,5 @@
 """The sections of SYMPTOMS.md: which one a message belongs to, and what it says."""
 
-import difflib
 import functools
 import logging
 import re
@@ -55,15 +54,3 @@ def say_where(record: logging.LogRecord) -> None:
     """Add to a warning where it is explained."""
     if found := symptom_of(record.getMessage()):
         record.msg, record.args = f"{record.getMessage()} (stocache explain {found.code})", ()
-
-
-def near(code: str) -> list[str]:
-    """Return the titles of sections that an unknown code may mean: those with a similar code, or with its words."""
-    named = {f"{each.code}: {each.title}": each for each in symptoms()}
-    words = set(re.findall(r"\w{3,}", code.lower()))
-    alike = difflib.get_close_matches(code.lower(), [each.code.lower() for each in named.values()], 3, 0.5)
-    found = [
-        name for name, each in named.items()
-        if each.code.lower() in alike or (words and words <= {*re.findall(r"\w+", f"{name} {each.text}".lower())})
-    ]  # fmt: skip
-    return found[:5] or [*named]

@@ -17,23 +17,30 @@ from stocache.tools.cli.output import console
 _Columns = dict[str, Sequence[str | Text]]  # the cells, by heading
 
 _LEAST = {"name": 16, "held by": 20}  # width of the columns that may become narrower
-_LEFT = {"name", "kind", "bar", "state", "keep", "age", "held by"}  # the others are numbers
+_LEFT = {"name", "kind", "state", "keep", "age", "held by"}  # the others are numbers
 _SIZES = ["memory", "size"]
 
 
-def table(caches: list[NamedCache], width: int) -> Table:
-    """Return the table of ``stocache ls``."""
+def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None = None) -> Table:
+    """Return the table of ``stocache ls``; with ``rates``, hits per second by path, that of ``stocache top``, busiest first."""
+    title = None
+    if rates is not None:
+        caches = sorted(caches, key=lambda cache: (-rates[cache.path], cache.name))
+        title = "stocache top: quit with Ctrl-C" + ". There are no named caches." * (not caches)
     stats = [cache.stats for cache in caches]
     columns: _Columns = _sizes(caches) | {
         "filled": [f"{each.fill_fraction:.0%}" if each else "" for each in stats],
         "samples": [f"{each.filled} of {each.dataset_len}" if each else "" for each in stats],
         "hit rate": [cache.hit_percent for cache in caches],
+        "hits/s": [] if rates is None else [f"{rates[cache.path]:,.0f}" for cache in caches],
         "state": [cache.state for cache in caches],
         "keep": ["yes" if cache.persistent or cache.folder else "no" for cache in caches],
         "age": [cache.age for cache in caches],
         "held by": [_holders(cache) for cache in caches],
     }
-    return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", *_SIZES])
+    if rates is None:
+        del columns["hits/s"]
+    return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", *_SIZES], title)
 
 
 def _sizes(caches: list[NamedCache]) -> _Columns:
@@ -48,7 +55,7 @@ def _sizes(caches: list[NamedCache]) -> _Columns:
     }
 
 
-def _fit(columns: _Columns, width: int, spare: Sequence[str], title: str | None = None) -> Table:
+def _fit(columns: _Columns, width: int, spare: Sequence[str], title: str | None) -> Table:
     """Return a table that is at most ``width`` wide if possible.
 
     Columns that may become narrower share the width that the others leave. ``spare`` names those to leave out, in this order.
@@ -86,47 +93,22 @@ def _holders(cache: NamedCache) -> Text:
     return Text(f"{first} " + f"(+{more}) " * bool(more) + rest, no_wrap=True, overflow="ellipsis")
 
 
-class Rates:
-    """Hits per second of each cache, between two updates."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[float, int]] = {}
-
-    def update(self, caches: list[NamedCache], now: float) -> dict[str, float]:
-        """Return the hits per second since the last update, by path; 0 at the first update."""
-        rates = {}
-        for cache in caches:
-            hits = cache.stats.hits if cache.stats else 0
-            since, before = self._last.get(cache.path, (now, hits))
-            rates[cache.path] = max(0, hits - before) / (now - since) if now > since else 0.0
-            self._last[cache.path] = now, hits
-        return rates
-
-
-def live_table(caches: list[NamedCache], rates: dict[str, float], width: int) -> Table:
-    """Return the table of ``stocache top``, the busiest cache first."""
-    caches = sorted(caches, key=lambda cache: (-rates[cache.path], cache.name))
-    stats = [cache.stats for cache in caches]
-    shares = [each.filled / max(1, each.slots) if each else 0.0 for each in stats]
-    columns: _Columns = _sizes(caches) | {
-        "samples": [f"{each.filled} of {each.slots}" if each else "" for each in stats],
-        "bar": ["█" * round(10 * share) + "░" * (10 - round(10 * share)) for share in shares],
-        "full": [f"{share:.0%}" for share in shares],
-        "hit rate": [cache.hit_percent for cache in caches],
-        "hits/s": [f"{rates[cache.path]:,.0f}" for cache in caches],
-        "misses": [f"{each.misses:,}" if each else "" for each in stats],
-        "processes": [str(len(cache.holders)) for cache in caches],
-        "state": [cache.state for cache in caches],
-    }
-    title = "stocache top: quit with Ctrl-C" + ". There are no named caches." * (not caches)
-    return _fit(columns, width, ["misses", "samples", "bar", "kind", "limit", "processes", *_SIZES, "state", "hit rate"], title)
+def update_rates(last: dict[str, tuple[float, int]], caches: list[NamedCache], now: float) -> dict[str, float]:
+    """Return the hits per second of each cache since ``last``, by path, and set that to now; 0 at the first update."""
+    rates = {}
+    for cache in caches:
+        hits = cache.stats.hits if cache.stats else 0
+        since, before = last.get(cache.path, (now, hits))
+        rates[cache.path] = max(0, hits - before) / (now - since) if now > since else 0.0
+        last[cache.path] = now, hits
+    return rates
 
 
 def watch(look: Callable[[], list[NamedCache]], interval_s: float) -> None:
     """Show the live table, updated every ``interval_s`` seconds, until Ctrl-C."""
-    rates = Rates()
+    last: dict[str, tuple[float, int]] = {}
     with contextlib.suppress(KeyboardInterrupt), Live(console=console(), screen=True, auto_refresh=False) as live:
         while True:
             caches = look()
-            live.update(live_table(caches, rates.update(caches, time.monotonic()), live.console.width), refresh=True)
+            live.update(table(caches, live.console.width, update_rates(last, caches, time.monotonic())), refresh=True)
             time.sleep(interval_s)

@@ -1,6 +1,7 @@
 """The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache."""
 
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -9,24 +10,23 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
-import numpy as np
 from torch.utils.data import IterableDataset, SequentialSampler, get_worker_info
 
-from stocache.cache.options import CacheOptions
-from stocache.cache.stats import SlotState
+from stocache.cache.options import CacheOptions, SampleOptions
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoders, peek
+from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoders
+from stocache.datasets.worth import costs_of, decoded_again
 from stocache.loader.dataloader import DataLoader, with_arguments_of_torch
 from stocache.loader.engine import SIGNATURE, engine_of, makes_iterators, torch_loader_of
 from stocache.loader.epochs import EpochLog, RunningEpoch
 from stocache.loader.iteration import Iteration
-from stocache.observe.verdict import LoaderEpochStats
+from stocache.observe.verdict import TRY, LoaderEpochStats
 from stocache.samples.indices import length_of
 from stocache.shm.tables.sharing import tables_shared
 from stocache.system.figures import format_seconds
@@ -36,7 +36,7 @@ from stocache.system.objects import TorchLoader, has_state
 from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
-from stocache.tools.run.messages import LoaderName
+from stocache.tools.run.messages import as_options
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use
 
@@ -47,7 +47,15 @@ _T = TypeVar("_T")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
-_TIMED_S, _ROUNDS, _PATIENCE_S = 0.1, 16, 20.0  # to time samples that are cached; to wait for one
+_TRIAL_S, _TRIAL_SHARE = 1.2, 0.05  # without news, or this share of an epoch, after which the trial of a cache is given up
+_WRITE_S, _WRITE_SHARE = 1.0, 0.02  # between two writes of the files while the program runs, at least; of the time, at most
+_TRIED = 3  # samples
+_LITTLE = 0.8  # share of a sample's time that a cache leaves, from which it saves little
+
+
+_UNKNOWN = "whether a cache helps was not found in time; --cache auto tries it"
+_AGAIN = "the program makes a new dataset for each loader, so each has a cache of its own. Make the dataset once"
+_REMEDY = "Load first and draw random numbers later, or put @stocache.cached on the function that loads"
 
 
 class ProgramLoader(DataLoader[_T]):
@@ -204,6 +212,7 @@ class _Dataset:
         self.iterations = 0
         self.problem = ""  # why it is not cached
         self.cached: Callable[[], CachedDataset | None] = lambda: None  # in its place, as long as that is kept
+        self.advice: str | None = None  # what a cache would change; None until it is tried
         try:
             self.reference: Any = weakref.ref(dataset)
         except TypeError:  # a list
@@ -220,6 +229,7 @@ class ProgramLoaders:
         self._datasets: dict[int, _Dataset] = {}
         self._kept: list[CachedDataset] = []  # the last one is the newest
         self._last_us: dict[int, float] = {}
+        self._write_at_s = 0.0
         self._pid = os.getpid()
 
     def note(self, loader: ProgramLoader[Any]) -> None:
@@ -230,14 +240,66 @@ class ProgramLoaders:
             logger.info("%s", note)
         seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), engine_of(loader).log, note)
         self._loaders.append(seen)
-        if self._use.on_epoch is not None:
-            seen.log.on_epoch = partial(self._on_epoch, seen.name)
+        seen.log.on_epoch = partial(self._on_epoch, seen)
         if self._use.traces:
             seen.log.on_batch = partial(self.trace, self.number_of(loader))
 
-    def _on_epoch(self, name: LoaderName, epoch: LoaderEpochStats) -> None:
-        if self._use.on_epoch is not None and get_worker_info() is None:
-            self._use.on_epoch(name, epoch)
+    def _on_epoch(self, seen: _Loader, epoch: LoaderEpochStats) -> None:
+        if get_worker_info() is not None:
+            return
+        if self._use.on_epoch is not None:
+            self._use.on_epoch(seen.name, self._worded(seen, epoch))
+        if self._use.write is not None and (began_s := time.monotonic()) > self._write_at_s:
+            self._use.write()
+            ended_s = time.monotonic()
+            self._write_at_s = ended_s + max(_WRITE_S, (ended_s - began_s) / _WRITE_SHARE)
+
+    def _worded(self, seen: _Loader, epoch: LoaderEpochStats) -> LoaderEpochStats:
+        """Return the figures of an epoch with the verdict in the words of ``stocache run``, and with advice that was tried."""
+        verdict, caches = epoch.verdict, self.options.cache is not None
+        if verdict is None or (epoch.hits is not None and not caches):  # the program uses stocache's cache itself
+            return epoch
+        text = as_options(verdict.text)
+        if text.endswith(TRY):
+            advice = "" if caches else self._advice(seen, epoch.seconds)
+            text = f"{text.removesuffix(TRY)}{advice}".removesuffix("; ")
+        return replace(epoch, verdict=replace(verdict, text=text))
+
+    def _advice(self, seen: _Loader, epoch_s: float) -> str:
+        """Return what ``--cache auto`` would do for the dataset of a loader. A child process tries it."""
+        known, dataset = seen.dataset, seen.dataset.reference()
+        if any(each.name == seen.name and each.dataset is not known and each.dataset.advice for each in self._loaders):
+            known.advice = _AGAIN
+        if known.advice is None and dataset is not None and not self._use.rank:
+            problem = _why_not(dataset, seen.reference(), self.options)
+            known.advice = f"a cache does not help: {problem}".rstrip(".") if problem else _UNKNOWN
+            job, patience_s = partial(self._try, dataset), max(_TRIAL_S, _TRIAL_SHARE * epoch_s)
+            with suppress(Exception):  # whatever a dataset raises there
+                for known.advice in () if problem else in_children([job], dataset, patience_s):
+                    pass
+            self._use.tried.append(f"--cache auto, in a child process, for {known.name}: {known.advice}")
+        return known.advice or ""
+
+    def _try(self, dataset: Any) -> Iterator[str]:
+        """Cache a dataset as ``--cache auto`` would, and yield what that brings. For a child process."""
+        logging.disable()
+        cached = self._open(dataset, CacheOptions("auto", share_ranks=False), probe=_TRIED)
+        if cached.is_left:
+            finding = str(finding_of(cached))
+            remedy = _REMEDY if finding.startswith("random numbers") else "See: stocache explain W05"
+            yield f"a cache of samples does not help: {finding}. {remedy}"
+            if libraries := decoded_again(cached):
+                yield f"{finding}; --cache auto would keep what {libraries} decodes"
+            return
+        yield _UNKNOWN
+        if costs := costs_of(cached):
+            stats, cut = cached.cache.stats(), cut_of(cached)
+            share = min(1.0, stats.capacity_bytes / max(1, stats.slot_bytes * stats.dataset_len))
+            what = "a part of each" if cut else "them"
+            brings = f"--cache auto would make {what} once" if share == 1 else f"--cache auto would keep {share:.0%} of them"
+            brings = "a cache saves little" if costs[1] > _LITTLE * costs[0] else brings
+            made, served = map(format_seconds, costs)
+            yield f"{brings}: {made} a sample without a cache, {served} with it" + f" ({cut})" * bool(cut)
 
     def enter(self, loader: ProgramLoader[Any]) -> None:
         """Note that this process iterates over a loader: it reports at its end, also if the program has started it."""
@@ -293,11 +355,11 @@ class ProgramLoaders:
         return None if known.problem else known.cached()
 
     def _cache(self, loader: ProgramLoader[Any], known: _Dataset) -> None:
-        known.problem = _why_not(loader, self.options)
+        known.problem = _why_not(loader.dataset, loader, self.options)
         if known.problem:
             return
         try:
-            cached = CachedDataset(loader.dataset, self._cache_options(), decoders=not any(map(has_decoders, self._kept)))
+            cached = self._open(loader.dataset, self._cache_options())
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
             return
@@ -308,6 +370,9 @@ class ProgramLoaders:
         known.cached = weakref.ref(cached)
         self._kept.append(cached)
         del self._kept[:-_KEPT]
+
+    def _open(self, dataset: Any, options: CacheOptions, probe: int = SampleOptions.probe) -> CachedDataset:
+        return CachedDataset(dataset, options, probe=probe, decoders=not any(map(has_decoders, self._kept)))
 
     def _cache_options(self) -> CacheOptions:
         options, limit = self.options, self.options.cache
@@ -325,7 +390,7 @@ class ProgramLoaders:
         for seen in self._loaders:
             if seen.reference() is None:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
-            epochs = seen.log.epochs()[seen.skipped :]
+            epochs = [self._worded(seen, epoch) for epoch in seen.log.epochs()[seen.skipped :]]
             if epochs or seen.note:
                 before = found[seen.name].epochs if seen.name in found else ()
                 (told := states.setdefault(seen.name, {}))[not seen.dataset.problem] = self._state_of(seen.dataset)
@@ -357,17 +422,18 @@ def _reads_in_order(loader: ProgramLoader[Any]) -> bool:
     return False
 
 
-def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
-    """Return why the dataset of a loader cannot be cached; "" if that has to be tried."""
-    dataset = loader.dataset
+def _why_not(dataset: Any, loader: ProgramLoader[Any] | None, options: ProgramOptions) -> str:
+    """Return why the dataset of a loader, which may be gone, cannot be cached; "" if that has to be tried."""
     if isinstance(dataset, IterableDataset):
-        return "it is iterable. Prepare its samples (stocache prepare), or read text with StreamLoader."
+        return "it is iterable. CachedIterable records a pass over it; StreamLoader reads text."
     if any(isinstance(found, CachedDataset) for found in walk(dataset)):
         return "the program caches it itself."
     if has_state(dataset):
         return "it has a state_dict, so its samples may depend on more than their index."
     if length_of(dataset) is None:
         return "it has no length."
+    if loader is None:
+        return ""
     if makes_iterators(loader, ProgramLoader, "_index_sampler", "_auto_collation"):
         return "its loader is a subclass that has its own way from samplers to batches."
     has_processes = loader.num_workers > 0 and (
@@ -380,33 +446,10 @@ def _why_not(loader: ProgramLoader[Any], options: ProgramOptions) -> str:
 
 def _why_no_gain(cached: CachedDataset) -> str:
     """Return that a sample costs less than a hit; "" if it costs more, or that is not known."""
-    indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
-    if not indices:
+    made_s, served_s = costs_of(cached) or (math.inf, 0.0)
+    if made_s > served_s:
         return ""
-    loads = cached.dataset.__getitem__, partial(peek, cached)
-    try:
-        cost_ns, hit_ns = (_least_in_child(cached, load, indices) for load in loads)
-    except Exception:  # whatever a dataset raises in a child process
-        return ""
-    if cost_ns > hit_ns:
-        return ""
-    return f"a sample takes {format_seconds(cost_ns / 1e9)}, less than a cached one ({format_seconds(hit_ns / 1e9)})."
-
-
-def _least_in_child(cached: CachedDataset, load: Callable[[int], object], indices: list[int]) -> int:
-    with closing(in_children([partial(_time_each, load, indices)], cached.dataset, _PATIENCE_S)) as costs_ns:
-        return int(min(costs_ns))
-
-
-def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[int]:
-    """Yield the nanoseconds that each sample takes, several times; fewer if they are slow."""
-    until = time.monotonic() + _TIMED_S
-    for idx in _ROUNDS * indices:
-        began = time.perf_counter_ns()
-        load(idx)
-        yield time.perf_counter_ns() - began
-        if time.monotonic() > until:
-            return
+    return f"a sample takes {format_seconds(made_s)}, less than a cached one ({format_seconds(served_s)})."
 
 
 def _place() -> str:

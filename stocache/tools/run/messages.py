@@ -18,11 +18,12 @@ LoaderName: TypeAlias = tuple[str, str, int | None]
 _FIRST = 2  # lines about a loader that are printed in any case
 _CHANGE = 0.25  # of the share of waiting, from which a line is printed again
 
+_CHOICE = "='auto' chooses"  # in the log, for a setting that was measured
+
 _OPTIONS = (
     (r"size_limit_gib=[\d.]+(, all that fits,)?", "a larger --cache"),
     (r"disk= keeps", "--disk and --disk-limit keep"),
     (r"worker_method='(\w+)'", r"--worker-method \1"),
-    (r"CachedDataset makes", "--cache auto makes"),
     (r"; move random steps to transform=.*| Load first and draw random numbers later.*?(?= \(stocache|$)", ""),
 )
 """Advice about stocache's own classes, and what stands for it where the program does not use them."""
@@ -50,28 +51,29 @@ def say_apart(text: str) -> None:
             stream.write(f"\n{text}\n")
 
 
-def as_options(text: str, cached: bool) -> str:
-    """Return advice for a user of ``stocache run``. ``cached``: whether ``--cache`` is given."""
-    if cached:
-        text = re.sub(r"; CachedDataset makes only once .*", "", text)
+def as_options(text: str) -> str:
+    """Return advice for a user of ``stocache run``."""
     for ours, option in _OPTIONS:
         text = re.sub(ours, option, text)
     return text
 
 
-def keep_log_apart(quiet: bool) -> None:
-    """Keep the log of this package out of that of the program: print warnings, or nothing if ``quiet``.
+def keep_log_apart(use: Use, quiet: bool) -> None:
+    """Keep the log of this package out of that of the program: print warnings, or nothing if ``quiet``. Note them in ``use``.
 
     It takes a filter, because programs replace the handlers of all loggers that exist.
     """
 
     def shown(record: logging.LogRecord) -> bool:
+        text = as_options(record.getMessage())
+        if record.levelno >= logging.WARNING or _CHOICE in text:
+            use.tried.append(text)
         if record.levelno >= logging.WARNING and not quiet:
-            say_apart(f"stocache: {as_options(record.getMessage(), cached=False)}")
+            say_apart(f"stocache: {text}")
         return False
 
     log = logging.getLogger("stocache")
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)
     log.addFilter(shown)
 
 
@@ -79,11 +81,11 @@ class EpochLines:
     """Prints the verdicts of epochs: the first ones of each loader, and those that differ from all that were printed.
 
     Args:
-        use: the state of this process: whether its loaders are cached, and its rank.
+        use: the state of this process, which knows its rank.
     """
 
     def __init__(self, use: Use) -> None:
-        self._use, self._cached = use, use.options.cache is not None
+        self._use = use
         self._epochs: defaultdict[LoaderName, int] = defaultdict(int)
         self._said: defaultdict[LoaderName, list[tuple[str, float]]] = defaultdict(list)
 
@@ -96,9 +98,4 @@ class EpochLines:
         known = any(limit == verdict.limit and abs(share - verdict.share) < _CHANGE for limit, share in said)
         if len(said) < _FIRST or not known:
             said.append((verdict.limit, verdict.share))
-            say_apart(f"stocache: {loader[0]}, epoch {self._epochs[loader]}: {words_of(epoch, self._cached)}")
-
-
-def words_of(epoch: "LoaderEpochStats", cached: bool) -> str:
-    """Return the verdict of an epoch, in the words of ``stocache run``, unless the program itself uses stocache's cache."""
-    return as_options(str(epoch.verdict), cached) if cached or epoch.hits is None else str(epoch.verdict)
+            say_apart(f"stocache: {loader[0]}, epoch {self._epochs[loader]}: {verdict}")

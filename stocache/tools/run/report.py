@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stocache.observe.verdict import LoaderEpochStats
+from stocache.observe.verdict import SILENT, LoaderEpochStats
 from stocache.system.figures import format_seconds, plural
-from stocache.tools.run.messages import words_of
 
 _SHOWN = 0.01  # share of the time, from which starting and ending epochs is shown
 
@@ -40,24 +39,33 @@ class LoaderLines:
         """The part of it in which the program waited for batches."""
         return sum(epoch.waited_s for epoch in self.epochs)
 
+    @property
+    def heading(self) -> str:
+        """Where the program made it, and its dataset."""
+        length = "" if self.length is None else f" of {plural(self.length, 'sample')}"
+        return f"{self.place or 'a loader'}: {self.dataset}{length}"
+
+    @property
+    def has_no_problem(self) -> bool:
+        """Whether no epoch has a verdict, and none that goes on waits for longer than one without a verdict."""
+        settled = all(epoch.verdict is None and (epoch.complete or epoch.waited_share < SILENT) for epoch in self.epochs)
+        return settled and bool(self.epochs) and not self.state and not self.note
+
     def as_dict(self) -> dict[str, Any]:
         """Return the same for JSON."""
         figures = ("number", "batches", "samples", "hits", "misses", "seconds", "waited_s", "steps_s", "hit_rate", "complete")
-        epochs = [
-            _named(epoch, figures) | {"verdict": epoch.verdict and words_of(epoch, bool(self.state))} for epoch in self.epochs
-        ]
+        epochs = [_named(epoch, figures) | {"verdict": epoch.verdict and str(epoch.verdict)} for epoch in self.epochs]
         return _named(self, ("place", "dataset", "length", "seconds", "waited_s", "state", "note")) | {"epochs": epochs}
 
     def text(self) -> str:
         """Return the lines about this loader."""
-        length = "" if self.length is None else f" of {plural(self.length, 'sample')}"
-        lines = [f"{self.place or 'a loader'}: {self.dataset}{length}"]
+        lines = [self.heading]
         lines += self._figures() if self.epochs else ["  none of its loops was timed"]
         lines += [f"  {line}" for line in (self.state, self.note) if line]
         judged = [(number, epoch) for number, epoch in enumerate(self.epochs, 1) if epoch.verdict is not None]
         if judged:
             number, epoch = max(judged, key=self._weight)
-            lines.append(f"  epoch {number}: {words_of(epoch, bool(self.state))}")
+            lines.append(f"  epoch {number}: {epoch.verdict}")
         return "\n".join(lines)
 
     def _weight(self, judged: tuple[int, LoaderEpochStats]) -> tuple[float, int]:
@@ -85,10 +93,15 @@ def _named(of: object, names: Sequence[str]) -> dict[str, Any]:
 
 
 def report_of(loaders: Sequence[LoaderLines]) -> str:
-    """Return a line about all loaders, and then some about each, the one that waited longest first."""
+    """Return a line about all loaders, and then some about each, the one that waited longest first.
+
+    If no loader has a problem, it is one line.
+    """
     seconds, waited_s = (sum(getattr(each, name) for each in loaders) for name in ("seconds", "waited_s"))
     share, timed = waited_s / max(1e-9, seconds), plural(sum(bool(each.epochs) for each in loaders), "loader")
     head = f"stocache: {format_seconds(seconds)} in loops over {timed}, {share:.0%} of it waiting for data"
     if not any(each.epochs for each in loaders):
         head = "stocache: no loop over a loader was timed"
+    elif all(each.has_no_problem for each in loaders):
+        return f"{head}: no problem"
     return "\n\n".join([head, *(each.text() for each in sorted(loaders, key=lambda each: -each.waited_s))])

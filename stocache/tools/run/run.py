@@ -6,6 +6,7 @@ It does without typer, and imports torch only when the program does.
 import argparse
 import atexit
 import importlib.machinery
+import importlib.util
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import types
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from stocache.errors import StocacheError
 from stocache.loader.threads import METHODS
@@ -25,13 +26,15 @@ from stocache.tools.run import compare
 from stocache.tools.run.compare import CHECK
 from stocache.tools.run.everywhere import OFF, Everywhere, replace_name, use_everywhere
 from stocache.tools.run.messages import EpochLines, keep_log_apart, say, say_apart
-from stocache.tools.run.use import ProgramOptions
+from stocache.tools.run.use import ProgramOptions, Use
 
 _HELP = """\
 Run a Python program, with stocache's DataLoader in place of torch's, and report what its training waits for.
 
 The program runs as "python SCRIPT" or "python -m MODULE" would run it, and its results are the same. With torchrun:
 torchrun ... -m stocache run train.py. STOCACHE_RUN=off in the environment switches everything off."""
+
+_FILES = "json", "trace", "report"
 
 SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module, the options, what to print and write; in JSON
 
@@ -53,13 +56,22 @@ def main(arguments: list[str]) -> None:
         compare.seed()
         compare.record(everywhere, os.environ.pop(CHECK))
         given.quiet = True
-    code, program = (_load_module if given.module else _load_script)(given.program)
-    sys.argv = [str(program.__file__) if given.module else given.program, *given.arguments]
+    for name in _FILES:
+        if path := getattr(given, name):
+            setattr(given, name, os.path.abspath(path))  # the program may change its directory
+            try:
+                open(path, "a").close()
+            except OSError as error:
+                command.error(f"--{name} {path}: {error.strerror}")
+    if given.report and importlib.util.find_spec("matplotlib") is None:
+        command.error("--report draws with matplotlib, which is not installed: pip install 'stocache[bench]'")
+    run = partial(_run_module, given.program, True) if given.module else _load_script(given.program)
+    sys.argv = ["-m" if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
         observe(everywhere, given, options)
         everywhere.use.reports_in = os.getpid()
         atexit.register(_report, everywhere, given)
-    _execute(code, program)
+    _execute(run, everywhere.use)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,6 +93,7 @@ def parser() -> argparse.ArgumentParser:
     add("--share", action="store_true", help="give workers one copy of the large lists and tables of datasets")
     add("--check", nargs="?", const=300, type=int, metavar="STEPS", help="run twice, without and with, and compare batches")
     add("--json", metavar="FILE", help="write the report to a file")
+    add("--report", metavar="FILE", help="write a page to pass on, as report.html, with pictures")
     add("--trace", metavar="FILE", help="write when batches came to a file for ui.perfetto.dev")
     add("--quiet", action="store_true", help="print nothing")
     add("-m", action="store_true", dest="module", help=argparse.SUPPRESS)
@@ -94,75 +107,52 @@ if sys.version_info < (3, 14):
     _NAMES["__annotations__"] = {}
 
 
-def _load_script(path: str) -> tuple[types.CodeType, types.ModuleType]:
-    """Return the code of a script, or of the ``__main__`` in a folder or zip file, and the main module for it."""
+def _load_script(path: str) -> Callable[[dict[str, Any]], object]:
+    """Return what runs a script, or the ``__main__`` in a folder or zip file, with the names of the main module."""
     path = os.path.abspath(path)
-    is_archive = not isinstance(pkgutil.get_importer(path), importlib.machinery.FileFinder | None)
-    if os.path.isdir(path) or is_archive:
-        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-        if spec is None:
-            _fail(f"can't find '__main__' module in {path!r}", 1)
-        _set_path(path)
-        return spec.loader.get_code("__main__"), _main_module(spec)  # type: ignore[union-attr]
+    if os.path.isdir(path) or not isinstance(pkgutil.get_importer(path), importlib.machinery.FileFinder | None):
+        sys.path[: not _has_safe_path()] = [path]
+        return partial(_run_module, "__main__", False)
     try:
         with io.open_code(path) as file:
             code = pkgutil.read_code(file)  # of a compiled file; else None
             file.seek(0)
             source = file.read() if code is None else b""
     except OSError as error:
-        _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}", 2)
-    _set_path(os.path.dirname(os.path.realpath(path)))
-    program = types.ModuleType("__main__")
-    vars(program).update(_NAMES, __file__=path, __cached__=None)
-    program.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
-    return (_compiled(source, path) if code is None else code), program
+        say(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
+        sys.exit(2)
+    if not _has_safe_path():
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+
+    def run(names: dict[str, Any]) -> None:
+        names |= {"__file__": path, "__cached__": None, "__loader__": loader}
+        exec(compile(source, path, "exec", dont_inherit=True) if code is None else code, names)
+
+    return run
 
 
-def _compiled(source: bytes, path: str) -> types.CodeType:
+def _run_module(name: str, is_module: bool, names: dict[str, Any]) -> None:
+    """Run a module, or the ``__main__`` of a package or folder, as Python does. It uses the names of the main module."""
+    if is_module and not _has_safe_path():
+        sys.path[0] = os.getcwd()
+    runpy._run_module_as_main(name, is_module)  # type: ignore[attr-defined]
+
+
+def _has_safe_path() -> bool:
+    """Whether Python was started not to put the folder of the program first in its path (``-P``, ``-I``)."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
+def _execute(run: Callable[[dict[str, Any]], object], use: Use) -> None:
+    """Run the program. An error leaves with its traceback, without the frames of this package, and Python's exit status.
+
+    The report comes now, not when Python exits: imports there would change the exit status of an interrupted program.
+    """
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(program).update(_NAMES)
     try:
-        return compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:
-        sys.excepthook(type(error), error.with_traceback(None), None)
-        sys.exit(1)
-
-
-class _NotFound(Exception):
-    pass
-
-
-def _load_module(name: str) -> tuple[types.CodeType, types.ModuleType]:
-    """Return the code of a module, or of the ``__main__`` of a package, and the main module for it."""
-    _set_path(os.getcwd())
-    try:
-        _, spec, code = runpy._get_module_details(name, _NotFound)  # type: ignore[attr-defined]
-    except _NotFound as error:
-        _fail(str(error), 1)
-    return code, _main_module(spec)
-
-
-def _main_module(spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-    program = types.ModuleType("__main__")
-    facts = {"__file__": spec.origin, "__cached__": spec.cached, "__spec__": spec, "__package__": spec.parent}
-    vars(program).update(_NAMES, __loader__=spec.loader, **facts)
-    return program
-
-
-def _set_path(first: str) -> None:
-    """Put the folder of the program first, where Python puts it, unless it was started not to (``-P``, ``-I``)."""
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        sys.path[0] = first
-
-
-def _fail(problem: str, status: int) -> NoReturn:
-    say(f"{sys.executable}: {problem}")
-    sys.exit(status)
-
-
-def _execute(code: types.CodeType, program: types.ModuleType) -> None:
-    """Run the program. An error leaves with its traceback, without the frames of this package, and Python's exit status."""
-    sys.modules["__main__"] = program
-    try:
-        exec(code, vars(program))
+        run(vars(program))
     except SystemExit:
         raise
     except BaseException as error:
@@ -171,6 +161,8 @@ def _execute(code: types.CodeType, program: types.ModuleType) -> None:
             traceback = traceback.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         sys.excepthook = lambda *arguments: None
+        if use.report is not None:
+            use.report()
         raise
 
 
@@ -191,12 +183,14 @@ def _follow_spawned(settings: dict[str, Any]) -> None:
 def observe(everywhere: Everywhere, given: argparse.Namespace, options: dict[str, Any]) -> None:
     """Have a process of the program print the verdicts of its epochs and report when it ends, and those that it starts."""
     use = everywhere.use
-    keep_log_apart(given.quiet)
+    keep_log_apart(use, given.quiet)
     if not given.quiet:
         use.on_epoch = EpochLines(use)
+    if given.json or given.report:
+        use.write = partial(_write_files, everywhere, given, ended=False)
     use.traces = given.trace is not None
     use.report = partial(_report, everywhere, given)
-    observed = {name: getattr(given, name) for name in ("quiet", "json", "trace")}
+    observed = {name: getattr(given, name) for name in ("quiet", "program", "arguments", *_FILES)}
     _follow_spawned({"options": options, "observed": observed})
 
 
@@ -212,16 +206,27 @@ def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
         text = everywhere.why_nothing()
     if text and not given.quiet and use.rank == 0:
         say_apart(text)
+    _write_files(everywhere, given, ended=True)
+
+
+def _write_files(everywhere: Everywhere, given: argparse.Namespace, ended: bool) -> None:
+    use = everywhere.use
     process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
-        _write(given.json + process, [lines.as_dict() for lines in everywhere.lines()])
-    if given.trace:
-        _write(given.trace + process, {"traceEvents": getattr(use.loaders, "events", [])})
+        _write(given.json + process, json.dumps([lines.as_dict() for lines in everywhere.lines()]))
+    if given.trace and ended:
+        _write(given.trace + process, json.dumps({"traceEvents": getattr(use.loaders, "events", [])}))
+    if given.report:
+        from stocache.tools.run.page import page_of
+
+        root, ending = os.path.splitext(given.report)
+        command = " ".join([given.program, *given.arguments])
+        _write(root + process + ending, page_of(everywhere.lines(), command, use.tried, ended))
 
 
-def _write(path: str, content: object) -> None:
+def _write(path: str, text: str) -> None:
     try:
-        with open(path, "w") as file:
-            json.dump(content, file)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         say_apart(f"stocache: {path}: {error.strerror}")

@@ -41,6 +41,7 @@ class Use:
     Attributes:
         on_epoch: called at the end of each epoch with the name of its loader (the place in the program, the class of its
             dataset and the number of samples), and with the epoch's figures.
+        write: writes the files of the report so far, for a program that ends without another word.
         traces: whether to note when batches came.
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
@@ -48,6 +49,7 @@ class Use:
         report: prints the report at the end of a process; None if nobody asked for it.
         reports_in: the number of the process that is to call it.
         process: the name of this process, if the program has started it; "" for the first one.
+        tried: the settings that were tried, with what was measured, and the warnings.
         rank: of this process, as of the newest iterator: at its end a program may have left its group.
         current: the present use; None without one.
     """
@@ -56,6 +58,7 @@ class Use:
 
     def __init__(self, options: ProgramOptions) -> None:
         self.options = options
+        self.write: Callable[[], None] | None = None
         self.on_epoch: Callable[[tuple[str, str, int | None], Any], None] | None = None
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
         self.traces = self.without = False
@@ -63,3 +66,4 @@ class Use:
         self.report: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""
+        self.tried: list[str] = []

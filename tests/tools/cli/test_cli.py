@@ -79,3 +79,12 @@ from stocache import *
 assert holdings() == before
 """
     run_python("-c", code)
+
+
+def test_without_a_command_the_first_three_are_shown(run):
+    result = run()
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert [re.split(" {2,}", line)[0] for line in lines] == [
+        "stocache run train.py", "stocache run --cache auto train.py", "stocache bench", "stocache --help",
+    ]  # fmt: skip

@@ -1,0 +1,60 @@
+"""Measure whether a cache is worth it: what a sample costs, made by its dataset and served from the cache."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from stocache.cache.stats import SlotState
+from stocache.samples.indices import spread
+from stocache.system.generators import Kept, own_generators
+from stocache.system.loading.children import in_children
+
+_TIMED_S, _ROUNDS, _PATIENCE_S = 0.05, 16, 20.0  # to time samples; to wait for one
+_DECODED = 4  # samples
+
+
+def costs_of(cached: Any) -> tuple[float, float] | None:
+    """Return the seconds that a cached sample of a `CachedDataset` takes at least: made by its dataset, and served.
+
+    Child processes time it. None if they cannot.
+    """
+    indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
+    jobs = [partial(_time_each, load, indices) for load in (cached.dataset.__getitem__, partial(_serve, cached))]
+    try:
+        made_s, served_s = (min(in_children([job], cached.dataset, _PATIENCE_S)) for job in jobs)
+    except Exception:  # whatever a dataset raises in a child process; or no sample is cached
+        return None
+    return made_s, served_s
+
+
+def _serve(cached: Any, idx: int) -> Any:
+    """Return a cached sample as it is served, without counting it."""
+    sample = cached.cache.peek(idx)
+    return cached._split.finish(idx, sample) if cached._has_rest else sample
+
+
+def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[float]:
+    """Yield the seconds that each sample takes, several times; fewer if they are slow, but two: the first call may compile."""
+    until = time.monotonic() + _TIMED_S
+    for number, idx in enumerate(_ROUNDS * indices):
+        began = time.perf_counter()
+        load(idx)
+        yield time.perf_counter() - began
+        if number and time.monotonic() > until:
+            return
+
+
+def decoded_again(cached: Any) -> str:
+    """Return which decoders of a `CachedDataset` serve from memory if samples are made twice alike; "" if none does.
+
+    It loads samples in this process, so it is for a child process.
+    """
+    kept = Kept(own_generators(cached.dataset))
+    for _ in range(2):
+        kept.restore()
+        for idx in spread(len(cached), _DECODED):
+            cached.dataset[idx]
+    return ", ".join(library for library, (_, hits) in cached._decoders.stats().items() if hits)
