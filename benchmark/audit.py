@@ -82,10 +82,10 @@ def cost(cost_s: float, count: int, epochs: int, repeats: int) -> None:
                 batches = stocache.DataLoader(cached, 64, shuffle=True)
                 list(batches)
                 for _ in range(epochs):
-                    before, began = cached._audit.loads, time.perf_counter()
+                    before, began = cached.stats().compared, time.perf_counter()
                     list(batches)
                     seconds[audit].append(time.perf_counter() - began)
-                    loads[audit].append(cached._audit.loads - before)
+                    loads[audit].append(cached.stats().compared - before)
     without, with_it = (statistics.median(each) for each in seconds.values())
     print(
         f"| {cost_s * 1e6:.0f} µs | {count} | {count * cost_s:.1f} s | {without * 1000:.1f} ms | {with_it * 1000:.1f} ms | "

@@ -189,7 +189,7 @@ def outcome(cls: Any, library: Library) -> tuple[str, int]:
     with CachedDataset(Images(made(cls), library.sample), 1, **dict(library.options)) as cached:
         found = epochs(cached)
         kept = cached.stats().total.filled and not cached._audit.changed
-        way = "uncached" if not kept else "split" if cached._has_rest else "cached"
+        way = "uncached" if not kept else "split" if cached._split else "cached"
     return way, sum(one != other for one, other in zip(found[:-1], expected[:-1], strict=True))
 
 

@@ -43,6 +43,7 @@ from torch.utils.data import get_worker_info
 
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
+from stocache.datasets.cut.tree import CONVENTIONAL
 from stocache.datasets.tables import table_digests, used_by_loads
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
@@ -50,8 +51,9 @@ from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.system.loading.children import in_children
+from stocache.system.objects import vars_of
 from stocache.system.platform import here
-from stocache.system.walking import attribute_in, parts_of
+from stocache.system.walking import attribute_in, parts_of, walk
 
 logger = logging.getLogger("stocache")
 
@@ -78,31 +80,37 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_failed", "_has_loaded", "_left", "_length",
-        "_looks_left", "_next", "_own", "_requests", "_said_threads", "_seen", "_set_by_loads", "_shared", "_tables",
-        "_took_s", "finding", "is_paused", "loads", "on_change", "share",
+        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_held", "_left", "_length",
+        "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared", "_tables", "_took_s",
+        "finding", "is_paused", "on_change", "share",
     )  # fmt: skip
 
-    def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
-        self.on_change: OnChange = options.on_change
-        self._assemble(dataset, length, options.audit, _SharedWords(Segment.create(_WORDS * 8, 0)))
-        self._attributes = _small_attributes(dataset) if self.share else {}
-        self._tables = table_digests(dataset) if self.share else {}
+    _length: int
+    share: float
 
-    def _assemble(self, dataset: object, length: int, share: float, shared: "_SharedWords") -> None:
-        self._dataset, self._length, self.share, self._shared = dataset, length, share, shared
+    def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
+        attributes, tables = (_small_attributes(dataset), table_digests(dataset)) if options.audit else ({}, {})
+        shared = _SharedWords(Segment.create(_WORDS * 8, 0))
+        self.__setstate__((dataset, length, options.audit, options.on_change, shared, attributes, tables, []))
+        self.hold_transforms()
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        state = self._dataset, self._length, self.share, self.on_change, self._shared, self._attributes, self._tables
+        return *state, self._held
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._dataset, self._length, self.share, on_change, self._shared, self._attributes, self._tables, self._held = state
+        self.on_change: OnChange = on_change
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
-        self.loads = 0  # samples that this process has loaded to compare them
-        self._own = own_generators(dataset)
         self._set_by_loads: set[str] = set()  # names of attributes, such as counters
-        self._failed = self._said_threads = False
+        self._said: set[str] = set()  # kinds of messages
         self._looks_left = 3  # at loads that seem to draw
         self._enter_process()
         _live.add(self)
 
     def _enter_process(self) -> None:
-        self._has_loaded = False
+        self._has_loaded, self._own = False, own_generators(self._dataset)
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of those that are wanted next
@@ -111,13 +119,6 @@ class Audit:
     def close(self) -> None:
         """Release the shared memory. May be called twice."""
         self._shared.close()
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._dataset, self._length, self.share, self._shared, self.on_change, self._attributes, self._tables
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *arguments, self.on_change, self._attributes, self._tables = state
-        self._assemble(*arguments)
 
     @property
     def _is_off(self) -> bool:
@@ -166,30 +167,37 @@ class Audit:
         self._shared.words[_CHANGED] = 1
         self._shared.words[_VERSION] += 1
 
+    def hold_transforms(self) -> None:
+        """Note the transforms that the dataset, and those within it, hold now: cached samples are made with them."""
+        holders = [(holder, vars_of(holder)) for holder in walk(self._dataset)]
+        self._held = [(holder, name, own[name]) for holder, own in holders for name in CONVENTIONAL if name in own]
+
+    def sees_new_transforms(self) -> bool:
+        """Return whether one of the transforms has been set since."""
+        return any(vars_of(holder).get(name) is not value for holder, name, value in self._held)
+
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""
         self._requests += count
-        return self.changed if self.is_paused else self._is_due(0)
+        return self.sees_new_transforms() or (self.changed if self.is_paused else self._is_due(0))
 
     def will_compare(self, count: int) -> bool:
         """Return whether `allows` will load samples among the next ``count``, if some of them are cached."""
         if self._is_off or self.changed or not self._is_due(count):
             return False
-        begins = self._begins(self._shared.words[_VERSION], count)
-        return self._left > 0 or self._doubted or begins or self._may_compare_more()
+        return self._left > 0 or self._doubted or self._begins(count) or self._has_time()
 
     def _is_due(self, count: int) -> bool:
         asked = self._left > 0 or self._doubted or self._requests + count > self._next
         return asked or bool(self._shared.words[_VERSION] != self._seen)
 
-    def _begins(self, version: int, count: int = 0) -> bool:
+    def _begins(self, count: int = 0) -> bool:
         """Return whether an epoch of this process begins with the next ``count`` samples: its first is compared in any case."""
-        return version != self._seen or self._requests + count > self._own_length()
+        return bool(self._shared.words[_VERSION] != self._seen) or self._requests + count > self._own_length()
 
-    def _may_compare_more(self, doubted: bool = False) -> bool:
-        """Return whether a further sample may be compared in this epoch; where it is ``doubted``, whatever time that takes."""
-        has_time = doubted or self._took_s <= self.share * (time.monotonic() - self._began)
-        return self._extra < _EXTRA and has_time
+    def _has_time(self) -> bool:
+        """Return whether the audits of this epoch were few, and have taken at most their share of the time."""
+        return self._extra < _EXTRA and self._took_s <= self.share * (time.monotonic() - self._began)
 
     def allows(self, indices: Sequence[int], cached: Any, load: Callable[[int], object] | None = None) -> bool:
         """Return whether samples of the cache may be served, after comparing some where it is time to.
@@ -202,42 +210,31 @@ class Audit:
         Raises:
             DatasetError: one differs, and ``on_change`` is "raise".
         """
-        if self.changed:
-            return False
-        version = self._shared.words[_VERSION]
+        if self.changed or self.is_paused:
+            return not self.changed
         if self._is_off:
-            self._next, self._seen, self._doubted = sys.maxsize, version, False
+            self._next, self._seen, self._doubted = sys.maxsize, self._shared.words[_VERSION], False
             return True
-        began, begins = time.monotonic(), self._plan(version, len(indices))
+        version, began, begins, doubted = self._shared.words[_VERSION], time.monotonic(), self._begins(), self._doubted
+        if begins:
+            self._requests, self._extra, self._own = len(indices), 0, own_generators(self._dataset)
+            self._left, self._began, self._took_s = 1, began, 0.0
+        elif not self._left and (self._has_time() or (doubted and self._extra < _EXTRA)):
+            self._left, self._extra = 1, self._extra + 1
+        if (begins or doubted) and self._set_attributes():
+            self._left = _MANY
+        self._doubted = False
         at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
         chosen = _cached_among([*indices[at:], *indices[:at]], cached, self._left)
         self._left, self._seen = self._left - len(chosen), version  # now: another thread may ask meanwhile
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
-        load = load or partial(operator.getitem, self._dataset)
-        finding = None
-        if begins or self._took_s <= self.share * (began - self._began):
-            finding = self._changed_table(indices)
+        finding = self._changed_table(indices) if begins or self._has_time() else None
         for idx in chosen:
-            finding = finding or self._compare(idx, cached.peek, load)
+            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
         self._took_s += time.monotonic() - began
         if finding is not None:
             self.change(finding)
         return finding is None
-
-    def _plan(self, version: int, count: int) -> bool:
-        """Set how many of the cached samples that are wanted now and next are compared. Return whether an epoch begins."""
-        doubted, self._doubted = self._doubted, False
-        begins = self._begins(version)
-        if begins:
-            self._left = _MANY if self._set_attributes() else 1
-            self._requests, self._extra, self._own = count, 0, own_generators(self._dataset)
-            self._began, self._took_s = time.monotonic(), 0.0
-        elif doubted and self._set_attributes():
-            self._left = _MANY
-        elif not self._left and self._may_compare_more(doubted):
-            self._extra += 1
-            self._left = 1
-        return begins
 
     def _own_length(self) -> int:
         """Return how many samples this process serves in an epoch, if all workers serve equally many."""
@@ -247,8 +244,7 @@ class Audit:
     def _changed_table(self, indices: Sequence[int]) -> str | None:
         """Return that a table which samples are made with was changed in place; None if none was."""
         now = table_digests(self._dataset)
-        names = [name for name, digest in now.items() if self._tables.get(name, digest) != digest]
-        names = [name for name in names if name not in self._set_by_loads]
+        names = [name for name in now if name not in self._set_by_loads and self._tables.get(name, now[name]) != now[name]]
         if not names:
             return None
         wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
@@ -263,23 +259,19 @@ class Audit:
         """Return how a sample differs from the one that is cached; None if it does not."""
         with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
-                self.loads += 1
                 self._shared.words[_COMPARED] += 1
-                before, tables = _small_attributes(self._dataset), self._tables_now()
+                before = _small_attributes(self._dataset)
                 fresh = load(idx)
-                self._note_tables(tables)
+                self._note_first_load()
                 self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}
             except Exception as error:
-                if not self._failed:
-                    self._failed = True
-                    name = type(self._dataset).__name__
-                    logger.warning("sample %d of %s, which is cached, cannot be loaded any more: %s", idx, name, repr(error))
+                text = "sample %d of %s, which is cached, cannot be loaded any more: %s"
+                self._say_once(logging.WARNING, text, idx, type(self._dataset).__name__, repr(error))
                 return None
             drawn = kept.drawn()
         if (cached := peek(idx)) is MISSING:  # it is of a class that is not imported here
             return None
-        mine = describe(cached, strides=False)
-        place = difference(mine, describe(fresh, strides=False))
+        place = difference(describe(cached, strides=False), describe(fresh, strides=False))
         if place is None:
             return self._draws(load, [idx]) if drawn else None
         if self._is_of_one_thread(idx, cached, fresh, load):
@@ -300,13 +292,17 @@ class Audit:
         first = describe(cached, strides=False)
         if self._in_child(partial(_load_again, load, idx, first), "no child process can load it") is not None:
             return False
-        if not self._said_threads:
-            self._said_threads = True
-            logger.info(
-                "sample %d of %s differs in its last digits by the number of torch's threads: it was cached by a process with "
-                "one, as workers have, and this process has %d.", idx, type(self._dataset).__name__, threads,
-            )  # fmt: skip
+        text = (
+            "sample %d of %s differs in its last digits by the number of torch's threads: it was cached by a process with "
+            "one, as workers have, and this process has %d."
+        )
+        self._say_once(logging.INFO, text, idx, type(self._dataset).__name__, threads)
         return True
+
+    def _say_once(self, level: int, text: str, *values: object) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            logger.log(level, text, *values)
 
     def _set_attributes(self) -> list[str]:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""
@@ -317,43 +313,37 @@ class Audit:
         """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
         if self._is_off or not self._looks_left:
             return load
-        return lambda idx: next(self._watch_each(load, [idx], map(load, [idx])))
+        return lambda idx: next(self._watch_each(Kept(self._own), load, [idx], map(load, [idx])))
 
     def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
         """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
         if self._is_off or not self._looks_left:
             return loader.load_many  # type: ignore[no-any-return]
-        return lambda indices: self._watch_many(loader, indices)
+        return partial(self._watch, loader)
 
-    def _watch_many(self, loader: Any, indices: list[int]) -> Iterable[Any]:
-        before, tables = Kept(self._own), self._tables_now()
-        samples = loader.load_many(indices)
+    def _watch(self, loader: Any, indices: list[int]) -> Iterable[Any]:
+        before, samples = Kept(self._own), loader.load_many(indices)
         if not isinstance(samples, list):
-            return self._watch_each(loader.load, indices, iter(samples))
-        self._note_load(before, tables, indices, loader.load)
+            return self._watch_each(before, loader.load, indices, samples)
+        self._note_load(before, indices, loader.load)
         return samples
 
-    def _watch_each(self, load: Callable[[int], object], indices: list[int], samples: Iterator[object]) -> Iterator[Any]:
-        before, tables = Kept(self._own), self._tables_now()
+    def _watch_each(
+        self, before: Kept, load: Callable[[int], object], indices: list[int], samples: Iterable[object]
+    ) -> Iterator[Any]:
         for number, sample in enumerate(samples, 1):
             if number == len(indices):  # who takes the samples does not ask for more
-                self._note_load(before, tables, indices, load)
+                self._note_load(before, indices, load)
             yield sample
 
-    def _tables_now(self) -> dict[str, str]:
-        """Return the digests of the tables before the first load of this process, which may change them (``options.pop()``)."""
-        return {} if self._has_loaded else table_digests(self._dataset)
-
-    def _note_tables(self, before: dict[str, str]) -> None:
-        """Note which tables that load has set."""
+    def _note_first_load(self) -> None:
+        """Note the tables after the first load of this process, which may have changed them (``options.pop()``)."""
         if not self._has_loaded:
-            self._has_loaded = True
-            now = table_digests(self._dataset)
-            self._set_by_loads |= {name for name, digest in before.items() if now.get(name) != digest}
+            self._has_loaded, self._tables = True, table_digests(self._dataset)
 
-    def _note_load(self, before: Kept, tables: dict[str, str], indices: Sequence[int], load: Callable[[int], object]) -> None:
+    def _note_load(self, before: Kept, indices: Sequence[int], load: Callable[[int], object]) -> None:
         """Note what a load has done besides returning samples."""
-        self._note_tables(tables)
+        self._note_first_load()
         finding = self._draws(load, indices) if self._looks_left and before.drawn() else None
         if finding is not None:
             self.change(finding)

@@ -23,7 +23,7 @@ from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.decoders.cache import decoders_job
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
-from stocache.datasets.proxy import DatasetProxy, HeldTransforms, cut_of, decoders_of
+from stocache.datasets.proxy import DatasetProxy, cut_of, decoders_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
@@ -31,12 +31,12 @@ from stocache.samples.containers import echoes_index
 from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.loading.fallback import in_children_or_here, run_here
-from stocache.system.objects import get_many_of, newer_of, static_attribute, takes_epoch
+from stocache.system.objects import newer_of, static_attribute, takes_epoch
 from stocache.system.ranks import is_first_rank
 from stocache.system.walking import passes_on, walk
 
 if TYPE_CHECKING:
-    from stocache.datasets.wrapping import Wrapped
+    from stocache.datasets.wrapping import Wrapper
 
 logger = logging.getLogger("stocache")
 
@@ -142,26 +142,29 @@ class CachedDataset(DatasetProxy[_T]):
         self._fingerprint = where.fingerprint
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
-        self._wrapping, self._transforms, self._decoders_job = (where, samples), HeldTransforms(dataset), decoders_job()
+        self._wrapping, self._decoders_job = (where, samples), decoders_job()
         wrapper = Wrapper(dataset, self._len, where, samples)
-        self._take(wrapper.make(*wrapper.cut()))
+        wrapper.cut()
+        self._take(wrapper)
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
         self._serve_decoders()
 
-    def _take(self, wrapped: "Wrapped") -> None:
-        """Serve samples from a cache that was made for this dataset."""
-        vars(self).update(cache=wrapped.cache, disk_cache=wrapped.disk, _loader=wrapped.loader, _split=wrapped.split)
+    def _take(self, wrapper: "Wrapper") -> None:
+        """Serve samples from a cache that is made for this dataset."""
+        wrapper.make()
+        probe, self._split = wrapper.probe, wrapper.split
+        vars(self).update(cache=wrapper.cache, disk_cache=wrapper.disk, _loader=wrapper.loader)
         self._tiers = Tiers(self.cache, self.disk_cache)
-        self._echoes = echoes_index(wrapped.probe.samples)
-        self._reads, self._loaded_here = wrapped.probe.reads, wrapped.probe.loaded_here
-        if isinstance(self.after_cache, PartTransform) and not self._has_rest:
-            for sample in list(wrapped.probe.named.values())[:1]:
+        self._echoes = echoes_index(probe.samples)
+        self._reads, self._loaded_here = probe.reads, probe.loaded_here
+        if isinstance(self.after_cache, PartTransform) and self._split is None:
+            for sample in list(probe.named.values())[:1]:
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self.cache.counts())
-        if wrapped.probe.finding is not None:
-            self._audit.change(wrapped.probe.finding)
+        if probe.finding is not None:
+            self._audit.change(probe.finding)
         if self.cache.dataset_len < self._len:  # it has no table of so many
             self._audit.leave()
 
@@ -171,14 +174,9 @@ class CachedDataset(DatasetProxy[_T]):
         return self._audit.changed
 
     @property
-    def _has_rest(self) -> bool:
-        """Whether transforms of the dataset run after the cache."""
-        return self._split is not None and self._split.has_rest
-
-    @property
     def is_transformed(self) -> bool:
         """Whether any transforms run after the cache."""
-        return self.after_cache is not None or self._has_rest
+        return self.after_cache is not None or self._split is not None
 
     @property
     def is_lazy(self) -> bool:
@@ -188,7 +186,7 @@ class CachedDataset(DatasetProxy[_T]):
     @property
     def transforms_batches(self) -> bool:
         """Whether a transform of the dataset gets whole batches."""
-        return self._has_rest and bool(self._split.takes_batches)
+        return self._split is not None and bool(self._split.takes_batches)
 
     @property
     def gathers_on_device(self) -> bool:
@@ -231,7 +229,7 @@ class CachedDataset(DatasetProxy[_T]):
             if sample is MISSING:
                 load = self._audit.watched(self._loader.load)
                 sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
-            if self._split is not None and self._split.has_rest:
+            if self._split is not None:
                 sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
         return sample if self.after_cache is None else self.after_cache(sample)
 
@@ -276,13 +274,12 @@ class CachedDataset(DatasetProxy[_T]):
             samples = self._read_cached(numbers, before_each)
         else:
             keys = list(indices) if numbers is None else check_indices(numbers, self._len, "dataset").tolist()
-            together = get_many_of(self.dataset)
-            if together is not None and before_each is None and self.after_cache is None:
-                return together(keys)  # type: ignore[no-any-return]
             load_many = SampleLoader(self.dataset).load_many
             singly = chain.from_iterable(load_many([key]) for key in _calling(before_each, keys))
             samples = load_many(keys) if before_each is None else singly
-        return list(samples if self.after_cache is None else map(self.after_cache, samples))
+        if self.after_cache is not None:
+            samples = map(self.after_cache, samples)
+        return list(samples) if isinstance(samples, Iterator) else samples  # type: ignore[return-value]
 
     def _read_cached(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> Iterable[Any]:
         """Return samples of the cache, with the missing ones, after the transforms of the dataset."""
@@ -294,7 +291,7 @@ class CachedDataset(DatasetProxy[_T]):
         samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=copy, strict=False)
         if before_each is not None and self.is_transformed:
             samples = _calling(before_each, samples)
-        if not self._has_rest:
+        if self._split is None:
             return samples
         return self._split.finish_many(indices, samples) if before_each is None else map(self._split.finish, indices, samples)
 
@@ -317,9 +314,10 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _serves(self, indices: Sequence[int]) -> bool:
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
-        if self._transforms.has_changed():
-            self._follow_transforms()
-        if not self._audit.is_due(len(indices)) or self._audit.allows(indices, self.cache, self._loader.load):
+        if not self._audit.is_due(len(indices)):
+            return True
+        self._follow_transforms()
+        if self._audit.allows(indices, self.cache, self._loader.load):
             return True
         self._serve_decoders()
         return False
@@ -354,10 +352,8 @@ class CachedDataset(DatasetProxy[_T]):
         if self.is_left:
             return self.stats()
         with tqdm(unit="sample", desc="warming the cache", disable=not (progress and is_first_rank())) as bar:
-            for _ in range(2):  # with admission by cost, some samples are admitted only at the second request
+            for _ in range(1 + self.cache.may_admit_later):  # by cost, some samples are admitted only at the second request
                 indices = self._tiers.unfilled(np.arange(self._len))
-                if bar.n and not self.cache.may_admit_later:
-                    break
                 bar.total = bar.n + len(indices)
                 for count in self._warm(indices, num_workers or 1):
                     bar.update(count)

@@ -37,7 +37,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,16 +107,17 @@ class BlockLoader:
         disk: the cache behind that one, or None. It keeps samples, not blocks; but of a block that has been fetched, all.
     """
 
-    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_dataset", "_disk", "_layout", "_whole")
+    __slots__ = ("__weakref__", "_bounds", "_cache", "_chosen", "_copies", "_dataset", "_disk", "_layout", "_whole")
     _holds_dataset = True
 
     def __init__(self, dataset: Any, cache: SampleCache, chosen: _Mask | None = None, disk: SampleCache | None = None) -> None:
         self._dataset, self._cache, self._chosen, self._disk = dataset, cache, chosen, disk
         self._bounds: NDArray[Any] = dataset.block_bounds
         self._whole = bool(attribute_of(attribute_of(dataset, "storage"), "reads_whole_blocks", False))
-        self._layout: RowLayout | None = None  # of rows that can be copied into slots
-        if isinstance(cache, SharedCache) and issubclass(type(dataset), StorageDataset):
-            self._layout = RowLayout(cache.structure)
+        reads = issubclass(type(dataset), StorageDataset)
+        self._layout = RowLayout(cache.structure) if reads and isinstance(cache, SharedCache) else None  # of slots
+        # Whether bytes of samples can be copied
+        self._copies = self._layout is not None or (reads and isinstance(cache, RaggedCache) and not cache.compresses)
 
     def __reduce__(self) -> Any:
         return BlockLoader, (self._dataset, self._cache, self._chosen, self._disk)
@@ -127,73 +128,68 @@ class BlockLoader:
 
     def load_many(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples ``indices``."""
-        blocks = (np.searchsorted(self._bounds, indices, side="right") - 1).tolist()
         if not self._whole and (self._chosen is not None or self._cache.holds_all()):
-            kept = self._leave_out(blocks, indices)
-            with BlockAdmitter.of(self, self._cache).behind(kept):
+            with BlockAdmitter.of(self, self._cache).behind(self._leave_out(indices)):
                 return list(self._dataset.__getitems__(indices))
         found: dict[int, Any] = {}
-        for block, group in groupby(sorted(zip(blocks, indices, strict=True)), key=lambda pair: pair[0]):
-            found.update(self._load_from(block, [idx for _, idx in group]))
+        for group in self.by_block(sorted(indices)):
+            found.update(self._load_from(group))
         return [found[idx] for idx in indices]
+
+    def _blocks_of(self, indices: Sequence[int]) -> list[int]:
+        blocks: list[int] = (np.searchsorted(self._bounds, indices, side="right") - 1).tolist()
+        return blocks
+
+    def _members(self, block: int) -> range:
+        return range(int(self._bounds[block]), int(self._bounds[block + 1]))
 
     def admit(self, block: int) -> None:
         """Cache the samples of a block that are empty, except those that another thread or process is loading."""
-        with self._cache.claimed(range(int(self._bounds[block]), int(self._bounds[block + 1]))) as indices:
+        with self._cache.claimed(self._members(block)) as indices:
             if indices and not self._copy(indices) and (samples := self._load_block(indices)) is not None:
                 self._cache.set_if_empty(indices, samples)
 
     def copy_samples(self, indices: Sequence[int]) -> None:
         """Cache those of some samples of one block that can be cached without making them."""
-        if self._chosen is None and not self._cache.holds_all():
-            return
-        block = int(np.searchsorted(self._bounds, indices[0], side="right")) - 1
-        if self._leave_out([block], indices[:1]):
+        if (self._chosen is not None or self._cache.holds_all()) and self._leave_out(indices[:1]):
             with self._cache.claimed(indices) as empty:
                 if empty:
                     self._copy(empty)
 
     def _copy(self, indices: Sequence[int]) -> bool:
         """Cache those samples of one block that are sound, without making them. Return False where they must be made."""
+        if not self._copies:
+            return False
         try:
-            encoded = self._load_encoded(indices)
+            encoded: Mapping[int, Any] | None = self._dataset.load_encoded(indices, self._layout)
         except Exception as error:  # a damaged file may raise anything; it is raised again when a sample is requested
             logger.debug("samples %d to %d: %s", indices[0], indices[-1], str(error))
             return False
-        if encoded is None:
-            return False
-        self._cache.set_encoded_if_empty(encoded)
-        return True
+        if encoded is not None:
+            self._cache.set_encoded_if_empty(encoded)
+        return encoded is not None
 
-    def _load_encoded(self, indices: Sequence[int]) -> Mapping[int, Any] | None:
-        """Return the bytes of samples of one block as the cache stores them; None where the samples must be made."""
-        dataset, cache = self._dataset, self._cache
-        as_records = issubclass(type(dataset), StorageDataset) and isinstance(cache, RaggedCache) and not cache.compresses
-        if not as_records and self._layout is None:
-            return None
-        encoded: Mapping[int, Any] | None = dataset.load_encoded(indices, None if as_records else self._layout)
-        return encoded
-
-    def _leave_out(self, blocks: list[int], indices: Sequence[int]) -> list[int]:
+    def _leave_out(self, indices: Sequence[int]) -> list[int]:
         """Exclude those blocks of wanted samples that will not be cached. Return the other blocks."""
+        blocks = self._blocks_of(indices)
         if self._chosen is None:
             return blocks
-        chosen = self._chosen[blocks]
-        for row in np.flatnonzero(~chosen).tolist():
-            if self._cache.fillable(indices[row]):
-                self._cache.exclude(range(int(self._bounds[blocks[row]]), int(self._bounds[blocks[row] + 1])))
-        kept: list[int] = np.array(blocks)[chosen].tolist()
-        return kept
+        kept = self._chosen[blocks].tolist()
+        for block, idx in compress(zip(blocks, indices, strict=True), map(operator.not_, kept)):
+            if self._cache.fillable(idx):
+                self._cache.exclude(self._members(block))
+        return list(compress(blocks, kept))
 
-    def _load_from(self, block: int, indices: list[int]) -> Iterable[tuple[int, Any]]:
-        cache, caches = self._cache, [self._cache] if self._disk is None else [self._cache, self._disk]
+    def _load_from(self, indices: list[int]) -> Iterable[tuple[int, Any]]:
+        """Return samples of one block, and cache all of it if one of them can be cached."""
+        (block,), caches = self._blocks_of(indices[:1]), [self._cache] if self._disk is None else [self._cache, self._disk]
 
         def fillable() -> bool:
             return any(each.fillable(idx) for each in caches for idx in indices)
 
         if fillable():
-            with cache.claim(block):
-                members = range(int(self._bounds[block]), int(self._bounds[block + 1]))
+            with self._cache.claim(block):
+                members = self._members(block)
                 if fillable() and (samples := self._load_block(members)) is not None:
                     for each in caches:
                         each.set_if_empty(members, samples)
@@ -228,7 +224,7 @@ class BlockLoader:
 
     def by_block(self, indices: list[int]) -> list[list[int]]:
         """Return ``indices`` in lists, one for each run of samples of one block."""
-        blocks = np.searchsorted(self._bounds, indices, side="right").tolist()
+        blocks = self._blocks_of(indices)
         return [[idx for _, idx in group] for _, group in groupby(zip(blocks, indices, strict=True), key=lambda pair: pair[0])]
 
 
@@ -280,26 +276,20 @@ class BlockAdmitter:
             thread.join(_LONGEST_S)
 
     def _run(self) -> None:
-        while (block := self._next()) is not None:
-            loader = self._loader()
-            if loader is None:
-                return
+        """Admit blocks when nobody has loaded for a while, until there are no more."""
+        while True:
+            with self._idle:
+                while self._due and (self._loading or time.monotonic() < self._loaded_at + _IDLE_S):
+                    self._idle.wait(_IDLE_S)
+                loader = self._loader()
+                if not self._due or loader is None:
+                    self._thread = None
+                    return
+                block = next(iter(self._due))
+                del self._due[block]
             with contextlib.suppress(Exception):  # the error is raised when the sample is requested
                 loader.admit(block)
             del loader
-
-    def _next(self) -> int | None:
-        """Return a block when nobody has loaded for a while; None when there is nothing to do."""
-        with self._idle:
-            while self._due:
-                rest_s = self._loaded_at + _IDLE_S - time.monotonic()
-                if not self._loading and rest_s <= 0:
-                    block = next(iter(self._due))
-                    del self._due[block]
-                    return block
-                self._idle.wait(max(rest_s, _IDLE_S))
-            self._thread = None
-            return None
 
 
 _admitters: "weakref.WeakKeyDictionary[SampleCache, BlockAdmitter]" = weakref.WeakKeyDictionary()

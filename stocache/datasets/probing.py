@@ -22,22 +22,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, LineOfSeed, own_generators
-from stocache.system.loading.children import (
-    ChildError,
-    PackedError,
-    SlowError,
-    in_children,
-    pack_error,
-    unpack_error,
-    with_prefix,
-)
+from stocache.system.loading.children import ChildError, SlowError, in_children, pack_error, unpack_error, with_prefix
 from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
 from stocache.system.loading.streams import find_iterator, is_of_closed_stream
 from stocache.system.objects import get_many_of, recorded_names, vars_of
@@ -103,38 +95,17 @@ class Probe:
         fails = not self.samples and all(raised for _, raised in self.errors.values())
         return next(((idx, error) for idx, (error, _) in self.errors.items()), None) if fails else None
 
-    def take(self, items: Iterable["_News"]) -> None:
-        """Take what `_load_all` yields."""
-        for news in items:
-            self.begun = self.begun if news.idx is None else news.idx
-            self.finding = self.finding or news.finding
-            self.draws, self.keeps = self.draws or news.draws, self.keeps or news.keeps
-            self.reads = self.reads or news.reads
-            self.survey += news.survey
-            if news.record is not None:
-                self.samples[self.begun] = unpack_sample(news.record)
-            if news.error is not None:
-                self.errors[self.begun] = unpack_error(news.error), news.raised
-
-
-class _News(NamedTuple):
-    """What the child sends.
-
-    Attributes:
-        idx: a sample that it begins to load.
-        record, error: of the sample that was begun last. ``raised``: by the dataset, not by packing.
-        finding, draws, reads, keeps: as of `Probe`. survey: items of it.
-    """
-
-    idx: int | None = None
-    record: bytes | None = None
-    error: PackedError | None = None
-    raised: bool = False
-    finding: str | None = None
-    draws: bool = False
-    reads: frozenset[str] = frozenset()
-    keeps: bool = False
-    survey: tuple[Any, ...] = ()
+    def take(self, items: Iterable[tuple[str, Any]]) -> None:
+        """Take what `_load_all` yields: names of attributes, each with a value that is new."""
+        for name, value in items:
+            if name == "samples":
+                self.samples[self.begun] = unpack_sample(value)
+            elif name == "errors":
+                self.errors[self.begun] = unpack_error(value[0]), value[1]
+            elif name == "survey":
+                self.survey.append(value)
+            else:
+                setattr(self, name, value if name == "begun" else getattr(self, name) or value)
 
 
 def probe_samples(
@@ -159,85 +130,79 @@ def probe_samples(
     if not indices:
         return Probe()
     job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices, survey)
-    probe = Probe()
+    probe, name = Probe(), type(dataset).__name__
+    reason: Exception | None = None  # to load in this process
     try:
         with contextlib.closing(in_children([job], dataset, _PATIENCE_S)) as items:
             probe.take(items)
     except ChildError as error:
-        if not isinstance(error, SlowError) or probe.begun is None:
-            return _probe_here(dataset, job, error)
-        logger.warning("sample %d is not loaded after %.0f s. %s.", probe.begun, _PATIENCE_S, _ADVICE)
+        if isinstance(error, SlowError) and probe.begun is not None:
+            logger.warning("sample %d is not loaded after %.0f s. %s.", probe.begun, _PATIENCE_S, _ADVICE)
+        else:
+            reason = error
     except WorkerError as error:
         if not probe.samples:
             raise WorkerError(f"probing sample {probe.begun}: {error} {_ADVICE}.") from None
         logger.warning("probing sample %s: %s", probe.begun, str(error))
     if any(is_of_closed_stream(error) for error, _ in probe.errors.values()):
-        name = type(dataset).__name__
         probe.finding = f"{name} reads a pipe or socket that is open in this process, which a child process cannot"
         return probe
-    if probe.failure is not None and loads_only_here(partial(operator.getitem, dataset, probe.failure[0]), probe.failure[1]):
-        return _probe_here(dataset, job, probe.failure[1])
-    return _completed(probe, dataset, here=False)
-
-
-def _probe_here(dataset: object, job: Callable[[], Iterator[_News]], reason: Exception) -> Probe:
-    warn_of_this_process(reason)
-    probe = Probe()
-    probe.take(run_here(job))
-    return _completed(probe, dataset, here=True)
-
-
-def _completed(probe: Probe, dataset: object, here: bool) -> Probe:
-    """Return the probe. ``here``: whether this process has loaded the samples. Raises the error of the dataset."""
+    if reason is None and probe.failure is not None:
+        idx, problem = probe.failure
+        reason = problem if loads_only_here(partial(operator.getitem, dataset, idx), problem) else None
+    if reason is not None:
+        warn_of_this_process(reason)
+        probe = Probe()
+        probe.take(run_here(job))
     if probe.failure is not None:
         idx, problem = probe.failure
-        raise with_prefix(problem, f"probing sample {idx} of {type(dataset).__name__}. {_ADVICE}. It raised")
-    iterator = find_iterator(dataset, probe.reads)
-    if iterator is not None and probe.finding is None:
-        probe.finding = f"samples of {type(dataset).__name__} are made with {iterator}"
-    probe.loaded_here = here if here or probe.samples or probe.errors else None
+        raise with_prefix(problem, f"probing sample {idx} of {name}. {_ADVICE}. It raised")
+    if probe.finding is None and (iterator := find_iterator(dataset, probe.reads)) is not None:
+        probe.finding = f"samples of {name} are made with {iterator}"
+    if reason is not None or probe.samples or probe.errors:
+        probe.loaded_here = reason is not None
     return probe
 
 
 def _load_all(
     dataset: object, load: Callable[[int], object], indices: list[int], survey: Callable[[], Iterator[Any]] | None
-) -> Iterator[_News]:
+) -> Iterator[tuple[str, Any]]:
+    """Load samples in a child process, and yield what `Probe.take` takes."""
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
     keeps, quick, drawn = False, False, False
 
-    def drawing() -> _News:
+    def drawing() -> Iterator[tuple[str, Any]]:
         finding = f"random numbers are drawn to load sample {idx} of {name}"
         if line.text is not None:
             finding = f"samples of {name} are made with a seed or bytes that the system draws in {line.text}"
-        return _News(finding=finding, draws=True)
+        yield from (("finding", finding), ("draws", True))
 
     for idx in indices:
         if len(done) > 1 and time.monotonic() - began > _BUDGET_S:
             break
-        yield _News(idx)
+        yield "begun", idx
         before, sizes, kept, loading = dict(vars_of(dataset)), _sizes(dataset), Kept(own_generators(dataset)), time.monotonic()
         try:
             with line if quick else contextlib.nullcontext():
                 sample = load(idx)
         except Exception as error:
-            yield _News(error=pack_error(error), raised=True)
+            yield "errors", (pack_error(error), True)
             continue
         draws, quick = kept.drawn() or line.text is not None, time.monotonic() - loading < _QUICK_S
         if draws and not drawn:
             drawn = True
-            yield drawing()
+            yield from drawing()
             if survey is not None:
                 kept.restore()
-                yield from (_News(survey=(item,)) for item in survey())
+                yield from (("survey", item) for item in survey())
                 return
         keeps = keeps or bool(_grown(dataset, sizes))
         try:
-            record = pack_sample(sample, f"sample {idx}")
+            yield "samples", pack_sample(sample, f"sample {idx}")
         except SampleError as error:
-            yield _News(error=pack_error(error))
+            yield "errors", (pack_error(error), False)
             continue
-        yield _News(record=record)
         done.append(idx)
         first = describe(sample, strides=False)
         del sample
@@ -246,34 +211,34 @@ def _load_all(
             new = {key for key, value in vars_of(dataset).items() if before.get(key, before) is not value}
             with recorded_names(dataset) as reads, line:
                 place = None if draws else _load_again(load, idx, first)
-            finding = f"sample {idx} of {name} was different when it was loaded again ({place:.300})" if place else None
-            yield _News(finding=finding, reads=frozenset(reads - new))
+            if place is not None:
+                yield "finding", f"sample {idx} of {name} was different when it was loaded again ({place:.300})"
+            yield "reads", frozenset(reads - new)
     if done and keeps:
-        yield _News(keeps=True)
+        yield "keeps", True
         sizes = _sizes(dataset)
         with contextlib.suppress(Exception):
             load(done[0])
         for grown in [each for each, container in _grown(dataset, sizes).items() if not _is_log(container)][:1]:
-            yield _News(finding=f"{name} keeps what it loads: {grown} grows each time that a sample is loaded")
+            yield "finding", f"{name} keeps what it loads: {grown} grows each time that a sample is loaded"
     if line.text is not None and not drawn:
-        yield drawing()
-    yield from (_News(finding=finding) for finding in _differences_of_batches(dataset, done))
+        yield from drawing()
+    yield from (("finding", finding) for finding in _differences_of_batches(dataset, done))
 
 
-def _containers(dataset: object) -> Iterator[tuple[str, Any]]:
-    """Yield the containers without a limit in a dataset and in the user's objects in it, with their names."""
-    for name, part in parts_of(dataset, follow=is_own):
-        if isinstance(part, list | dict | set | deque) and getattr(part, "maxlen", None) is None:
-            yield name, part
+def _containers(dataset: object) -> dict[str, Any]:
+    """Return the containers without a limit in a dataset and in the user's objects in it, by their names."""
+    parts = [(name, part) for name, part in parts_of(dataset, follow=is_own) if isinstance(part, list | dict | set | deque)]
+    return {name: part for name, part in parts if getattr(part, "maxlen", None) is None}
 
 
 def _sizes(dataset: object) -> dict[str, int]:
-    return {name: len(part) for name, part in _containers(dataset)}
+    return {name: len(part) for name, part in _containers(dataset).items()}
 
 
 def _grown(dataset: object, before: dict[str, int]) -> dict[str, Any]:
     """Return the containers that are longer than before, by their names."""
-    return {name: part for name, part in _containers(dataset) if len(part) > before.get(name, len(part))}
+    return {name: part for name, part in _containers(dataset).items() if len(part) > before.get(name, len(part))}
 
 
 def _is_log(container: Any) -> bool:

@@ -137,11 +137,8 @@ def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", item) for key, item in list(attributes_of_class(value).items()) if _counts(key, item))
             yield from ((name, base) for base in value.__bases__)
         return
-    if isinstance(value, list | tuple | deque):
-        items = list(value)
-        yield from ((f"{name}[{row}]", items[row]) for row in range(0, len(items), -(-len(items) // _MOST_ITEMS) or 1))
-    elif isinstance(value, dict):
-        entries = list(dict.items(value))
+    if isinstance(value, list | tuple | deque | dict):
+        entries = list(dict.items(value) if isinstance(value, dict) else enumerate(value))
         for row in range(0, len(entries), -(-len(entries) // _MOST_ITEMS) or 1):
             key, item = entries[row]
             named = type(key) in (int, str) and len(str(key)) <= _NAMED

@@ -21,7 +21,6 @@ from stocache.samples.indices import check_index, length_of
 from stocache.system.limits import parse_size
 from stocache.system.objects import attribute_of, vars_of
 from stocache.system.ranks import is_first_rank
-from stocache.system.walking import walk
 
 logger = logging.getLogger("stocache")
 
@@ -37,7 +36,6 @@ class DatasetProxy(Dataset[_T]):
 
     _audit: Audit
     _split: Any
-    _transforms: "HeldTransforms"
     _len: int
     _initialised: bool
     _decoders: DecoderCache | None = None  # in place of samples that cannot be cached
@@ -136,9 +134,9 @@ class DatasetProxy(Dataset[_T]):
         Raises:
             DatasetError: the cache has a name or a disk, and ``on_change`` is "raise".
         """
-        if self._audit.changed or not self._transforms.has_changed():
+        if self._audit.changed or not self._audit.sees_new_transforms():
             return
-        self._transforms = HeldTransforms(self.dataset)
+        self._audit.hold_transforms()
         kind, (where, samples) = type(self.dataset).__name__, self._wrapping
         finding = f"a transform of {kind} was set: its samples are made with it, and some are cached as they were"
         if get_worker_info() is not None or not (samples.split and samples.probe):
@@ -148,12 +146,12 @@ class DatasetProxy(Dataset[_T]):
 
         wrapper = Wrapper(self.dataset, self._len, where, samples)
         before = "" if self._split is None else self._split.before_text()
-        split, probe = wrapper.cut(before)
-        if before and split is not None and split.before_text() == before:
-            split.bind()
-            self._split, self._loader = split, split
+        wrapper.cut(before)
+        if before and wrapper.split is not None and wrapper.split.before_text() == before:
+            wrapper.split.bind()
+            self._split = self._loader = wrapper.split
         elif where.name is None and where.disk is None:
-            self._take(wrapper.make(split, probe))
+            self._take(wrapper)
         elif self._audit.on_change != "raise":
             self._audit.change(finding)
         else:
@@ -181,7 +179,7 @@ class DatasetProxy(Dataset[_T]):
         return type(dataset) if stands_in else type(self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle would compare the class
-        return _new, (type(self),), self.__getstate__()
+        return object.__new__, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_transforms()
@@ -212,21 +210,3 @@ def finding_of(cached: Any) -> str | None:
     """Return what samples depend on besides their index, if this process has found that; else None."""
     finding: str | None = cached._audit.finding
     return finding
-
-
-class HeldTransforms:
-    """The transforms that a dataset and those within it hold now. Slots hide them, as those of an `Audit`."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, dataset: object) -> None:
-        holders = [found for found in walk(dataset) if not isinstance(found, DatasetProxy)]
-        self._held = [(each, name, vars_of(each)[name]) for each in holders for name in CONVENTIONAL if name in vars_of(each)]
-
-    def has_changed(self) -> bool:
-        """Whether one of them has been set."""
-        return any(vars_of(holder).get(name) is not value for holder, name, value in self._held)
-
-
-def _new(kind: Any) -> Any:
-    return kind.__new__(kind)

@@ -33,7 +33,7 @@ def costs_of(cached: Any) -> tuple[float, float] | None:
 def _serve(cached: Any, idx: int) -> Any:
     """Return a cached sample as it is served, without counting it."""
     sample = cached.cache.peek(idx)
-    return cached._split.finish(idx, sample) if cached._has_rest else sample
+    return sample if cached._split is None else cached._split.finish(idx, sample)
 
 
 def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[float]:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,39 +37,31 @@ from stocache.system.loading.streams import find_stream
 logger = logging.getLogger("stocache")
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """The parts of a `CachedDataset` that depend on its samples.
-
-    Attributes:
-        probe: the samples that were loaded.
-        split: how samples are made in two parts, or None; see NOTE [ Cut programs ].
-        loader: loads the samples that the caches miss.
-        disk: the cache behind the memory, or None.
-    """
-
-    cache: SharedCache | RaggedCache
-    probe: Probe
-    split: Split | None
-    loader: SampleLoader | BlockLoader | Split
-    disk: DiskCache | None
-
-
 _MANY = 1 << 26  # samples; a table of fewer takes little memory and time
 _MOST = 1 << 28  # samples in the table of a cache
 _TABLE_SHARE = 64  # a table of many samples takes at most one part in so many of the cache
 
 
 class Wrapper:
-    """Makes the parts of a `CachedDataset`.
+    """Makes the parts of a `CachedDataset`, each from those before it: `cut`, then `make`.
 
     Args:
         dataset: of ``length`` samples.
         options, samples: the options of the cache.
 
+    Attributes:
+        probe: the samples that were loaded.
+        split: how samples are made in two parts, or None; see NOTE [ Cut programs ].
+        cache, disk: the cache in memory, and the one behind it, or None.
+        loader: loads the samples that the caches miss.
+
     Raises:
         DatasetError, WorkerError, LimitError, SampleError: as `CachedDataset`, and as the caches; so do the methods.
     """
+
+    cache: SharedCache | RaggedCache
+    disk: DiskCache | None
+    loader: SampleLoader | BlockLoader | Split
 
     def __init__(self, dataset: object, length: int, options: CacheOptions, samples: SampleOptions) -> None:
         if length > _MANY and length > min((limit := _limit_of(options)) // _TABLE_SHARE, _MOST):
@@ -91,87 +82,89 @@ class Wrapper:
         self._caches = size == "auto" or parse_size(size) > 0 or options.disk is not None
         by_block = self._caches and options.admission == "all" and self._placement.unit == 1
         self._unit = admission_unit(dataset) if by_block else None
-        self._probes = bool(samples.probe) and samples.example is None
-        self._stream = find_stream(dataset) if self._probes and self._caches else None
-        self._splits = samples.split and self._unit is None and self._caches and length > 0 and self._stream is None
+        probes = self._caches and bool(samples.probe) and samples.example is None
+        self._stream = find_stream(dataset) if probes else None
+        self._splits = samples.split and self._unit is None and probes and length > 0 and self._stream is None
         if not isinstance(samples.probe, int) or samples.probe < 0:
             raise LimitError(f"probe={samples.probe!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if samples.split not in (True, False, "straight"):
             raise LimitError(f"split={samples.split!r} is unknown. Use True, False or 'straight'.")
-        encoded = samples.store == "encoded"
-        if encoded and not (samples.split and self._probes and self._unit is None):
+        splits = samples.split and samples.probe and samples.example is None and self._unit is None
+        if samples.store == "encoded" and not splits:
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         self._limit = 0
         if self._splits or options.narrow == "auto":
             promised = registry.run_attaching(siblings.promised_bytes) if size == "auto" else 0
             self._limit = _limit_of(options, promised)
 
-    def make(self, split: Split | None, probe: Probe) -> Wrapped:
-        """Return the cache for a split, filled with the probed samples, and what belongs to it."""
+    def make(self) -> None:
+        """Make the cache, filled with the probed samples, and what belongs to it."""
         try:
-            cache = self._make_cache(split, probe)
+            self.cache = self._make_cache()
         except MismatchError:  # another process may have made it at this moment, and cut elsewhere
             wanted = self._wanted()
-            if split is None or wanted in (None, split.before_text()):
+            if self.split is None or wanted in (None, self.split.before_text()):
                 raise
-            split, probe = self.cut(wanted)
-            cache = self._make_cache(split, probe)
-        known = {} if probe.keeps else probe.samples
-        keep = partial(map, known.__getitem__)
-        if self._unit is None and self._options.admission == "all":  # by cost, only timed samples are kept
-            cache.get_or_load_many(list(known), keep, strict=False)
+            self.cut(wanted)
+            self.cache = self._make_cache()
+        cache, options, samples = self.cache, self._options, self.probe.samples
         memory = cache if isinstance(cache, SharedCache) else None
-        disk = DiskCache.from_options(self._options_for(split), self._length, memory)
-        if disk is not None and self._options.fingerprint is None:
-            _warn_of_other_samples(disk, probe.samples)
-        if disk is not None and self._unit is None:
-            disk.get_or_load_many(list(known), keep, strict=False)
-        if split is not None:
-            split.bind()
-        return Wrapped(cache, probe, split, self._make_loader(cache, split, probe, disk), disk)
+        self.disk = DiskCache.from_options(self._options_with_cut(), self._length, memory)
+        if self.disk is not None and options.fingerprint is None:
+            _warn_of_other_samples(self.disk, samples)
+        if self._unit is None and not self.probe.keeps:
+            for each in (cache, self.disk) if options.admission == "all" else (self.disk,):  # by cost, of timed samples
+                if each is not None:
+                    each.get_or_load_many(list(samples), partial(map, samples.__getitem__), strict=False)
+        if self.split is not None:
+            self.split.bind()
+        if self._unit is None:
+            self.loader = self.split or SampleLoader(self._dataset)
+            return
+        chosen = choose_blocks(self._dataset, cache, self.probe.named.values())
+        nothing = bool((cache.aux_array == SlotState.OOB).all()) if chosen is None else not chosen.any()
+        if cache.stats().capacity_bytes and nothing:
+            logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", options.size_limit_gib)
+        self.loader = BlockLoader(self._dataset, cache, chosen, self.disk)
 
-    def cut(self, wanted: str | None = None) -> tuple[Split | None, Probe]:
-        """Return how samples are made in two parts, or None, and the samples that were loaded.
+    def cut(self, wanted: str | None = None) -> None:
+        """Load samples, and find how they are made in two parts, if they are.
 
         ``wanted``: the `Split.before_text` that is hoped for; if left out, that of an earlier run.
         """
-        wanted, options, planner, probe = wanted or self._wanted(), self._samples, None, Probe()
-        encoded = options.store == "encoded"
-        if self._splits and self._probes:
+        wanted, options, planner = wanted or self._wanted(), self._samples, None
+        self.split, self.probe = None, (probe := Probe())
+        if self._splits:
             planner = Planner(self._dataset, self._length, self._limit, options, wanted)
-        needs_survey = planner is not None and (encoded or planner.reads)
+        needs_survey = planner is not None and (options.store == "encoded" or planner.reads)
         if self._caches and not needs_survey:
-            probe = self._look(None, (), None if planner is None else planner.survey)
+            self.probe = probe = self._look(None, (), None if planner is None else planner.survey)
         if planner is None:
-            return None, probe
+            return
+        finds = probe.draws or needs_survey
         try:
-            if probe.draws:
-                return planner.find(probe.survey, self._look)
-            chooses = options.cut is not None or bool(wanted) or not self._fits(probe)
-            if needs_survey or (chooses and probe.finding is None and probe.samples and holds_pipelines(self._dataset)):
-                return planner.find(None, self._look)
+            if not finds and probe.finding is None and (options.cut is not None or wanted or not self._fits()):
+                finds = bool(probe.samples) and holds_pipelines(self._dataset)
+            if finds:
+                split, self.probe = planner.find(probe.survey if probe.draws else None, self._look)
+                self.split = split if split.has_rest else None
         except CannotCut as error:
-            if encoded:
+            if options.store == "encoded":
                 raise DatasetError(ENCODED.format(type(self._dataset).__name__, str(error))) from None
-            if needs_survey:
-                probe = Probe(finding=str(error))
-            elif probe.draws:
-                probe.finding = f"{probe.finding}, {error}"
-        return None, probe
+            if needs_survey or probe.draws:
+                probe.finding = f"{probe.finding}, {error}" if probe.draws else str(error)
 
-    def _fits(self, probe: Probe) -> bool:
+    def _fits(self) -> bool:
         """Whether all samples fit, if they are like the probed ones."""
-        if self._options.disk is not None:
-            return True
-        expected = self._expected_bytes(probe, self._options.narrow)
+        expected = self._expected_bytes(self._options.narrow) if self._options.disk is None else None
         return expected is None or expected <= self._limit
 
-    def _expected_bytes(self, probe: Probe, narrow: object) -> int | None:
+    def _expected_bytes(self, narrow: object) -> int | None:
         """Return the bytes of all samples as records, if they are like the probed ones; None if that is not known."""
         options, rooms = self._options, list[int]()
         codec = None if options.codec is None else Codec(options.codec)
         encoder = RecordEncoder(options.allow_pickle, codec, bool(narrow))
-        for sample in probe.samples.values():
+        for sample in self.probe.samples.values():
             with contextlib.suppress(SampleError):
                 rooms.append(encoder.pack(sample, "").room)
         return sum(rooms) * self._length // len(rooms) if rooms else None
@@ -184,31 +177,31 @@ class Wrapper:
             found = manifest_of(disk)
         return None if found is None else str(found.get("fingerprint") or "").partition(FINGERPRINT_STEPS_SEPARATOR)[2]
 
-    def _options_for(self, split: Split | None) -> CacheOptions:
+    def _options_with_cut(self) -> CacheOptions:
         """Return the options, whose fingerprint says where samples are cut, if later runs or other jobs can see them."""
-        options, before = self._options, "" if split is None else split.before_text()
+        options, before = self._options, "" if self.split is None else self.split.before_text()
         if not before or (options.name is None and options.disk is None):
             return options
         return dataclasses.replace(options, fingerprint=f"{options.fingerprint or ''}{FINGERPRINT_STEPS_SEPARATOR}{before}")
 
-    def _make_cache(self, split: Split | None, probe: Probe) -> SharedCache | RaggedCache:
-        options = self._options_for(split)
+    def _make_cache(self) -> SharedCache | RaggedCache:
+        options, probe = self._options_with_cut(), self.probe
         if probe.finding is not None or probe.keeps:  # samples are random, or each rank wants to load them
             options = dataclasses.replace(options, share_ranks=False)
         structure = _common_structure(probe, self._variable)
         if options.narrow == "auto":
-            nbytes = self._expected_bytes(probe, False) if structure is None else structure.nbytes * self._length
+            nbytes = self._expected_bytes(False) if structure is None else structure.nbytes * self._length
             options = dataclasses.replace(options, narrow=nbytes is None or nbytes > self._limit)
         if options.narrow and structure is not None:
             structure = _narrowed(structure, list(probe.named.values()))
         by_ranks = options.name is None and options.share_ranks
-        proof = proof_of(self._dataset, probe, split) if by_ranks else None
+        proof = proof_of(self._dataset, probe, self.split) if by_ranks else None
         if structure is not None:
             placement = self._placement if self._unit is None else dataclasses.replace(self._placement, unit=self._unit)
             return SharedCache.from_options(options, self._length, structure, placement=placement, proof=proof)
         if self._placement == Placement("scattered") or probe.finding is not None:
-            expected = self._expected_bytes(probe, options.narrow)
-            if options.narrow and expected and (wide := self._expected_bytes(probe, False)):
+            expected = self._expected_bytes(options.narrow)
+            if options.narrow and expected and (wide := self._expected_bytes(False)):
                 logger.info(
                     "numbers made of small integers are kept as these: %.3g times as many samples fit.", wide / expected
                 )
@@ -227,7 +220,7 @@ class Wrapper:
             return Probe(example=example)
         disk = self._options.disk if self._options.fingerprint is not None and split is None else None
         if disk is not None and count and not self._options.narrow:  # one sample does not say what all are made of
-            known = known_example(disk, self._length, self._options_for(split).fingerprint)
+            known = known_example(disk, self._length, self._options.fingerprint)
             if known is not MISSING and not (known is None and self._samples.variable is False):
                 return Probe(example=known)
         if self._stream is not None:
@@ -241,18 +234,6 @@ class Wrapper:
         if self._samples.variable is False:
             raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
         return Probe()
-
-    def _make_loader(
-        self, cache: SharedCache | RaggedCache, split: Split | None, probe: Probe, disk: DiskCache | None
-    ) -> SampleLoader | BlockLoader | Split:
-        if self._unit is None:
-            return split if split is not None and split.has_rest else SampleLoader(self._dataset)
-        chosen = choose_blocks(self._dataset, cache, probe.named.values())
-        nothing = bool((cache.aux_array == SlotState.OOB).all()) if chosen is None else not chosen.any()
-        if cache.stats().capacity_bytes and nothing:
-            size = self._options.size_limit_gib
-            logger.warning("size_limit_gib=%s is less than a block of the storage: nothing is cached.", size)
-        return BlockLoader(self._dataset, cache, chosen, disk)
 
 
 def _limit_of(options: CacheOptions, promised: int = 0) -> int:
@@ -268,8 +249,9 @@ def check_dataset(dataset: Any) -> int:
         DatasetError: it is not one.
     """
     kind = type(dataset).__name__
-    is_stream = isinstance(dataset, IterableDataset) and not _reads_by_number(dataset)
-    if is_stream or not hasattr(type(dataset), "__getitem__"):
+    # Streams of LitData and MosaicML can be read by number, too
+    by_number = hasattr(dataset, "__len__") and type(dataset).__getitem__ is not Dataset.__getitem__
+    if (isinstance(dataset, IterableDataset) and not by_number) or not hasattr(type(dataset), "__getitem__"):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
             f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False. "
@@ -279,33 +261,20 @@ def check_dataset(dataset: Any) -> int:
         length = check_len(len(dataset))
     except (TypeError, NotImplementedError) as error:
         raise DatasetError(f"{kind} has no length, which a cache needs: {error}. Define __len__.") from error
-    if isinstance(dataset, Mapping) and not _has_keys(dataset, {0, length - 1} if length else set()):
-        raise DatasetError(
-            f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one of "
-            f"its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
-        )
+    if isinstance(dataset, Mapping):
+        try:
+            by_number = all(key in dataset for key in ({0, length - 1} if length else ()))
+        except Exception:  # whatever its class raises for a number: a TensorDict
+            raise DatasetError(
+                f"{kind} is in memory already, and makes batches of its rows by itself. Use it without a cache, or give a "
+                f"Dataset whose __getitem__ returns row idx of it."
+            ) from None
+        if not by_number:
+            raise DatasetError(
+                f"{kind} is a mapping with the keys {list(dataset)!r:.100}, not with the indices 0 to {length - 1}. Wrap one "
+                f"of its values, CachedDataset({kind.lower()}[{next(iter(dataset))!r}]), or list({kind.lower()}.values())."
+            )
     return length
-
-
-def _reads_by_number(stream: IterableDataset[Any]) -> bool:
-    """Return whether an iterable dataset can be read by number, too, as those of LitData and MosaicML."""
-    return hasattr(stream, "__len__") and type(stream).__getitem__ is not Dataset.__getitem__
-
-
-def _has_keys(dataset: Any, keys: set[int]) -> bool:
-    """Return whether a mapping has some keys.
-
-    Raises:
-        DatasetError: it takes no numbers as keys: a TensorDict.
-    """
-    try:
-        return all(key in dataset for key in keys)
-    except Exception:  # whatever its class raises for a number
-        kind = type(dataset).__name__
-        raise DatasetError(
-            f"{kind} is in memory already, and makes batches of its rows by itself. Use it without a cache, or give a Dataset "
-            f"whose __getitem__ returns row idx of it."
-        ) from None
 
 
 def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> None:

@@ -251,20 +251,20 @@ def test_how_many_samples_are_compared(monkeypatch):
             cached.set_epoch(epoch)
             for _ in range(2):
                 assert len([cached[idx] for idx in range(N // 2)]) == N // 2
-            assert cached._audit.loads == epoch + 1
+            assert cached.stats().compared == epoch + 1
         assert callable(cached.image)  # a method might have changed it
         assert cached[0] is not None
-        assert cached._audit.loads == 3 + 1
+        assert cached.stats().compared == 3 + 1
     seconds = itertools.count()  # a comparison takes one, and there is time for it
     with monkeypatch.context() as patched, CachedDataset(Source(), 1, audit=1) as cached:
         patched.setattr("stocache.datasets.audit.time", SimpleNamespace(monotonic=lambda: next(seconds)))
         cached.warm(progress=False)
         for _ in range(10):
             list(cached)
-        assert 10 < cached._audit.loads <= 10 * 5
+        assert 10 < cached.stats().compared <= 10 * 5
     with CachedDataset(Source(), 1, audit=0) as cached:
         assert len(list(cached)) == N
-        assert cached._audit.loads == 0
+        assert cached.stats().compared == 0
 
 
 def once(dataset, idx):
@@ -299,7 +299,7 @@ def test_nan_and_objects_that_compare_in_their_own_way_are_equal_to_themselves(c
         for epoch in range(3):
             cached.set_epoch(epoch)
             assert [cached[idx][2][1] for idx in (epoch, 0)] == [epoch, 0]
-        assert cached._audit.loads == 3
+        assert cached.stats().compared == 3
     assert not caplog.records
 
 

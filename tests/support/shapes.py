@@ -803,7 +803,7 @@ class InMemory(Base):
 
 def outcome(cached):
     """Return what becomes of a cached dataset, in the words of `Shape.expected`."""
-    if cached.is_left or not cached._has_rest:
+    if cached.is_left or cached._split is None:
         return "uncached" if cached.is_left else "cached"
     (plan,) = cached._split.plans.values()
     straight = Program(plan.division.straight())
