@@ -25,6 +25,7 @@ def _has_names(iterator, *names):
     return {*names} <= {*vars(iterator)} and iterator._task_info[iterator._rcvd_idx] == (0,)
 
 
+ITERATORS = "_task_info", "_rcvd_idx", "_data_queue", "_send_idx", "_worker_queue_idx_cycle"
 NAMES = {  # what uses it, and whether it is still what that takes it for
     "_worker_info of torch.utils.data._utils.worker": (
         "loader/choice/measure.py",
@@ -59,9 +60,9 @@ NAMES = {  # what uses it, and whether it is still what that takes it for
         "loader/thread_iterator.py",
         lambda: "_pin_memory_device" in vars(iter(torch.utils.data.DataLoader([1]))),
     ),
-    "_task_info, _rcvd_idx and _data_queue of torch's iterators": (
+    "_task_info, _rcvd_idx, _data_queue, _send_idx and _worker_queue_idx_cycle of torch's iterators": (
         "loader/torch_iterators.py",
-        lambda: _has_names(iter(torch.utils.data.DataLoader([1], num_workers=1)), "_task_info", "_rcvd_idx", "_data_queue"),
+        lambda: _has_names(iter(torch.utils.data.DataLoader([1], num_workers=1)), *ITERATORS),
     ),
     "BaseProcess._target": ("shm/job.py", lambda: multiprocessing.Process(target=print)._target is print),
     "get_preparation_data of multiprocessing.spawn": (

@@ -51,6 +51,7 @@ class DataLoader(TorchLoader[_T]):
             effect.
         snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
             step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
+            Persistent workers of a map-style dataset send each state that has changed, whatever n is.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
             pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" tries both, and logs what it chooses. Each thread has its own copy of the dataset object, and

@@ -18,7 +18,6 @@ NOTE [ Names of a loader ]
 
 import copy
 import dataclasses
-import functools
 import inspect
 import logging
 import multiprocessing
@@ -36,7 +35,7 @@ from stocache.errors import LimitError
 from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
 from stocache.loader.epochs import EpochLog, LoaderStats, RunningEpoch
 from stocache.loader.iteration import Iteration, LateIteration
-from stocache.loader.order import Order, Progress, known_length
+from stocache.loader.order import Order, Progress, known_length, samplers_in
 from stocache.loader.resumable import ResumableEngine
 from stocache.loader.sample_seed import SampleSeed, SeededDataset, as_sample_seed, is_pure, seeded
 from stocache.loader.samplers.locality import LocalityDistributedSampler
@@ -50,7 +49,7 @@ from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
 from stocache.system.limits import parse_size
 from stocache.system.loading.children import fork_lock
-from stocache.system.objects import TorchLoader
+from stocache.system.objects import TorchLoader, takes_epoch
 from stocache.system.platform import here
 from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
@@ -90,7 +89,7 @@ class LoaderEngine(ResumableEngine):
         device: Any,
         device_limit_gib: float | str,
     ) -> None:
-        vars(self).update(_fresh())
+        self._begin_alone()
         self._loader, self._make_loader = weakref.ref(loader), make_loader
         self.while_starting: Callable[[Any], AbstractContextManager[Any]] = nullcontext
         self.snapshot_every_n_steps = None if snapshot_every_n_steps is None else operator.index(snapshot_every_n_steps)
@@ -114,28 +113,34 @@ class LoaderEngine(ResumableEngine):
         self._epoch: int | None = None
         self._reset_position()
 
-    # Attributes of one object; a copy makes its own, also in another process
-    _uses_threads: bool  # by the newest workers
-    _ring: Ring | None
-    _pool: Pool  # for batches without workers
-    _record: TimingRecord | None
-    _stage: "DeviceStage | None"
-    log: EpochLog
-    served: Any
-    in_iter: bool
-    unused: "weakref.finalize[Any, Any] | None"  # until the first iterator; see `_warn_of_lost` in dataloader.py
+    def _begin_alone(self) -> None:
+        """Set the attributes of one engine, of which a copy has its own, as they are at first."""
+        self._uses_threads = self.in_iter = False
+        self._ring: Ring | None = None
+        self._pool = Pool()  # for batches without workers
+        self._record: TimingRecord | None = None
+        self._stage: DeviceStage | None = None
+        self.log = EpochLog()
+        self.served: Any = None
+        self.unused: weakref.finalize[Any, Any] | None = None  # until the first iterator; see `_warn_of_lost` in dataloader.py
+
+    def __getstate__(self) -> dict[str, Any]:
+        fresh = object.__new__(LoaderEngine)
+        fresh._begin_alone()
+        return super().__getstate__() | vars(fresh)
 
     def iterate(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
         order = self._order()
-        if not order.has_epochs:
+        if not any(map(takes_epoch, samplers_in(self._index_source))):
             return self.begin()
         if self._promised:
             self._leave_resumed_epoch()  # it is that of the earlier iterator, as with torchdata
         self._promised = self._loaded is not None
         if self._loaded is None:
             self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
-        return LateIteration(functools.partial(_begin_late, self.loader, order.epochs(every=True)))
+        loader, epochs = self.loader, order.epochs(every=True)
+        return LateIteration(lambda: engine_of(loader).begin(epochs))  # it holds the loader, which may have no other holder
 
     def begin(self, epochs: list[int | None] | None = None) -> "Iteration":
         """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `LateIteration`."""
@@ -161,7 +166,7 @@ class LoaderEngine(ResumableEngine):
                 batches = TorchLoader.__iter__(self.loader)
         self._worker_group = group if self.loader.persistent_workers else None
         self._progress, self._loaded, self._iterations = progress, None, self._iterations + 1
-        self._worker_states.begin(progress.delivered)
+        self._worker_states.begin(progress.delivered, progress.turn)
         epoch.ring, epoch.threads = group.ring, self._uses_threads
         if not self._is_iterable:
             length = known_length(self._index_source)
@@ -173,10 +178,10 @@ class LoaderEngine(ResumableEngine):
 
     def _begin_epoch(self) -> RunningEpoch:
         persistent = bool(self.loader.num_workers and self.loader.persistent_workers)
-        for cached in self._cached_datasets:
-            looped = self._progress.delivered > (self._progress.resumed or 0)
-            cached.begin_loop(self, looped)
-        first = next(iter(self._cached_datasets), None)
+        cached = self._cached_datasets
+        for dataset in cached:
+            dataset.begin_loop(self, self._progress.delivered > (self._progress.resumed or 0))
+        first = cached[0] if cached else None
         return self.log.begin(self.record, first, min(self.loader.num_workers, self.record.workers), persistent, self._ring)
 
     def _make_iterator(self, progress: Progress) -> "tuple[Any, WorkerGroup]":
@@ -189,15 +194,7 @@ class LoaderEngine(ResumableEngine):
         self._open_device(lazy)
         if self._pool.pinned != self._pins:
             self._pool = Pool(self._pins)
-        method = self.worker_method
-        if method == "auto" and not alone:
-            from stocache.loader.choice.choice import MethodTrial, choose_method
-
-            self._trial = self._trial or MethodTrial(
-                self._make_loader, loader.num_workers, loader.batch_size, loader.collate_fn, self._start_method == "fork"
-            )
-            method = choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
-        self._uses_threads = method == "thread" and not alone
+        self._uses_threads = not alone and self._choose_method() == "thread"
         order = self._order()
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
         if seed is not None and self._uses_threads:
@@ -207,23 +204,21 @@ class LoaderEngine(ResumableEngine):
         replaced: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
         if self.device is not None:
             replaced |= {"pin_memory": False}  # the ring and the pool are pinned
+        ring = None if alone or self._uses_threads else self.ring
+        iteration = 0 if ring is None else ring.begin()
+        collate: Any
         if alone:
-            collate_here = MainCollate(collate_fn, batched, self.record.main, stacking, self._pool)
-            replaced |= {"dataset": self._restored_here(dataset), "collate_fn": collate_here}
+            collate = MainCollate(collate_fn, batched, self.record.main, stacking, self._pool)
             # A state is that of the delivered batches
             if self.device is not None and lazy is not None and order.may_run_ahead and not self._keeps_states:
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
-            return self._torch_iterator(order, progress, replaced), WorkerGroup(order)
-        ring = None if self._uses_threads else self.ring
-        iteration = 0 if ring is None else ring.begin()
-        order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-        if ring is None:
-            collate: Any = ThreadCollate(collate_fn, stacking, batched, self._pool, seed)
         else:
+            order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
+            collate = ThreadCollate(collate_fn, stacking, batched, self._pool, seed)
+        if ring is not None:
             ring.record = self.record
             collate = RingCollate(collate_fn, stacking, ring, iteration)
-        replaced |= self._restored_in_workers(dataset, collate)
-        order.final_requests = self._final_requests
+        replaced |= self._with_states(dataset, collate)
         if ring is None:
             return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=loader.persistent_workers)
         replaced |= {"multiprocessing_context": (context := with_quick_queues(loader.multiprocessing_context))}
@@ -240,6 +235,19 @@ class LoaderEngine(ResumableEngine):
         group.watch()
         return iterator, group
 
+    def _choose_method(self) -> str:
+        """Return "thread" or "multiprocessing" for the workers of the next iterator."""
+        if self.worker_method != "auto":
+            return self.worker_method
+        from stocache.loader.choice.choice import MethodTrial, choose_method
+        from stocache.loader.choice.measure import Study
+
+        loader, seed = self.loader, self.sample_seed
+        tried = (loader.num_workers,), (loader.batch_size,), ("multiprocessing", "thread")
+        study = Study(self._make_loader, *tried, collate_fn=loader.collate_fn)
+        self._trial = self._trial or MethodTrial(study, self._start_method == "fork")
+        return choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
+
     def _open_device(self, lazy: Any) -> None:
         """Have batches delivered on the device; cached samples are gathered there if the dataset has lazy batches for it."""
         if self.device is None:
@@ -251,13 +259,6 @@ class LoaderEngine(ResumableEngine):
         if (cached := _gathered_on_device(lazy)) is not None:
             self._stage.gather_from(cached.cache, self._device_limit)
 
-    @property
-    def _final_requests(self) -> int:
-        """How many requests without indices end an epoch; see `Order`."""
-        loader, rare = self.loader, self._worker_states.every > 1
-        needs = rare and loader.persistent_workers and not self._is_iterable and self._keeps_states
-        return loader.num_workers if needs else 0
-
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return an iterator of torch over a changed loader, made with the random generators as an epoch needs them."""
         with order.rng_during_creation(progress), fork_lock():
@@ -265,8 +266,10 @@ class LoaderEngine(ResumableEngine):
             iterator = TorchLoader.__iter__(changed)
             if changed._iterator is not None:  # of persistent workers
                 self.loader._iterator = changed._iterator
-            if not self.loader.num_workers:
-                order.skip_delivered()
+            if not self.loader.num_workers and progress.resumed is not None:
+                # Workers are sent batches at once; torch would skip the delivered ones at the first `next`. An iterator that is
+                # not used leaves the generators where the epoch left them, for the next one
+                next(iterator._sampler_iter)
         return iterator
 
     @property
@@ -313,9 +316,6 @@ class LoaderEngine(ResumableEngine):
         """Return how a persistent worker died; None while all live."""
         return None if self._worker_group is None else self._worker_group.death()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | _fresh()
-
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
         is_open = any(not cached.cache.closed for cached in self._cached_datasets)
@@ -333,17 +333,6 @@ def _gathered_on_device(lazy: Any) -> Any:
     """Return the cached dataset whose samples a GPU gathers; None where it gathers none."""
     cached = None if lazy is None else through_subsets(lazy)[0]
     return cached if isinstance(cached, CachedDataset) and cached.gathers_on_device else None
-
-
-def _fresh() -> dict[str, Any]:
-    """Return the attributes that belong to one engine alone, as they are at first."""
-    own: dict[str, Any] = dict.fromkeys(("_ring", "_stage", "_record", "served", "unused"))
-    return own | {"_pool": Pool(), "log": EpochLog(), "_uses_threads": False, "in_iter": False}
-
-
-def _begin_late(loader: TorchLoader[Any], epochs: list[int | None]) -> Iteration:
-    """Begin an epoch of a loader that only its iterator holds."""
-    return engine_of(loader).begin(epochs)
 
 
 def engine_of(loader: Any) -> LoaderEngine:

@@ -79,17 +79,15 @@ class LoaderStats:
         device: "DeviceStats | None",
     ) -> "LoaderStats":
         """Return the statistics of a loader. ``is_open``: whether it has an open cache."""
-        counted = None if record is None else record.read()
-        times = {} if counted is None else counted.distributions()
-        wait, load = (times.get(name, EMPTY_DISTRIBUTION) for name in ("wait", "load"))
-        samples = 0 if counted is None else counted.sum(SAMPLES_MADE)
+        counted = (record or TimingRecord(0, shared=False)).read()
+        times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
         return cls(
-            batches=wait.count,
-            waited_s=0.0 if counted is None else counted.sum(WAIT_NS) / 1e9,
+            batches=times["wait"].count,
+            waited_s=counted.sum(WAIT_NS) / 1e9,
             ring=0 if ring is None else ring.received,
             fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
             ring_bytes=0 if ring is None else ring.nbytes,
-            hit_rate=max(0, samples - load.count) / max(1, samples) if is_open else None,
+            hit_rate=max(0, samples - times["load"].count) / max(1, samples) if is_open else None,
             ring_occupancy=None if ring is None else ring.occupancy,
             device=device,
             epochs=epochs,

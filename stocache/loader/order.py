@@ -34,7 +34,7 @@ from torch.utils.data import (
 from stocache.errors import StateError
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
-from stocache.loader.workers.requests import BatchRequest, EpochIndices, NoIndices, RequestContext
+from stocache.loader.workers.requests import BatchRequest, EpochIndices, RequestContext
 from stocache.system import generators as rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
@@ -69,7 +69,7 @@ class Progress:
         now: states of the samplers after the batches that were delivered; None if they do not have one.
         resumed: batches to skip, because an earlier iterator delivered them; None for an epoch that begins here.
         replay: batches to load and drop, because the states of the workers are older; see workers/states.py.
-        fillers: requests that the first workers answer with a batch that is dropped; see workers/states.py.
+        turn: the worker that makes the first batch.
         sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.
@@ -86,7 +86,7 @@ class Progress:
     now: list[Any] | None = None
     resumed: int | None = None
     replay: int = 0
-    fillers: int = 0
+    turn: int = 0
     sample_epoch: int | None = None
     skip_rng_draw: bool = False
     workers_made: dict[str, Any] | None = None
@@ -119,7 +119,6 @@ class Order:
         endless: whether the dataset is iterable: its indices are not numbers, and do not end.
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
-        final_requests: requests without indices at the end: the workers answer them with their last states.
         at_once: how many batches an `AheadIterator` asks for at a time; 0 for another iterator.
         error: the error of the sampler; None without one.
     """
@@ -129,10 +128,8 @@ class Order:
     endless: bool = False
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
-    final_requests: int = 0
     at_once: int = 0
     error: Exception | None = None
-    _resumed: Iterator[Any] | None = None  # an iterator that has not skipped the delivered batches
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -144,53 +141,40 @@ class Order:
                 self.restore(progress.begun, progress.samplers, progress.epochs)
                 progress.epochs = self.epochs()  # of those that the state does not have
                 numbered = self._numbered(progress, self._begin_sampler())
-            self._resumed = numbered if self.context is None else None
         else:
             if progress.skip_rng_draw:
                 self.restore(progress.made)
             progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
             numbered = self._numbered(progress, self._begin_sampler())
-        if progress.workers_made is not None:  # torch draws the seed of the workers now, and then asks for another iterator
-            self.restore(progress.workers_made)
-            progress.workers_made = None
+        if (made := progress.workers_made) is not None:  # torch draws the seed of the workers now, and then begins again
+            progress.workers_made = (
+                self.rng_state() if self.context is None else None
+            )  # without workers it does not begin again
+            self.restore(made)
         return numbered
 
     def _begin_sampler(self) -> Iterator[Any]:
         return begin(self.sampler, self.at_once > 1 or (self.context is not None and self.context.arrays))
-
-    def skip_delivered(self) -> None:
-        """Skip the delivered batches now. Workers are sent batches at once; without them torch asks for none until `next`.
-
-        An iterator that is not used then leaves the generators where the epoch left them, for the next one.
-        """
-        if self._resumed is not None:
-            next(self._resumed)
-            self._resumed = None
 
     def _numbered(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
         number, head = 0, []
         if progress.resumed is None:
             progress.asked = self.rng_state()
         elif not self.endless:
-            with rng.Kept() if self.context is None else contextlib.nullcontext():
-                self.restore(progress.asked)
-                number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
-                if not number or indices is not begun:
-                    head = list(islice(rest_of(indices), 1))  # a sampler may draw at its first batch
+            self.restore(progress.asked)
+            number, begun, indices = progress.resumed, indices, self._skip(progress, indices)
+            if not number or indices is not begun:
+                head = list(islice(rest_of(indices), 1))  # a sampler may draw at its first batch
         if self.context is None and progress.resumed is not None:
-            yield None  # to `skip_delivered`
+            yield None  # after it skipped the delivered batches
         resumed = frozenset(progress.ahead)
         tracked = self._tracked(indices)
-        if self.context is not None:
-            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(progress.fillers))
         for index in self._noting_errors(chain(head, rest_of(indices))):
             if tracked:
                 progress.drew(number, _states_of(tracked))
             if number not in resumed:
                 yield self._request(progress, number, index)
             number += 1
-        if self.context is not None:
-            yield from (BatchRequest(self.context, number, NoIndices) for _ in range(self.final_requests))
 
     def _noting_errors(self, indices: Iterator[object]) -> Iterator[Any]:
         try:
@@ -227,6 +211,7 @@ class Order:
         if progress.resumed is None:
             progress.made = self.rng_state()
             yield
+            self.restore(progress.workers_made)
         else:
             with rng.Kept():
                 self.restore(progress.made)
@@ -267,11 +252,6 @@ class Order:
             epoch_of(sampler) if every or not isinstance(sampler, ResumableSampler) else None
             for sampler in samplers_in(self.sampler)
         ]
-
-    @property
-    def has_epochs(self) -> bool:
-        """Whether a sampler has ``set_epoch``."""
-        return any(takes_epoch(sampler) for sampler in samplers_in(self.sampler))
 
     @property
     def may_run_ahead(self) -> bool:

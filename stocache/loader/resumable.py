@@ -21,7 +21,6 @@ from stocache.loader.workers.states import (
     StatefulDataPipe,
     StatefulInit,
     StatefulIterable,
-    StatefulMap,
     WorkerState,
     WorkerStates,
     restore,
@@ -79,7 +78,7 @@ class ResumableEngine:
         self._iterations = 0  # that were begun
         self._loaded: dict[str, Any] | None = None  # the state from which the next iterator continues
         self._promised = False  # whether an iterator that has not begun is to continue from it
-        self._restored: tuple[list[WorkerState | None], int] = [], 0  # states for the next workers, and whose turn it is
+        self._restored: list[WorkerState | None] = []  # states for the next workers
         self._worker_states = WorkerStates(1)  # of the newest iterator
         self._iterable: StatefulIterable | None = None  # of the newest iterator without workers
         self._worker_group: WorkerGroup | None = None  # of persistent workers
@@ -130,7 +129,7 @@ class ResumableEngine:
             ahead=set(position["ahead"]),
             epochs=position["epochs"],
             sample_epoch=sample_epoch,
-            fillers=0 if self._is_iterable else self._restored[1],
+            turn=position["turn"] if self._restored and self._in_order else 0,
             workers_made=parts["made"] if self.loader.num_workers and self._worker_group is None else None,
             **{name: parts[name] for name in ("made", "begun", "asked", "samplers", "now")},
         )
@@ -148,39 +147,23 @@ class ResumableEngine:
                 self._order().restore(self._loaded["parts"]["asked"])  # where that epoch left the generators of the loader
             self._loaded = None
 
-    def _begin_worker_states(self) -> tuple[list[WorkerState | None], int]:
-        """Return the states that new workers restore, and whose turn it is."""
-        (states, turn), self._restored = self._restored, ([], 0)
-        workers = self.loader.num_workers
-        every = max(1, self.snapshot_every_n_steps or 1) if self._in_order and workers and self._keeps_states else 1
-        self._worker_states = WorkerStates(max(1, workers), every, list(states), turn)
-        return states, turn
-
-    def _restored_here(self, source: object) -> Any:
-        """Return the dataset for an iterator without workers."""
-        states, _ = self._begin_worker_states()
-        self._iterable = None
+    def _with_states(self, source: Any, collate: Any) -> dict[str, Any]:
+        """Return arguments of torch's loader with which the states of the dataset are restored, and known after each batch."""
+        (states, self._restored), workers = (self._restored, []), self.loader.num_workers
+        sends_some = self._in_order and workers and (self._is_iterable or not self.loader.persistent_workers)
+        every = max(1, self.snapshot_every_n_steps or 1) if sends_some and self._keeps_states else 1
+        self._worker_states = WorkerStates(max(1, workers), every, list(states))
+        iterable = None
         if self._is_iterable:
-            source = self._iterable = self._stateful_iterable(source, states, 0)
-        elif states and states[0] is not None:
+            kind = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
+            source = iterable = kind(source, states, self.loader.batch_size or 1, self.loader.drop_last)
+        self._iterable = None if workers else iterable
+        if workers and self._keeps_states:
+            init = StatefulInit(self.loader.worker_init_fn, states)
+            return {"dataset": source, "collate_fn": StatefulCollate(collate, every, iterable), "worker_init_fn": init}
+        if iterable is None and states and states[0] is not None:
             restore(source, states[0].dataset)
-        return source
-
-    def _restored_in_workers(self, source: Any, collate: Any) -> dict[str, Any]:
-        """Return the arguments of torch's loader for workers whose states are known, and restored."""
-        states, turn = self._begin_worker_states()
-        if not self._keeps_states:
-            return {"dataset": source, "collate_fn": collate}
-        iterable = self._stateful_iterable(source, states, turn) if self._is_iterable else None
-        return {
-            "dataset": iterable or StatefulMap(source),
-            "collate_fn": StatefulCollate(collate, self._worker_states.every, iterable),
-            "worker_init_fn": StatefulInit(self.loader.worker_init_fn, states),
-        }
-
-    def _stateful_iterable(self, source: object, states: list[WorkerState | None], turn: int) -> StatefulIterable:
-        wrapper = StatefulDataPipe if isinstance(source, IterDataPipe) else StatefulIterable
-        return wrapper(source, states, turn, self.loader.batch_size or 1, self.loader.drop_last)
+        return {"dataset": source, "collate_fn": collate}
 
     def set_epoch(self, epoch: int) -> None:
         """See `DataLoader.set_epoch`."""
@@ -248,14 +231,14 @@ class ResumableEngine:
         position, parts = _FORM.read(state, self._identity())
         order = self._order()
         _check(position, parts, order)
-        states = [WorkerState.read(saved) for saved in parts["workers"]]
-        workers = self.loader.num_workers
-        count = max(1, workers)
-        if any(states) and len(states) != count:
+        states, workers = [WorkerState.read(saved) for saved in parts["workers"]], self.loader.num_workers
+        if not any(states):
+            states = []
+        elif len(states) != max(1, workers):
             raise StateError(
                 f"the state has the states of {len(states)} workers; this loader has {workers}. Use as many workers."
             )
-        if any(states) and position["turn"] >= count:
+        elif position["turn"] >= len(states):
             raise StateError(f"the state of a DataLoader is damaged: position has turn={position['turn']}.")
         restore(self.loader.dataset, copy.deepcopy(parts["dataset"]))
         if self._keeps_states:
@@ -269,7 +252,7 @@ class ResumableEngine:
         with rng.Kept():
             finished = position["finished"]
             order.restore(parts["begun"] if finished else None, parts["samplers"], position["epochs"])
-        self._restored = (states if any(states) else []), position["turn"] if any(states) and self._in_order else 0
+        self._restored = states
         replaces = finished and position["persistent"]
         self._progress = Progress(finished=True, skip_rng_draw=replaces, workers_made=parts["made"] if replaces else None)
         self._loaded = None if finished else copy.deepcopy(state | {"position": position, "parts": parts})
@@ -324,16 +307,14 @@ def _check(position: dict[str, Any], parts: dict[str, Any], order: Order) -> Non
             f"the state belongs to a DataLoader that has, with its samplers, {len(taken[0]['generators'])} random number "
             f"generators; this one has {len(order.generators)}. Pass generator= to both loaders, or to neither."
         )
-    if any(type(number) is not int or number <= position["batches"] for number in position["ahead"]):
-        raise StateError(f"the state of a DataLoader is damaged: position has ahead={position['ahead']!r:.100}.")
-    if any(type(epoch) not in (int, NoneType) for epoch in position["epochs"]):
-        raise StateError(f"the state of a DataLoader is damaged: position has epochs={position['epochs']!r:.100}.")
-    for name, saved, own in (
-        ("epochs", position["epochs"], len(order.epochs())),
-        ("samplers", parts["samplers"] or [], len(order.sampler_states() or [])),
-    ):
-        if len(saved) != own:
-            raise StateError(f"the state of a DataLoader is damaged: it has {len(saved)} {name}; this loader has {own}.")
+    epochs, samplers = position["epochs"], parts["samplers"] or []
+    for name, fits in {
+        "ahead": all(type(number) is int and number > position["batches"] for number in position["ahead"]),
+        "epochs": len(epochs) == len(order.epochs()) and all(type(epoch) in (int, NoneType) for epoch in epochs),
+        "samplers": len(samplers) == len(order.sampler_states() or []),
+    }.items():
+        if not fits:
+            raise StateError(f"the state of a DataLoader is damaged: it has {name}={(position | parts)[name]!r:.100}.")
 
 
 def _description(sampler: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class ThreadIterator(QuickIterator):
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._batches: dict[int, Batch] = {}  # those that were asked for, in order
         self._asked = 0
-        self._streams = cycle(range(self._num_workers))
+        self._streams = islice(cycle(range(self._num_workers)), self._index_sampler.progress.turn, None)
         self._active = set(range(self._num_workers))
         self._group_size, self._loading = 1, 0  # batches
         self._groups_ahead = self._num_workers + 2

@@ -17,7 +17,7 @@ from stocache.loader.sample_seed import SeededDataset
 from stocache.loader.threads.batches import Batch, Group, Part
 from stocache.loader.threads.crew import Crew, ThreadWorker
 from stocache.loader.torch_iterators import DatasetKind
-from stocache.loader.workers.states import StateBatch, StatefulMap
+from stocache.loader.workers.states import StateBatch, StatefulCollate
 from stocache.observe.recording.record import TimingRow, record_here, row_here
 from stocache.system.objects import attribute_of, get_many_of
 from stocache.system.spans import COLLATE, span
@@ -50,7 +50,7 @@ class ThreadMaker:
         may_change = crew.arrays.copied and loader.persistent_workers  # samples may depend on what a worker has changed
         self.is_bound = (
             self._kind == DatasetKind.Iterable
-            or isinstance(dataset, StatefulMap)
+            or isinstance(collate_fn, StatefulCollate)
             or (loader._stocache.sample_seed is None and crew.holds_generator)
             or (may_change and singly and not is_lazy and not is_cache(inner))
         )

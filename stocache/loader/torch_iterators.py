@@ -148,6 +148,12 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
         task = self._task_info.get(self._rcvd_idx, ())
         return len(task) == 2 or (len(task) == 1 and not self._data_queue.empty())
 
+    def _try_put_index(self) -> None:
+        if self._send_idx == 0:  # the first request of an epoch
+            for _ in range(self._index_sampler.progress.turn):
+                next(self._worker_queue_idx_cycle)
+        super()._try_put_index()
+
     def _process_data(self, data: object, *worker: int) -> Any:
         self.last_worker = worker[0] if worker else None  # torch passes it from 2.6 on
         return super()._process_data(data, *worker)  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
@@ -246,6 +246,17 @@ def test_persistent_workers_have_the_seeds_of_those_that_they_replace(make_gener
         resumed = loader(epochs[1][1][number])
         assert same(list(resumed), epochs[1][0][number % 5 :])
         assert same(list(resumed), epochs[2][0])
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": RandomSampler(range(9), generator=torch.Generator())}])
+def test_the_epoch_after_one_with_persistent_workers_has_the_same_order_without_workers(options):
+    loader = make(range(9), 1, **options, **PERSISTENT)
+    _, states = play(loader)
+    globals_between = torch.get_rng_state()
+    second = list(loader)
+    resumed = make(range(9), 0, states[-1], **options)
+    torch.set_rng_state(globals_between)
+    assert same(list(resumed), second)
 
 
 class Gated(list):

@@ -11,17 +11,17 @@ import stocache
 from stocache import CachedDataset, SampleSeed
 from stocache.loader.choice import choice
 from stocache.loader.choice.choice import MethodTrial, choose_method
-from stocache.loader.choice.measure import Epoch, Samples, Setting
+from stocache.loader.choice.measure import Epoch, Samples, Setting, Study
 from tests.support.images import Images, N
 
 
-def trial(workers=2):
-    return MethodTrial(stocache.DataLoader, workers, 8, None)
+def trial():
+    return MethodTrial(Study(stocache.DataLoader, (2,), (8,), ("multiprocessing", "thread")))
 
 
 class NeverTried(MethodTrial):
     def __init__(self):
-        super().__init__(stocache.DataLoader, 2, 8, None)
+        super().__init__(None)
 
     def choose(self, dataset):
         raise AssertionError("threads were tried")

@@ -12,7 +12,8 @@ NOTE [ Threads or processes ]
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -77,8 +78,11 @@ def with_chosen_workers(
     """
     chosen = {name: value for name, value in arguments.items() if name not in ("self", "dataset")}
     size = chosen.get("batch_size", getattr(chosen.get("batch_sampler"), "batch_size", 1))
+    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)  # ranks of torchrun share the CPUs
+    counts = worker_counts(max(1, here.usable_cpus() // share))
     methods = ("thread",) if method == "thread" else ("multiprocessing",)
-    chosen["num_workers"], reason = _choose_number(dataset, size, chosen.get("collate_fn"), make_loader, methods)
+    study = Study(make_loader, counts, (size,), methods, collate_fn=chosen.get("collate_fn"))
+    chosen["num_workers"], reason = _choose_number(dataset, study)
     logger.info("num_workers='auto' chooses %d: %s", chosen["num_workers"], reason)
     if not chosen["num_workers"]:
         for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
@@ -86,28 +90,19 @@ def with_chosen_workers(
     return chosen
 
 
-def _choose_number(
-    dataset: Any,
-    batch_size: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    make_loader: MakeLoader,
-    methods: Sequence[str],
-) -> tuple[int, str]:
+def _choose_number(dataset: Any, study: Study) -> tuple[int, str]:
     if isinstance(dataset, IterableDataset):
         return 0, "the dataset is iterable, and each worker would yield all of its samples"
     if multiprocessing.current_process().daemon:
         return 0, "this process is daemonic, and may not start workers"
-    cores = here.usable_cpus()
-    fallback = min(cores, _FALLBACK)
-    share = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)  # ranks of torchrun share the CPUs
+    fallback = min(here.usable_cpus(), _FALLBACK)
     source = dataset.dataset if isinstance(dataset, CachedDataset) else dataset
     if holds_cache(source):
         return fallback, "the dataset wraps a CachedDataset, which is not measured"
     try:
         if not len(source):
             return 0, "the dataset has no samples"
-        counts = worker_counts(max(1, cores // share))
-        _, epochs = _measure(dataset, make_loader, counts, batch_size, methods, collate_fn)
+        _, epochs = _measure(dataset, study)
     except Exception as error:  # of a sample: it is raised again when the sample is requested
         return fallback, f"samples cannot be measured ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     if not epochs:
@@ -117,31 +112,23 @@ def _choose_number(
     )
 
 
-def _measure(
-    dataset: Any,
-    make_loader: MakeLoader,
-    workers: Sequence[int],
-    batch_size: Any,
-    methods: Sequence[str],
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> tuple[Samples, list[Epoch]]:
+def _measure(dataset: Any, study: Study) -> tuple[Samples, list[Epoch]]:
     """Measure settings of a loader; for a `CachedDataset` with a cache like its own, which is left as it is."""
-    size = batch_size if isinstance(batch_size, int) and batch_size > 0 else 1
-    more: dict[str, Any] = {}
-    if isinstance(dataset, CachedDataset):
-        room, length = dataset.cache.stats().capacity_bytes, len(dataset)
-        codec = dataset.cache.codec if isinstance(dataset.cache, RaggedCache) else None
+    sizes = [size if isinstance(size, int) and size > 0 else 1 for size in study.batch_sizes]
+    study = replace(study, batch_sizes=sizes)
+    if not isinstance(dataset, CachedDataset):
+        return measure(dataset, study)
+    room, length = dataset.cache.stats().capacity_bytes, len(dataset)
+    codec = dataset.cache.codec if isinstance(dataset.cache, RaggedCache) else None
 
-        def choose_caches(samples: Samples) -> list[tuple[int, str | None]]:
-            if codec not in samples.cached_bytes:
-                return [(0, None)]
-            holds_all = room >= length * samples.cached_bytes[codec]
-            return [(samples.limit_for(codec, length) if holds_all else room, codec)]
+    def choose_caches(samples: Samples) -> list[tuple[int, str | None]]:
+        if codec not in samples.cached_bytes:
+            return [(0, None)]
+        holds_all = room >= length * samples.cached_bytes[codec]
+        return [(samples.limit_for(codec, length) if holds_all else room, codec)]
 
-        options = {"transform": dataset.after_cache, "allow_pickle": True}
-        more = {"codecs": (codec,), "options": options, "choose_caches": choose_caches}
-        dataset = dataset.dataset
-    return measure(dataset, Study(make_loader, workers, (size,), methods, collate_fn=collate_fn, **more))
+    options = {"transform": dataset.after_cache, "allow_pickle": True}
+    return measure(dataset.dataset, replace(study, codecs=(codec,), options=options, choose_caches=choose_caches))
 
 
 def holds_cache(dataset: object) -> bool:
@@ -153,18 +140,12 @@ class MethodTrial:
     """Measures once, for all iterators of a loader, whether threads are as fast as processes.
 
     Args:
+        study: the settings of the loader, with both methods.
         forks: whether worker processes of the loader are forked.
     """
 
-    def __init__(
-        self,
-        make_loader: MakeLoader,
-        workers: int,
-        batch_size: Any,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        forks: bool = False,
-    ) -> None:
-        self._arguments = make_loader, (workers,), batch_size, ("multiprocessing", "thread"), collate_fn
+    def __init__(self, study: Study, forks: bool = False) -> None:
+        self._study = study
         self._chosen: tuple[str, str] | None = None
         self._stalls: bool | None = None if forks else False
 
@@ -175,7 +156,7 @@ class MethodTrial:
 
     def _choose(self, dataset: object) -> tuple[str, str]:
         try:
-            samples, epochs = _measure(dataset, *self._arguments)
+            samples, epochs = _measure(dataset, self._study)
         except Exception as error:  # of a sample: it is raised again when the sample is requested
             logger.debug("threads could not be tried: %s", str(error))
             return "multiprocessing", "threads could not be tried"

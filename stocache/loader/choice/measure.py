@@ -12,6 +12,7 @@ NOTE [ Measurements ]
 import contextlib
 import logging
 import math
+import random
 import statistics
 import time
 import warnings
@@ -21,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
@@ -44,14 +44,10 @@ SAME = 1.05  # settings whose times differ by less are taken to be equally fast
 _LOADS, _LOADS_S = 64, 0.5  # samples that are loaded one by one
 _SPLIT_LOADS = 80  # loads for finding out where to split transforms
 _BATCHES = 4  # of each worker in an epoch, at least
-_BATCH_S, _EPOCH_S, _TIMED_S = (
-    0.1,
-    0.1,
-    0.3,
-)  # of a batch, at most; of an epoch without workers, and of all of a setting, at least
+_BATCH_S = 0.1  # of a batch, at most
+_EPOCH_S, _TIMED_S = 0.1, 0.3  # of an epoch without workers, and of all of a setting, at least
 _FILL_S = 2.0  # for loading the samples of a cache, at most
 _MOST = 8192  # samples of an epoch
-_MOST_ORDERED = 200_000  # indices
 _EPOCHS_SHARE = 0.8  # of the time, after which no epoch goes on
 _OVERHEAD = 32  # bytes of a cache for each sample of the dataset, at most
 
@@ -164,7 +160,7 @@ def _run(dataset: Any, study: Study, until: float) -> Iterator[Samples | Epoch]:
     told, torch_worker._worker_info = torch_worker._worker_info, None  # in a worker torch stacks into shared memory
     try:
         with _quiet():
-            order = _random_order(len(dataset))
+            order = random.Random(0).sample(range(len(dataset)), min(len(dataset), _MOST))
             samples = _load(dataset, study, order, until)
             yield samples
             for limit, codec in study.choose_caches(samples):
@@ -214,7 +210,7 @@ def _run_epochs(
     most = max(2, int(_FILL_S / max(samples.load_s, 1e-9))) if limit else _MOST
     sizes = {size: max(1, min(size, int(_BATCH_S / missed_s), most // 2)) for size in study.batch_sizes}
     count = max(_BATCHES * max(1, *study.workers) * max(sizes.values()), int(_EPOCH_S / missed_s))
-    part: Any = Subset(dataset, order[: min(count, most, _MOST)])
+    part: Any = Subset(dataset, order[: min(count, most)])
     if limit or study.options.get("transform") is not None:
         part = _cache(part, limit * len(part) // length + MIB * (share == 1), codec, study, samples.load_s, until)
     with part if isinstance(part, CachedDataset) else nullcontext():
@@ -271,14 +267,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def _random_order(length: int) -> list[int]:
-    """Return indices of a dataset in random order, each once: all of them, or as many as could be loaded in the time."""
-    rng = np.random.default_rng(0)
-    indices = np.arange(length) if length <= _MOST_ORDERED else np.unique(rng.integers(0, length, _MOST_ORDERED))
-    order: list[int] = rng.permutation(indices).tolist()
-    return order
 
 
 def nbytes_of(value: object) -> int:

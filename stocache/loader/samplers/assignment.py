@@ -74,17 +74,22 @@ class EpochShape:
         return -(-self.each // self.batch_size)
 
 
+def torch_order(samples: int, seed: int, shuffle: bool) -> Callable[[Indices], Indices]:
+    """Return a function that returns the samples at places of the order that torch's DistributedSampler has."""
+    if not shuffle:
+        return np.asarray
+    order: Indices = torch.randperm(samples, generator=torch.Generator().manual_seed(seed), device="cpu").numpy()
+    return order.__getitem__
+
+
 class ShuffledEpoch:
     """An epoch in the order of torch's DistributedSampler; above 2^24 samples in an order that takes no memory."""
 
     def __init__(self, shape: EpochShape, shuffle: bool) -> None:
         self._shape = shape
-        self._at: Callable[[Indices], Indices] = np.asarray
+        self._at = torch_order(shape.samples, shape.seed + shape.epoch, shuffle and shape.samples <= MAX_LISTED)
         if shuffle and shape.samples > MAX_LISTED:
             self._at = Permutation(shape.samples, shape.seed, shape.epoch).at
-        elif shuffle:
-            generator = torch.Generator().manual_seed(shape.seed + shape.epoch)
-            self._at = torch.randperm(shape.samples, generator=generator, device="cpu").numpy().__getitem__
 
     def batches(self, begin: int, end: int) -> Indices:
         """Return the global batches of steps ``begin`` to ``end - 1``, one after the other."""

@@ -13,6 +13,7 @@ NOTE [ Windows ]
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -181,7 +182,7 @@ class BlockSampler(ResumableSampler):
         if not 0 <= rank < world_size:
             raise LimitError(f"rank={rank} is out of range for world_size={world_size}.")
         if isinstance(indices, range) and indices.step == 1 and indices.start >= 0:
-            self._blocks: _BlockRange | _BlockList = _BlockRange(indices, block_size)
+            self._blocks: _BlockList = _BlockRange(indices, block_size)
         else:
             self._blocks = _BlockList(check_indices(indices, 2**62, "BlockSampler"), block_size)
         self._block_size, self._shuffle, self._window, self._seed = block_size, shuffle, window, seed
@@ -202,21 +203,18 @@ class BlockSampler(ResumableSampler):
 
     def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
         begin, end = self._share()
-        windows = self._windows(epoch, begin + done, end)
-        window = next(windows, None)
-        self._prefetch_window(window)
-        while window is not None:
-            upcoming = next(windows, None)
-            self._prefetch_window(upcoming)
-            window_begin, blocks = window
+        ended = end, np.empty(0, np.int64)
+        for (window_begin, blocks), _ in pairwise(chain(self._windows(epoch, begin + done, end), [ended])):  # one ahead
             samples = np.concatenate([self._blocks.samples_in(block) for block in blocks.tolist()])
             if self._shuffle:
                 np.random.default_rng((self._seed, epoch, 1 + int(blocks[0]))).shuffle(samples)
             yield samples[max(0, begin + done - window_begin) : end - window_begin].tolist()
-            window = upcoming
 
     def _windows(self, epoch: int, begin: int, end: int) -> Iterator[tuple[int, Indices]]:
-        """Yield the position in the order and the blocks of each window that overlaps positions ``begin`` to ``end - 1``."""
+        """Yield the position in the order and the blocks of each window that overlaps positions ``begin`` to ``end - 1``.
+
+        The blocks are prefetched.
+        """
         count, position = self._blocks.count, 0
         blocks_at = self._order_of_blocks(epoch, count)
         at_once = max(1, _AT_ONCE // self._window) * self._window
@@ -229,6 +227,8 @@ class BlockSampler(ResumableSampler):
                 if position >= end:
                     return
                 if window_end > begin:
+                    if self._prefetch is not None:
+                        self._prefetch(self._blocks.numbers(window).tolist())
                     yield position, window
                 position = window_end
             position = int(ends[-1])
@@ -241,10 +241,6 @@ class BlockSampler(ResumableSampler):
             return Permutation(count, self._seed, epoch).at
         order: Indices = np.random.default_rng((self._seed, epoch)).permutation(count)
         return order.__getitem__
-
-    def _prefetch_window(self, window: tuple[int, Indices] | None) -> None:
-        if self._prefetch is not None and window is not None:
-            self._prefetch(self._blocks.numbers(window[1]).tolist())
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -276,16 +272,19 @@ class _BlockList:
 
     def sizes(self, blocks: Indices) -> Indices:
         """Return the numbers of samples in blocks."""
-        sizes: Indices = self._bounds[blocks + 1] - self._bounds[blocks]
+        sizes: Indices = self._begin(blocks + 1) - self._begin(blocks)
         return sizes
 
     def samples_in(self, block: int) -> Indices:
         """Return the local indices of the samples in a block."""
-        samples: Indices = self._by_block[self._bounds[block] : self._bounds[block + 1]]
+        samples: Indices = self._by_block[self._begin(block) : self._begin(block + 1)]
         return samples
 
+    def _begin(self, block: Any) -> Any:
+        return self._bounds[block]
 
-class _BlockRange:
+
+class _BlockRange(_BlockList):
     """As `_BlockList`, for samples with consecutive indices: computed, without a list."""
 
     def __init__(self, indices: range, block_size: int) -> None:
@@ -295,10 +294,6 @@ class _BlockRange:
 
     def numbers(self, blocks: Indices) -> Indices:
         return self._first + blocks
-
-    def sizes(self, blocks: Indices) -> Indices:
-        sizes: Indices = self._begin(blocks + 1) - self._begin(blocks)
-        return sizes
 
     def samples_in(self, block: int) -> Indices:
         return np.arange(self._begin(block), self._begin(block + 1))

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from stocache.errors import StateError
+from stocache.loader.samplers.assignment import torch_order
 from stocache.loader.samplers.block import ResumableSampler, sampler_form
 
 _AT_ONCE = 1 << 16  # samples whose indices are computed together
@@ -64,12 +65,10 @@ class StatefulDistributedSampler(ResumableSampler):
 
     def _order(self, epoch: int, done: int) -> Iterator[list[int]]:
         samples = len(self.dataset)  # type: ignore[arg-type]
-        order = torch.arange(samples, dtype=torch.int64, device="cpu")
-        if self.shuffle:
-            order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + epoch), device="cpu")
+        samples_at = torch_order(samples, self.seed + epoch, self.shuffle)
         for begin in range(done, self.num_samples, _AT_ONCE):
-            turns = torch.arange(begin, min(begin + _AT_ONCE, self.num_samples), dtype=torch.int64, device="cpu")
-            yield order[(turns * self.num_replicas + self.rank) % samples].tolist()
+            turns = np.arange(begin, min(begin + _AT_ONCE, self.num_samples))
+            yield samples_at((turns * self.num_replicas + self.rank) % samples).tolist()
 
     def __iter__(self) -> Iterator[int]:
         self._any_epoch = False

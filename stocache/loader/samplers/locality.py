@@ -57,7 +57,7 @@ class LocalityDistributedSampler(ResumableSampler):
 
     As with torch's sampler, call `set_epoch` for each epoch, or all have the same order. Above 2^24 samples the order differs
     from torch's, and takes no memory. A state can be resumed with another number of ranks and nodes if the global batch has the
-    same size.
+    same size, and the state was not taken within a batch of another size.
 
     Examples:
         >>> for node in range(2):  # the first has samples 0 to 3 cached, the other 4 to 7
@@ -183,14 +183,6 @@ class LocalityDistributedSampler(ResumableSampler):
         layout = self._layout_of(epoch)
         return {"batch_size": self.batch_size, "layout": dataclasses.asdict(layout) if layout else None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state, also of another number of ranks and nodes if the global batch has the same size.
-
-        Raises:
-            StateError: the state is damaged, of another order, or was taken within a batch of another size.
-        """
-        super().load_state_dict(state)
-
     def _resume(self, position: dict[str, Any]) -> int:
         done, batch_size, width = position["done"], position["batch_size"], self.global_batch_size
         layout = self._read_layout(position["layout"])
@@ -215,16 +207,12 @@ class LocalityDistributedSampler(ResumableSampler):
         """
         if saved is None and self._layout is None:
             return None
-        names = [field.name for field in dataclasses.fields(StrataLayout)]
-        if saved is None or self._layout is None or sorted(saved) != sorted(names):
-            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
-        if any(type(value) is not int or not 0 <= value < 1 << 62 for value in saved.values()):
-            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
-        layout = StrataLayout(**saved)
-        ranks = layout.nodes * layout.per_node
-        if not ranks or self.global_batch_size % ranks:
-            raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
-        return layout
+        if saved is not None and self._layout is not None and saved.keys() == dataclasses.asdict(self._layout).keys():
+            layout = StrataLayout(**saved)
+            numbers = all(type(value) is int and 0 <= value < 1 << 62 for value in saved.values())
+            if numbers and (ranks := layout.nodes * layout.per_node) and not self.global_batch_size % ranks:
+                return layout
+        raise StateError(f"the state is damaged: its layout is {saved!r:.100}.")
 
 
 def _slots_of(dataset: object, cache: SharedCache) -> int:

@@ -67,20 +67,12 @@ class Permutation:
     def _encrypt(self, numbers: Indices) -> Indices:
         out = np.empty(len(numbers), np.int64)
         for begin in range(0, len(numbers), _CHUNK):
-            left, right = self._split(numbers[begin : begin + _CHUNK])
+            chunk = numbers[begin : begin + _CHUNK]
+            left, right = (part.astype(np.uint32) for part in (chunk >> self._low, chunk & (1 << self._low) - 1))
             for number in range(_ROUNDS):
                 left, right = right, self._mix(left, right, number)
-            out[begin : begin + _CHUNK] = self._join(left, right)
+            out[begin : begin + _CHUNK] = left.astype(np.int64) << self._low | right
         return out
-
-    def _split(self, numbers: Indices) -> tuple[Any, Any]:
-        return (numbers >> self._low).astype(np.uint32), (numbers & (1 << self._low) - 1).astype(np.uint32)
-
-    def _join(self, left: Any, right: Any) -> Indices:
-        joined: Indices = left.astype(np.int64)
-        joined <<= self._low
-        joined |= right
-        return joined
 
     def _mix(self, part: object, other: object, number: int) -> Any:
         """Return ``part``, mixed with a hash of ``other`` in round ``number``: the finalizer of MurmurHash3 (A. Appleby)."""
@@ -93,6 +85,6 @@ class Permutation:
         hashed ^= hashed >> np.uint32(13)
         hashed *= np.uint32(0xC2B2AE35)
         hashed ^= hashed >> np.uint32(16)
-        hashed >>= np.uint32(32 - width) if width else np.uint32(0)
+        hashed >>= np.uint32(32 - width)
         hashed ^= part
         return hashed

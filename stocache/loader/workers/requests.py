@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from stocache.observe.recording.record import record_here, row_here
@@ -38,10 +37,6 @@ class EpochIndices(NamedTuple):
 
     epoch: int
     indices: Any
-
-
-class NoIndices:
-    """The class stands for the indices of a batch that is dropped. See workers/states.py."""
 
 
 class _Answering(threading.local):
@@ -92,15 +87,15 @@ class BatchRequest:
 
 
 def count_samples(indices: Any) -> int:
-    """Return how many samples are requested: by a batch of indices, by one index, or by a batch that is dropped."""
-    return len(indices) if isinstance(indices, list | tuple | np.ndarray) else int(indices is not NoIndices)
+    """Return how many samples are requested: by a batch of indices, or by one index."""
+    return len(indices) if isinstance(indices, list | tuple | np.ndarray) else 1
 
 
 _epoch: int | None = None  # the epoch that was set in this worker process
 
 
 def _unpickle_request(
-    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, width: int = 0
+    key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, dtype: str = ""
 ) -> Any:
     global _epoch
     answering.number, began_ns = number, time.perf_counter_ns()
@@ -115,31 +110,23 @@ def _unpickle_request(
     if epoch is not None and epoch != _epoch and (worker := get_worker_info()) is not None:
         _epoch = epoch
         set_epoch(worker.dataset, epoch)
-    if width:
-        index = _unpack_indices(index, width)
+    if dtype:
+        index = np.frombuffer(index, dtype).astype(np.int64)
     if row is not None:
         row.begin_step(began_ns, count_samples(index))
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
 
 
-def _pack_indices(index: Any) -> tuple[Any, int]:
-    """Return indices as bytes, and the bytes of each; or the unchanged indices and 0, if they are not plain integers.
+def _pack_indices(index: Any) -> tuple[Any, str]:
+    """Return indices as bytes, and their dtype; or the unchanged indices and "", if they are not plain integers.
 
-    All get as many bytes as the largest needs. pickle takes five for each integer above 65535: over 1 KiB for a batch of 256.
+    The dtype is the smallest that holds all. pickle takes five bytes for each integer above 65535.
     """
     numbers = as_array(index)
-    is_plain = type(numbers) is np.ndarray and numbers.dtype == np.int64 and numbers.ndim == 1 and len(numbers)
-    if not is_plain or numbers.view(np.uint64).max() > 0xFFFFFFFF:  # a negative one is huge
-        return index, 0
-    wide = numbers.astype(np.uint32).view(np.uint8).reshape(-1, 4)
-    width = 4 if wide[:, 3].any() else 3 if wide[:, 2].any() else 2
-    return wide[:, :width].tobytes(), width
-
-
-def _unpack_indices(data: bytes, width: int) -> NDArray[np.int64]:
-    wide = np.zeros((len(data) // width, 8), np.uint8)
-    wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
-    return wide.view(np.int64).ravel()
+    if type(numbers) is not np.ndarray or numbers.dtype != np.int64 or numbers.ndim != 1 or not len(numbers):
+        return index, ""
+    packed = numbers.astype(np.min_scalar_type(numbers.view(np.uint64).max()))  # a negative one is huge
+    return packed.tobytes(), packed.dtype.char
 
 
 def set_epoch(dataset: object, epoch: int) -> None:

@@ -3,16 +3,17 @@
 NOTE [ States of workers ]
     A dataset may have a state (``state_dict`` and ``load_state_dict``), and so may the iterator of an iterable dataset. Each
     worker has its own copy of both, so a loader's state holds one `WorkerState` for each worker. torch's worker process runs as
-    it is; the loader gives it three wrappers. `StatefulIterable` or `StatefulMap` takes the place of the dataset. The first
-    restores the dataset and its iterator, and counts the samples. `StatefulCollate` sends the state of the worker with each
-    batch. `StatefulInit` runs the user's ``worker_init_fn``, and then restores a map-style dataset. Where neither an iterable
-    dataset nor its iterator has a state, the worker skips as many samples as it had taken.
+    it is; the loader gives it three wrappers. `StatefulIterable` takes the place of an iterable dataset. It restores the
+    dataset and its iterator, and counts the samples. `StatefulCollate` sends the state of the worker with each batch.
+    `StatefulInit` runs the user's ``worker_init_fn``, and then restores a map-style dataset. If neither an iterable dataset nor
+    its iterator has a state, the worker skips as many samples as it had taken.
 
-    torch asks the workers in turn, beginning with the first. After a resume it is the turn of another one. So the workers
-    before it answer their first request with a batch that the loader drops, and take no samples for it.
+    torch asks the workers in turn, beginning with the first. After a resume our iterators begin with the worker whose turn it
+    was.
 
     With ``snapshot_every_n_steps=k``, a worker sends its state only with its last batch before each multiple of k. The state of
-    the loader is then that of the last multiple, with the number of batches to load and drop after it.
+    the loader is then that of the last multiple, with the number of batches to load and drop after it. Persistent workers of a
+    map-style dataset send each state that has changed, because the next epoch begins with the last one.
 
     Source: the contract of torchdata's StatefulDataLoader.
 """
@@ -24,11 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from stocache.errors import StateError
-from stocache.loader.workers.requests import NoIndices, answering
-from stocache.system.objects import attribute_of, has_state
+from stocache.loader.workers.requests import answering
+from stocache.system.objects import has_state
 
 logger = logging.getLogger("stocache")
 
@@ -76,14 +77,10 @@ class WorkerState:
         """
         if saved is None:
             return None
-        if (
-            not isinstance(saved, dict)
-            or set(saved) != {"dataset", "iterator", "samples", "ended"}
-            or (type(saved["samples"]) is not int or saved["samples"] < 0)
-            or type(saved["ended"]) is not bool
-        ):
+        state = cls(**saved) if isinstance(saved, dict) and set(saved) == set(vars(cls())) else None
+        if state is None or type(state.samples) is not int or state.samples < 0 or type(state.ended) is not bool:
             raise StateError(f"the state of a worker is damaged: {saved!r:.100}.")
-        return cls(**saved)
+        return state
 
 
 class StateBatch(NamedTuple):
@@ -94,7 +91,7 @@ class StateBatch(NamedTuple):
         worker: the number of the worker.
         number: the number of the request.
         state: the pickled `WorkerState`; None if it is not sent, or has not changed.
-        dropped: whether the batch only took the place of a request.
+        dropped: whether the batch has no samples, and only brings the state.
     """
 
     batch: Any
@@ -108,50 +105,26 @@ _FILLER = object()
 """A sample of a batch that is dropped."""
 
 
-class StatefulMap(Dataset[Any]):
-    """A map-style dataset that has a state. It also answers requests for `NoIndices`."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return _FILLER if index is NoIndices else self.dataset[index]
-
-    def __getitems__(self, indices: Any) -> Any:
-        if indices is NoIndices:
-            return _FILLER
-        batched = attribute_of(self.dataset, "__getitems__")
-        return [self.dataset[index] for index in indices] if batched is None else batched(indices)
-
-
 class StatefulIterable(IterableDataset[Any]):
     """An iterable dataset whose position is known, and restored in the first epoch.
 
     Args:
         dataset: of the user.
         states: the state to restore in each worker, or None.
-        turn: the worker that makes the first batch.
         batch_size: samples in a batch; 1 if the loader does not batch.
         drop_last: whether the last batch is dropped if it has fewer samples.
     """
 
-    def __init__(
-        self, dataset: Any, states: "Sequence[WorkerState | None]", turn: int, batch_size: int, drop_last: bool
-    ) -> None:
-        self.dataset, self._states, self._turn = dataset, states, turn
+    def __init__(self, dataset: Any, states: "Sequence[WorkerState | None]", batch_size: int, drop_last: bool) -> None:
+        self.dataset, self._states = dataset, states
         self._batch_size, self._drop_last = batch_size, drop_last
         self._iterator: _CountingIterator | None = None
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number = 0 if worker is None else worker.id
-        state = self._states[number] if self._states else None
-        fillers = self._batch_size if number < self._turn else 0
-        self._states, self._turn = (), 0  # the next epoch begins at its start
-        self._iterator = _CountingIterator(self.dataset, state or WorkerState(), fillers, self._batch_size, self._drop_last)
+        state = self._states[0 if worker is None else worker.id] if self._states else None
+        self._states = ()  # the next epoch begins at its start
+        self._iterator = _CountingIterator(self.dataset, state or WorkerState(), self._batch_size, self._drop_last)
         return self._iterator
 
     @property
@@ -170,7 +143,7 @@ class _CountingIterator:
     At its end in a worker, it fills up a batch that is dropped, so that the last state is sent.
     """
 
-    def __init__(self, dataset: Any, state: WorkerState, fillers: int, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, dataset: Any, state: WorkerState, batch_size: int, drop_last: bool) -> None:
         restore(dataset, state.dataset)
         before = copy.deepcopy(state_of(dataset)) if state.ended else None
         self._dataset, self._iterator = dataset, iter(dataset)
@@ -183,7 +156,7 @@ class _CountingIterator:
                 self._iterator = iter(dataset)
         self._samples, self._ended = state.samples, state.ended and bool(state.samples)
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._fillers, self._room = 0 if self._ended else fillers, batch_size  # room in the batch that is made
+        self._fillers, self._room = 0, batch_size  # room in the batch that is made
         self._tells_end = stateful and get_worker_info() is not None
         if state.samples and not state.ended and not stateful:
             logger.warning(
@@ -272,7 +245,8 @@ class StatefulInit:
         """Run the user's function, and restore the dataset of worker ``number``."""
         info: Any = get_worker_info()
         iterable = isinstance(info.dataset, StatefulIterable)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise; users expect their own
+        if iterable:
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # torch refuses it otherwise; users expect their own
         if self.init is not None:
             self.init(number)
         state = self.states[number] if self.states else None
@@ -302,8 +276,9 @@ class WorkerStates:
     def __post_init__(self) -> None:
         self.states = self.states or [None] * self.count
 
-    def begin(self, delivered: int) -> None:
-        """Take the first snapshot of an epoch."""
+    def begin(self, delivered: int, turn: int) -> None:
+        """Take the first snapshot of an epoch, whose first batch worker ``turn`` makes."""
+        self.turn = turn
         self.snapshot = (delivered, list(self.states), self.turn) if self.every > 1 else None
 
     def note(self, batch: StateBatch, delivered: int) -> None:
