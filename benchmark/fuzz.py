@@ -454,7 +454,10 @@ def read_record(
         with cache._segment.guard:
             number = arena.run_locked(lambda: arena.number_of(text), -1)
             blob = HEAD.pack(len(data), max(number, 0), (own if packed is None else packed) % 2**32) + data + tail
-            arena.offsets[0] = max(0, arena.append(blob))
+            at = arena.run_locked(lambda: arena.take(len(blob)), -1)
+            if at >= 0:
+                cache._segment.write(at, blob, len(blob))
+            arena.offsets[0] = max(0, at)
             cache._states[0] = 1
         return _compared([cache.get_slot(0, allow_empty_slot=False, copy=copies)], [sample])
 

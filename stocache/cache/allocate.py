@@ -154,6 +154,11 @@ class CacheLayout:
         descriptor = Descriptor({self.unit: capacity} | dict(identity), facts)
         return Layout.for_sizes(self.all_control_bytes, self.data_bytes(capacity), descriptor.pack(), self.extent_bytes)
 
+    def fits(self, layout: Layout, descriptor: Descriptor) -> bool:
+        """Return whether a segment has the sizes that belong to its capacity."""
+        data_bytes = self.data_bytes(int(descriptor.facts["capacity"]))
+        return (layout.control_bytes, layout.data_bytes) == (self.all_control_bytes, data_bytes)
+
     def mark_outsiders(self, control: memoryview, capacity: int) -> None:
         """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
         if self.placement is None:
@@ -263,7 +268,7 @@ def open_memory(
             )
         return open_own(layout, layout.affordable(limit, False))
     if name is None:
-        return _open_shared(layout, options, proof, job or job_here())
+        return _Opener(layout, options, proof, job or job_here()).open()
     identity = {"dataset_len": layout.dataset_len, **layout.identity}
     if limit != "auto":  # which differs from rank to rank: they look at different moments
         identity[layout.unit] = layout.capacity_of(limit)
@@ -297,20 +302,14 @@ def open_memory(
         return open_own(layout, 0)
     segment, descriptor = found
     capacity = int(descriptor.facts["capacity"])
-    if (segment.layout.control_bytes, segment.data_bytes) != (layout.all_control_bytes, layout.data_bytes(capacity)):
+    if not layout.fits(segment.layout, descriptor):
         raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
     return segment, capacity
 
 
-def _open_shared(layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> tuple[Segment, int]:
-    """Return the segment of a cache without a name, and its capacity: that of another rank, or a new one."""
-    if job.alone:
-        _warn_of_containers(job.ranks)
-    opener = _Opener(layout, options, proof, job)
-    return opener.open_part("") if job.alone or not options.share_ranks else opener.open()
-
-
 class _Opener:
+    """Opens a cache without a name: that of another rank, or a new one. Its methods return the segment, and the capacity."""
+
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
         self._proof, self._shares = proof, proof is not None or options.fingerprint is not None
@@ -327,6 +326,10 @@ class _Opener:
         _made[site] += 1
 
     def open(self) -> tuple[Segment, int]:
+        if self._job.alone:
+            _warn_of_containers(self._job.ranks)
+        if self._job.alone or not self._options.share_ranks:
+            return self.open_part("")
         if not self._job.launched:
             return registry.run_attaching(lambda: self._create(None))
         try:
@@ -336,9 +339,7 @@ class _Opener:
             if isinstance(error, BusyError) and self._options.on_busy == "raise":
                 raise
             return self.open_part(str(error))
-        if descriptor is None:
-            return segment, self._capacity
-        return segment, int(descriptor.facts["capacity"])
+        return segment, self._capacity if descriptor is None else int(descriptor.facts["capacity"])
 
     def open_part(self, problem: str) -> tuple[Segment, int]:
         """Return a segment for this rank alone, with its part of the limit."""
@@ -378,9 +379,7 @@ class _Opener:
         return recommended_limit(False, siblings.promised_bytes()) if self._size == "auto" else parse_size(self._size)
 
     def _agrees(self, sibling: Sibling) -> bool:
-        layout, capacity = self._layout, int(sibling.descriptor.facts["capacity"])
-        sizes = sibling.layout.control_bytes, sibling.layout.data_bytes
-        return not self._why(sibling.descriptor) and sizes == (layout.all_control_bytes, layout.data_bytes(capacity))
+        return not self._why(sibling.descriptor) and self._layout.fits(sibling.layout, sibling.descriptor)
 
     def _why(self, descriptor: Descriptor) -> str:
         """Return where a cache of another rank differs; "" if it can be shared."""

@@ -29,7 +29,7 @@ _LOCK = 1  # of the owner's locks; 0 is that of the claims
 WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, MEMORY_REFUSED = -1, -2
-"""`Arena.append` returns these instead of an offset. NO_ROOM: the arena is full.
+"""`Arena.take` returns these instead of an offset. NO_ROOM: the arena is full.
 
 MEMORY_REFUSED: the machine gives no more memory, or another process does not release the lock.
 """
@@ -85,13 +85,6 @@ class Arena:
         """Whether the machine has refused the memory for the next record."""
         used = self._words[_USED]
         return used < self.capacity and self._segment.extents.refused(used, used + 1)
-
-    def append(self, blob: bytes) -> int:
-        """Store bytes at a multiple of 8. Return their offset, or NO_ROOM or MEMORY_REFUSED. With the segment's guard held."""
-        at = self.run_locked(lambda: self.take(len(blob)), MEMORY_REFUSED)
-        if at >= 0:
-            self._segment.write(at, blob, len(blob))
-        return at
 
     def take(self, nbytes: int) -> int:
         """Take room at a multiple of 8. Return its offset, or NO_ROOM or MEMORY_REFUSED. With the arena's lock held."""

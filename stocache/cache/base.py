@@ -5,7 +5,6 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from stocache.cache.loading import LoadingCache, nested, nesting
+from stocache.cache.loading import LoadingCache, load_in_parts, nested, nesting, only
 from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.cache.store import SampleStore
 from stocache.errors import BusyError, SampleError, SampleIndexError, SlotError
@@ -23,7 +22,6 @@ from stocache.shm.claims import BLOCKS
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
 from stocache.shm.siblings import count_ranks
-from stocache.system.spans import LOAD, span
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -42,8 +40,7 @@ class SampleCache(LoadingCache[_T]):
         self._attach(segment, store, dataset_len)
         self._dataset_len, self._samples, self._room, self._slot = dataset_len, samples, room, store.slot
         self._states = segment.control[:dataset_len]
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # which torch.frombuffer refuses
-        self._aux = torch.frombuffer(self._states, dtype=torch.uint8) if dataset_len else nothing
+        self._aux = torch.from_numpy(np.asarray(self._states))
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
             self._aux.numpy().fill(OOB)
 
@@ -52,7 +49,7 @@ class SampleCache(LoadingCache[_T]):
         try:
             if not 0 <= idx < self._dataset_len or self._states[idx] != SET:
                 return MISSING
-        except (TypeError, ValueError, RuntimeError):  # not an integer; _index says so
+        except (TypeError, ValueError, RuntimeError):  # not an integer; check_index says so
             return MISSING
         if WEAKLY_ORDERED:
             fence()
@@ -91,16 +88,14 @@ class SampleCache(LoadingCache[_T]):
         """Return a copy of sample ``idx`` if it is set, else MISSING. Do not count it."""
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
-    def _miss(self, idx: int, since: float) -> None:
-        """Count a miss, and remember it if the sample can be set."""
-        self._segment.count(MISSES)
-        if self._states[idx] != OOB:
-            self._note_miss(idx, since)
-
-    def _miss_many(self, indices: _Indices) -> None:
+    def _miss(self, indices: list[int]) -> None:
+        """Count misses, and remember those of samples that can be set."""
         now = time.perf_counter()
-        for idx in indices.tolist():
-            self._miss(idx, now)
+        self._warn_of_unreadable(indices)
+        self._segment.count(MISSES, len(indices))
+        for idx in indices:
+            if self._states[idx] != OOB:
+                self._note_miss(idx, now)
 
     @property
     def dataset_len(self) -> int:
@@ -111,9 +106,6 @@ class SampleCache(LoadingCache[_T]):
     def aux_array(self) -> Tensor:
         """The live state of each sample, uint8 of shape (dataset_len,): 0 empty, 1 set, 2 outside the cache."""
         return self._aux
-
-    def _index(self, idx: Any, call: str) -> int:
-        return check_index(idx, self._dataset_len, call)
 
     def _outside(self, idx: int, call: str) -> NoReturn:
         raise SampleIndexError(
@@ -143,19 +135,16 @@ class SampleCache(LoadingCache[_T]):
         value: _T = self.hit(idx, copy)
         if value is not MISSING:
             return value
-        idx = self._index(idx, "get_slot")
+        idx = check_index(idx, self._dataset_len, "get_slot")
         outside = self._states[idx] == OOB
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
-        if self._store.unreadable and self._states[idx] == SET:
-            if not allow_empty_slot:
-                raise SlotError(
-                    f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
-                )
-            self._warn_of_unreadable()
         if not outside and not allow_empty_slot:
-            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
-        self._miss(idx, time.perf_counter())
+            problem = "the slot is empty. Set it first, or pass allow_empty_slot=True."
+            if self._store.unreadable and self.holds(idx):
+                problem = "the sample is of a class whose module is not imported here. Import it first."
+            raise SlotError(f"get_slot({idx}): {problem}")
+        self._miss([idx])
         return None
 
     def set_slot(self, idx: int, value: _T, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
@@ -174,17 +163,12 @@ class SampleCache(LoadingCache[_T]):
 
         Safe from any process and thread. If several set one slot, the first wins and the others do nothing.
         """
-        idx = self._index(idx, "set_slot")
-        if self._states[idx] == OOB:
-            if not allow_oob_idx:
-                self._outside(idx, "set_slot")
-            return
-        self._store_one(idx, value, allow_overwrite)
-
-    def _store_one(self, idx: int, value: object, overwrite: bool = False) -> None:
-        """Encode and publish a sample, and count the outcome. Raises SampleError and SlotError."""
-        encoded = self._store.encode(value, f"set_slot({idx})")
-        self._publish([idx], self._with_costs([encoded], [self._cost_of(idx, overwrite)]), overwrite)
+        idx = check_index(idx, self._dataset_len, "set_slot")
+        if self._states[idx] != OOB:
+            encoded = self._store.encode(value, f"set_slot({idx})")
+            self._publish([idx], self._with_costs([encoded], [self._cost_of(idx, allow_overwrite)]), allow_overwrite)
+        elif not allow_oob_idx:
+            self._outside(idx, "set_slot")
 
     def _cost_of(self, idx: int, overwrite: bool) -> float | None:
         """Return the seconds since this process missed a sample that it is about to set, and forget that it did.
@@ -197,22 +181,19 @@ class SampleCache(LoadingCache[_T]):
             raise SlotError(f"set_slot({idx}): the slot is set. Ask get_slot first, or pass allow_overwrite=True.")
         return time.perf_counter() - since if missed else None
 
-    def _set_many(
-        self,
-        indices: _Indices,
-        encode: Callable[[], list[Any]],
-        each: Callable[[], Iterable[Any]],
-        allow_oob_idx: bool,
-        allow_overwrite: bool,
-    ) -> None:
-        """Set many samples: as `set_slot` for each of ``each()``, at once where that is the same."""
-        states = self._aux.numpy()[indices]
-        if len(np.unique(indices)) < len(indices) or not (allow_overwrite or (states != SET).all()) or (states == OOB).any():
-            for idx, value in zip(indices.tolist(), each(), strict=True):
-                self.set_slot(idx, value, allow_oob_idx, allow_overwrite)
-        elif len(indices):
-            costs_s = [self._cost_of(idx, True) for idx in indices.tolist()]
-            self._publish(indices.tolist(), self._with_costs(encode(), costs_s), allow_overwrite)
+    def _set_many(self, index: _Indices, encode: Callable[[slice], list[Any]], allow_oob_idx: bool, overwrite: bool) -> None:
+        """Set the samples that ``encode`` returns for a range of rows: as `set_slot` does, at once if that is the same."""
+        states = self._aux.numpy()[index]
+        are_alike = (states == EMPTY).all() or ((states != OOB).all() and overwrite)
+        step = max(1, len(index)) if are_alike and len(np.unique(index)) == len(index) else 1
+        for begin in range(0, len(index), step):
+            rows = slice(begin, begin + step)
+            indices = index[rows].tolist()
+            if self._states[indices[0]] != OOB:
+                encoded, costs_s = encode(rows), [self._cost_of(idx, overwrite) for idx in indices]
+                self._publish(indices, self._with_costs(encoded, costs_s), overwrite)
+            elif not allow_oob_idx:
+                self._outside(indices[0], "set_slot")
 
     def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[_T | None], Tensor]:
         """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
@@ -226,9 +207,7 @@ class SampleCache(LoadingCache[_T]):
         index = check_indices(indices, self._dataset_len, "get_slots")
         samples = [self.hit(idx, True) for idx in index.tolist()]
         mask = np.array([sample is not MISSING for sample in samples], dtype=bool)
-        if self._store.unreadable and self.set_among(index[~mask]).any():
-            self._warn_of_unreadable()
-        self._miss_many(index[~mask])
+        self._miss(index[~mask].tolist())
         return [None if sample is MISSING else sample for sample in samples], torch.from_numpy(mask)
 
     def set_slots(
@@ -243,9 +222,12 @@ class SampleCache(LoadingCache[_T]):
         index = check_indices(indices, self._dataset_len, "set_slots")
         if len(values) != len(index):
             raise SampleError(f"set_slots: {len(values)} values for {len(index)} indices.")
-        encode = self._store.encode
-        named = [(value, f"set_slot({idx})") for idx, value in zip(index.tolist(), values, strict=True)]
-        self._set_many(index, lambda: list(starmap(encode, named)), lambda: values, allow_oob_idx, allow_overwrite)
+
+        def encode(rows: slice) -> list[Any]:
+            pairs = zip(index[rows].tolist(), values[rows], strict=True)
+            return [self._store.encode(value, f"set_slot({idx})") for idx, value in pairs]
+
+        self._set_many(index, encode, allow_oob_idx, allow_overwrite)
 
     def set_if_empty(self, indices: Iterable[int], values: Iterable[object]) -> None:
         """Cache neighbours of a miss. All or nothing: if they do not all fit, none is cached, now or later."""
@@ -254,19 +236,16 @@ class SampleCache(LoadingCache[_T]):
             if self._states[idx] == EMPTY:
                 with contextlib.suppress(SampleError):  # reported when this sample is requested
                     encoded[idx] = self._store.encode(value, f"sample {idx}")
-        self._publish_all(list(encoded), list(encoded.values()))
+        self.set_encoded_if_empty(encoded)
 
     def set_encoded_if_empty(self, encoded: Mapping[int, object]) -> None:
         """Cache samples as `set_if_empty` does, given their encoded form from the store's ``encode``, by index."""
         empty = self._empty(list(encoded))
-        self._publish_all(empty, [encoded[idx] for idx in empty])
-
-    def _publish_all(self, indices: list[int], encoded: list[Any]) -> None:
-        """Cache encoded samples that are empty. If they do not all fit, exclude them all."""
-        if self._store.has_room(encoded):
-            self._publish(indices, encoded, count_races=False)
+        records = [encoded[idx] for idx in empty]
+        if self._store.has_room(records):
+            self._publish(empty, records, count_races=False)
         else:
-            self.exclude(indices)
+            self.exclude(empty)
 
     def exclude(self, indices: Iterable[int]) -> None:
         """Mark samples as outside the cache, except those that are set or being written."""
@@ -304,7 +283,7 @@ class SampleCache(LoadingCache[_T]):
         value: _T = self.hit(idx, copy)
         if value is not MISSING:
             return value
-        idx = self._index(idx, "get_or_load")
+        idx = check_index(idx, self._dataset_len, "get_or_load")
         return self._load_one(idx, partial(load, idx), copy, strict, timeout_s)
 
     def get_or_load_many(
@@ -350,12 +329,7 @@ class SampleCache(LoadingCache[_T]):
         return samples
 
     def each(
-        self,
-        indices: Sequence[int] | _Indices | Tensor,
-        load: Callable[[list[int]], Iterable[Any]],
-        *,
-        copy: bool,
-        strict: bool,
+        self, indices: Sequence[int] | _Indices, load: Callable[[list[int]], Iterable[Any]], *, copy: bool, strict: bool
     ) -> Iterator[Any]:
         """Yield the samples ``indices`` as `get_or_load_many` returns them, but read a cached sample when it is its turn.
 
@@ -367,7 +341,7 @@ class SampleCache(LoadingCache[_T]):
         for idx in indices.tolist():
             sample = loaded.pop(idx, MISSING)
             if sample is MISSING:
-                sample = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), copy=copy, strict=strict)
+                sample = self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
             yield sample
 
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
@@ -382,29 +356,14 @@ class SampleCache(LoadingCache[_T]):
                 self._claims.end_loading(cached)
                 taken -= cached
 
-    def loading(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
-        """Return ``load(indices)`` for samples that were claimed. See NOTE [ Nested loads ]."""
-        with nested(True):
-            return list(load(indices))
-
     def load_ahead(self, indices: list[int], load: Callable[[list[int]], Iterable[object]]) -> list[Any]:
         """Return ``load(indices)`` for samples that were claimed, and count the time. See ``ahead`` of `get_or_load_many`."""
-        costs_s: list[float] = []
-
-        def load_timed(indices: list[int]) -> Iterator[Any]:
-            began = time.perf_counter()
-            values = load(indices)
-            share_s, began = (time.perf_counter() - began) / max(1, len(indices)), time.perf_counter()
-            for value in values:
-                costs_s.append(share_s + time.perf_counter() - began)
-                yield value
-                began = time.perf_counter()
-
-        try:
-            with span(LOAD):
-                return self.loading(indices, load_timed)
-        finally:
-            self._note_loads(costs_s)
+        samples: list[Any] = []
+        with nested(True):
+            for _, loaded, costs_s in load_in_parts(indices, load):
+                self._note_loads(costs_s)
+                samples += loaded
+        return samples
 
     @contextlib.contextmanager
     def claimed(self, indices: Iterable[int]) -> Iterator[list[int]]:
@@ -451,10 +410,6 @@ class SampleCache(LoadingCache[_T]):
         states = self._states
         return [idx for idx in items if states[idx] == EMPTY]
 
-    def _unset(self, items: list[int]) -> list[int]:
-        states = self._states
-        return [idx for idx in items if states[idx] != SET]
-
     def _claim_to_write(self, items: list[int], taken: set[int], overwrite: bool) -> list[int]:
         states, writable = self._states, (EMPTY, SET) if overwrite else (EMPTY,)
         self._claims.to_write(items, taken)
@@ -470,9 +425,6 @@ class SampleCache(LoadingCache[_T]):
     def _reject(self, item: int, problem: str) -> None:
         self.exclude([item])
         super()._reject(item, problem)
-
-    def _where(self, item: int) -> str:
-        return f"set_slot({item})"
 
     def _shown(self, item: int) -> str:
         return f"sample {item}"

@@ -165,11 +165,6 @@ class Column:
         elif self.nbytes:
             row[...] = np.frombuffer(buffer, np.uint8)
 
-    def erase(self, mask: Tensor, out: Any) -> None:
-        """Zero the values of a contiguous batch where ``mask`` (bool, 1-D) is True."""
-        if self.nbytes:
-            as_bytes(out)[mask.numpy()] = 0  # not by torch: a forked child does not have its threads
-
 
 class _ArrayColumn(Column):
     _type = np.ndarray

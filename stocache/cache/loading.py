@@ -80,12 +80,11 @@ def nested(samples: bool) -> Iterator[None]:
 
 
 def load_in_parts(
-    items: list[_I], load: Callable[[list[_I]], Iterable[object]], segment: Segment
-) -> Iterator[tuple[dict[_I, Any], list[float]]]:
-    """Load items, in parts that take `_PART_S` each. Yield what was loaded by item, and the costs. Count misses.
+    items: list[_I], load: Callable[[list[_I]], Iterable[object]]
+) -> Iterator[tuple[list[_I], list[Any], list[float]]]:
+    """Load items, in parts that take `_PART_S` each. Yield the items of a part, their values and their costs.
 
-    The items are all different. The cost of an item is its share of the call, and the seconds that the result of the call takes
-    to yield it.
+    The cost of an item is its share of the call, and the seconds that the result of the call takes to yield it.
 
     Raises:
         ValueError: there are fewer or more results than items.
@@ -95,26 +94,27 @@ def load_in_parts(
     started = began = time.perf_counter()
     with span(LOAD):
         values = load(items)
-    segment.count(MISSES, len(items))
     share_s, began = (time.perf_counter() - began) / len(items), time.perf_counter()
-    loaded: dict[_I, Any] = {}
+    part: list[_I] = []
+    loaded: list[Any] = []
     costs_s: list[float] = []
     try:
         for item, value in zip(items, in_spans(LOAD, values), strict=True):
-            loaded[item] = value
             now = time.perf_counter()
+            part.append(item)
+            loaded.append(value)
             costs_s.append(share_s + now - began)
             began = now
             if now - started > _PART_S and type(values) is not list:  # a list was made at once
-                yield loaded, costs_s
-                loaded, costs_s = {}, []
+                yield part, loaded, costs_s
+                part, loaded, costs_s = [], [], []
                 started = began = time.perf_counter()
     except Exception:
-        if loaded:
-            yield loaded, costs_s
+        if part:
+            yield part, loaded, costs_s
         raise
-    if loaded:
-        yield loaded, costs_s
+    if part:
+        yield part, loaded, costs_s
 
 
 class LoadingCache(Generic[_T]):
@@ -142,6 +142,21 @@ class LoadingCache(Generic[_T]):
         """Make this the cache of other processes, or a new one. ``parts``: what it is made of and pickled with."""
         self.__setstate__((parts, *open_memory(layout, options, proof, job)))
         logger.info("%r", self)
+
+    @classmethod
+    def from_options(cls: type[_Self], options: CacheOptions, *args: Any, **given: Any) -> _Self:
+        """Return a cache with these options; those that its class does not have are without effect.
+
+        Further arguments are those of the class after its size; ``proof``, a description of the samples, or ``job``, to share
+        the cache with other ranks; and for samples of any size, ``expected_bytes`` of all of them.
+        """
+        cache = cls.__new__(cls)
+        cache._open(options, *args, **given)
+        return cache
+
+    def _open(self, options: CacheOptions, *args: Any, **given: Any) -> None:
+        """Call `_open_memory` for the arguments of the class."""
+        raise NotImplementedError
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._parts, self._segment, self._capacity
@@ -187,10 +202,6 @@ class LoadingCache(Generic[_T]):
         """Return those of some items that may be published: they are not there, nor outside the cache."""
         raise NotImplementedError
 
-    def _unset(self, items: list[Any]) -> list[Any]:
-        """Return those of some items that are not cached."""
-        return [item for item in items if not self.holds(item)]
-
     def _claim_to_write(self, items: list[Any], taken: set[int], overwrite: bool) -> list[Any]:
         """Claim items to write them, and add the words to ``taken``. Return those of the items that can be written now."""
         raise NotImplementedError
@@ -198,13 +209,9 @@ class LoadingCache(Generic[_T]):
     def _set(self, items: list[Any]) -> None:
         """Have readers find items that were written. With the guard held."""
 
-    def _where(self, item: Any) -> str:
-        """Return the beginning of a message that an item cannot be stored."""
-        return "value"
-
     def _shown(self, item: Any) -> str:
-        """Return an item as a warning shows it."""
-        return "a value"
+        """Return an item as messages show it."""
+        return "value"
 
     def _count(self) -> tuple[int, int]:
         """Return how many items are cached, and ``dataset_len`` of `CacheStats`."""
@@ -263,12 +270,13 @@ class LoadingCache(Generic[_T]):
         try:
             missing = self._claim_missing(list(rows), taken, claimed)
             nesting.samples = outer or bool(taken)
-            for loaded, costs_s in load_in_parts(missing, load, self._segment):
-                self._note_loads([cost_s for item, cost_s in zip(loaded, costs_s, strict=True) if item not in ahead])
-                places = [rows[item] for item in loaded]
-                for row, value in zip(places, loaded.values(), strict=True):
+            self._segment.count(MISSES, len(missing))
+            for part, loaded, costs_s in load_in_parts(missing, load):
+                self._note_loads([cost_s for item, cost_s in zip(part, costs_s, strict=True) if item not in ahead])
+                places = [rows[item] for item in part]
+                for row, value in zip(places, loaded, strict=True):
                     values[row] = value
-                self._keep(list(loaded), list(loaded.values()), costs_s, strict, encode_rows and partial(encode_rows, places))
+                self._keep(part, loaded, costs_s, strict, encode_rows and partial(encode_rows, places))
         finally:
             nesting.samples = outer
             self.end_loading(taken)
@@ -276,20 +284,20 @@ class LoadingCache(Generic[_T]):
             if values[row] is MISSING:  # claimed by another process, or repeated
                 value = self.hit(item, copy)
                 if value is MISSING:
-                    value = self._load_one(item, partial(_only, load, item), copy, strict, timeout_s)
+                    value = self._load_one(item, partial(only, load, item), copy, strict, timeout_s)
                 values[row] = value
 
     def _claim_missing(self, items: list[Any], taken: set[int], claimed: Collection[Any]) -> list[Any]:
         """Claim items to load them. Return those that this thread loads: not those that others are loading."""
-        empty = self._empty([item for item in items if item not in claimed] if claimed else items)
-        words = self._words(empty)
-        distinct = list(dict.fromkeys(words))
-        if distinct:
-            self._claims.to_load(distinct, taken)
-        if len(empty) < len(items) or len(taken) < len(distinct):
-            mine = {item for item, word in zip(empty, words, strict=True) if word in taken}
-            items = [item for item in items if item in mine or item in claimed or not self.fillable(item)]
-        return self._unset(items) if taken or claimed or not self._store.unreadable else items
+        empty = self._empty([item for item in items if item not in claimed])
+        words = dict(zip(empty, self._words(empty), strict=True))
+        if words:
+            self._claims.to_load(list(dict.fromkeys(words.values())), taken)
+        others = set[Any]()
+        if len(taken) < len(words):
+            others = {item for item, word in words.items() if word not in taken and self.fillable(item)}
+        is_unreadable = self._store.unreadable and not taken and not claimed
+        return [item for item in items if item not in others and (is_unreadable or not self.holds(item))]
 
     def end_loading(self, taken: set[int]) -> None:
         """Release claims to load, and empty ``taken``."""
@@ -326,37 +334,32 @@ class LoadingCache(Generic[_T]):
         encode: Callable[[list[Any]], list[Any] | None] | None = None,
     ) -> None:
         """Cache loaded values. One that does not fit raises SampleError; if not ``strict``, it stays outside the cache."""
+        if self._store.unreadable:
+            self._warn_of_unreadable(items)  # loading a sample has not imported its class
         empty = self._empty(items)
-        rows: Sequence[int] = range(len(items))
-        if len(empty) < len(items):
-            rows = [row for row, item in enumerate(items) if item in empty]
-        if self._store.unreadable and any(self.holds(item) and self.peek(item) is MISSING for item in items):
-            self._warn_of_unreadable()  # loading the sample has not imported its class
-        if encode is None and not strict and not rows:
+        if encode is None and not empty:
             return  # all are outside the cache
         encoded = (encode or self._store.encode_many)(values) if encode or len(values) > 1 else None
         if encoded is None:
-            encoded, rows = self._encode_each(items, values, rows, strict)
+            pairs = zip(items, values, strict=True)
+            encoded = [self._encode(item, value, strict) if item in empty else None for item, value in pairs]
         encoded = self._with_costs(encoded, costs_s)
-        if len(rows) < len(items):
-            items, encoded = [items[row] for row in rows], [encoded[row] for row in rows]
-        if rows:
+        if len(empty) < len(items) or None in encoded:
+            among, pairs = set(empty), zip(items, encoded, strict=True)
+            kept = {item: record for item, record in pairs if record is not None and item in among}
+            items, encoded = list(kept), list(kept.values())
+        if items:
             self._publish(items, encoded)
 
-    def _encode_each(
-        self, items: list[Any], values: list[Any], rows: Sequence[int], strict: bool
-    ) -> tuple[list[Any], list[int]]:
-        """Return the encoded values by row, and the rows of those that fit; reject the others, or raise SampleError."""
-        encoded, fit = [None] * len(items), []
-        for row in rows:
-            try:
-                encoded[row] = self._store.encode(values[row], self._where(items[row]))
-                fit.append(row)
-            except SampleError as error:
-                if strict:
-                    raise
-                self._reject(items[row], str(error))
-        return encoded, fit
+    def _encode(self, item: Any, value: Any, strict: bool) -> Any:
+        """Return an encoded value. If it does not fit, raise SampleError, or reject it and return None."""
+        try:
+            return self._store.encode(value, self._shown(item))
+        except SampleError as error:
+            if strict:
+                raise
+            self._reject(item, str(error))
+            return None
 
     def _reject(self, item: Any, problem: str) -> None:
         """Count a value that does not fit, and warn of the first one, in any process."""
@@ -405,11 +408,12 @@ class LoadingCache(Generic[_T]):
             logger.warning("%s stays uncached: %s", self._shown(items[0]), str(error))
             return [REFUSED] * len(items)
 
-    def _warn_of_unreadable(self) -> None:
-        """Warn once why samples are missed here although they are cached."""
-        if not self._warned_of_unreadable:
+    def _warn_of_unreadable(self, items: list[Any]) -> None:
+        """Warn once if items are missed here although they are cached: their class is not imported."""
+        problem = "" if self._warned_of_unreadable else self._store.unreadable
+        if problem and any(self.holds(item) and self.peek(item) is MISSING for item in items):
             self._warned_of_unreadable = True
-            logger.warning("%s Until then such samples are loaded again, and count as misses.", self._store.unreadable)
+            logger.warning("%s Until then such samples are loaded again, and count as misses.", problem)
 
     def clear(self) -> None:
         """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
@@ -495,7 +499,7 @@ class LoadingCache(Generic[_T]):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def _only(load: Callable[[list[_I]], Iterable[Any]], item: _I) -> Any:
+def only(load: Callable[[list[_I]], Iterable[Any]], item: _I) -> Any:
     """Load one item."""
     (value,) = load([item])
     return value

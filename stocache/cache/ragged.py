@@ -6,6 +6,7 @@ from typing import Any
 from typing_extensions import TypeVar
 
 from stocache.cache.allocate import CacheLayout, Proof
+from stocache.cache.arena import Arena
 from stocache.cache.base import SampleCache
 from stocache.cache.options import RECORDS, SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.records import RecordStore, control_bytes
@@ -66,6 +67,7 @@ class RaggedCache(SampleCache[_T]):
     def _open(
         self, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None
     ) -> None:
+        """``expected_bytes``: of all samples."""
         dataset_len = check_len(dataset_len)
         names = ("admission", "codec", "allow_pickle")
         identity: Identity = {"samples": "any size"} | {name: getattr(options, name) for name in names}
@@ -77,18 +79,6 @@ class RaggedCache(SampleCache[_T]):
         extents = self._segment.extents
         extents.limit = extents.reserved_bytes
         return extents.reserved_bytes
-
-    @classmethod
-    def from_options(
-        cls, options: CacheOptions, dataset_len: int, proof: Proof | None = None, expected_bytes: int | None = None
-    ) -> "RaggedCache":
-        """Return a cache with these options.
-
-        ``proof``: describes the samples, to share the cache with other ranks. ``expected_bytes``: of all samples.
-        """
-        cache = cls.__new__(cls)
-        cache._open(options, dataset_len, proof, expected_bytes)
-        return cache
 
     def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         dataset_len, options = parts
@@ -102,14 +92,10 @@ class RaggedCache(SampleCache[_T]):
         """The codec that records are compressed with; None if they are not."""
         return self._options.codec
 
-    @property
-    def compresses(self) -> bool:
-        """Whether records are compressed."""
-        return self._options.codec is not None
-
     def treedef_bytes(self, samples: Iterable[object]) -> int | None:
         """Return the bytes that all records of such samples share.
 
         None if there are no samples, one does not fit, or records are compressed.
         """
-        return self._records.treedef_bytes(list(samples)) if not self.compresses else None
+        records = None if self.codec is not None else self._records.encode_many(list(samples))
+        return Arena.bytes_of({record.treedef for record in records}) if records else None

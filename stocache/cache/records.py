@@ -26,7 +26,8 @@ from stocache.cache import arena
 from stocache.cache.arena import MEMORY_REFUSED, NO_ROOM, Arena
 from stocache.cache.options import CacheOptions
 from stocache.cache.stats import EMPTY, FILLS, MISSING, OOB, REFUSED, SET
-from stocache.errors import SampleError, SegmentError
+from stocache.cache.store import SampleStore
+from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
 from stocache.samples.leaves.type_lookup import NotImported
 from stocache.samples.record_decoder import RecordReader, reader_of_cache
@@ -46,12 +47,10 @@ def control_bytes(dataset_len: int, options: CacheOptions) -> int:
     return arena.control_bytes(dataset_len) + for_admission
 
 
-class RecordStore:
+class RecordStore(SampleStore):
     """The `SampleStore` of a RaggedCache. The slot of a sample is its index."""
 
-    gathers_from = 16
     unreadable = ""
-    may_miss = False
     slot = staticmethod(operator.index)
 
     def __init__(self, segment: Segment, dataset_len: int, options: CacheOptions) -> None:
@@ -72,18 +71,6 @@ class RecordStore:
         """Return the parts of a sample's record, compressed where that makes it smaller."""
         return self._encoder.pack(sample, where)
 
-    def treedef_bytes(self, samples: list[Any]) -> int | None:
-        """Return the bytes of the treedefs of such samples; None if there are no samples, or one does not fit."""
-        records = self.encode_many(samples)
-        return self.arena.bytes_of({record.treedef for record in records}) if records else None
-
-    def encode_many(self, samples: list[Any]) -> list[EncodedRecord] | None:
-        """Return the parts of samples' records; None if a sample does not fit."""
-        try:
-            return [self.encode(sample, "") for sample in samples]
-        except SampleError:
-            return None
-
     def write_many(self, items: list[Any], encoded: Sequence[EncodedRecord]) -> list[int | None]:
         """Append the records of samples that are admitted, as long as there is room. See `SampleStore.write_many`.
 
@@ -92,7 +79,7 @@ class RecordStore:
         with self._segment.guard:
             places = self.arena.run_locked(lambda: self._place_all(items, encoded), None)
         if places is None:
-            places = list(map(self._late, encoded))
+            return [REFUSED] * len(items)
         buffers: list[Any] = []  # to be written from ``begin`` to ``end``
         begin = end = 0
         for item, record, (at, number) in zip(items, encoded, places, strict=True):
@@ -111,8 +98,15 @@ class RecordStore:
         return record.room, (HEAD.pack(record.nbytes, number, record.packed), *record.leaves, record.tail)
 
     def _enter(self, items: list[Any], encoded: Sequence[EncodedRecord], places: list[tuple[int, int]]) -> list[int | None]:
-        """Note where records have been written. Return for each the counter to raise."""
-        return [self._outcome(idx, at) for idx, (at, _) in zip(items, places, strict=True)]
+        """Note where records have been written, and which have no room. Return for each the counter to raise."""
+        counters: list[int | None] = []
+        for idx, (at, _) in zip(items, places, strict=True):
+            if at >= 0:
+                self._offsets[idx] = at
+            elif at == NO_ROOM and self._states[idx] == EMPTY:
+                self._states[idx] = OOB  # room is never freed
+            counters.append(FILLS if at >= 0 else REFUSED if at == MEMORY_REFUSED else None)
+        return counters
 
     def _place_all(self, items: list[Any], encoded: Sequence[EncodedRecord]) -> list[tuple[int, int]]:
         """Take room for records, at once for many of one treedef; see `_place`. With the arena's lock held."""
@@ -140,25 +134,12 @@ class RecordStore:
         number = self.arena.number_of(record.treedef)
         return (self.arena.take(record.room) if number >= 0 else number), number
 
-    def _late(self, record: EncodedRecord) -> tuple[int, int]:
-        """Return the result of `_place` for an arena whose lock another process does not release."""
-        return (MEMORY_REFUSED if self._admission is None or record.cost_s is None else _NOT_ADMITTED), 0
-
     def _write(self, at: int, buffers: list[Any], nbytes: int) -> None:
         """Write ``buffers`` (``nbytes`` in total) at offset ``at``."""
         if nbytes < _JOINED * len(buffers):
             self._segment.write(at, b"".join(buffers), nbytes)
         else:
             self._segment.write_all(at, buffers, nbytes)
-
-    def _outcome(self, idx: int, at: int) -> int | None:
-        """Note where a record has been written; or, given a negative number, that it was not. Return the counter to raise."""
-        if at >= 0:
-            self._offsets[idx] = at
-            return FILLS
-        if at == NO_ROOM and self._states[idx] == EMPTY:
-            self._states[idx] = OOB  # room is never freed
-        return REFUSED if at == MEMORY_REFUSED else None
 
     def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare."""

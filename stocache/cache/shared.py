@@ -15,10 +15,11 @@ from typing_extensions import TypeVar
 from stocache.cache.allocate import CacheLayout, Proof
 from stocache.cache.base import SampleCache
 from stocache.cache.columns import as_bytes
+from stocache.cache.loading import only
 from stocache.cache.options import SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.placement import Placement, residency
 from stocache.cache.slots import SlotArrays
-from stocache.cache.stats import HITS, MISSES, MISSING, OOB, SET
+from stocache.cache.stats import HITS, MISSES, MISSING, OOB
 from stocache.errors import SampleError, SampleIndexError, SegmentError
 from stocache.observe.recording.record import note_loads
 from stocache.samples.indices import check_indices, check_len
@@ -108,8 +109,8 @@ class SharedCache(SampleCache[_T]):
         options: CacheOptions,
         dataset_len: int,
         data_dims: Any,
-        dtype: Any,
-        placement: Literal["prefix", "scattered"] | Placement,
+        dtype: Any = torch.uint8,
+        placement: Literal["prefix", "scattered"] | Placement = "prefix",
         proof: Proof | None = None,
     ) -> None:
         structure = data_dims if isinstance(data_dims, Structure) else Structure.from_dims(data_dims, dtype)
@@ -118,24 +119,6 @@ class SharedCache(SampleCache[_T]):
         identity = {"samples": structure.identity, "placement": str(placement)}
         layout = CacheLayout(dataset_len, dataset_len, identity, structure, placement)
         self._open_memory(layout, options, (structure, placement, dataset_len), proof or self._proof)
-
-    @classmethod
-    def from_options(
-        cls,
-        options: CacheOptions,
-        dataset_len: int,
-        data_dims: Any,
-        dtype: Any = torch.uint8,
-        placement: Literal["prefix", "scattered"] | Placement = "prefix",
-        proof: Proof | None = None,
-    ) -> "SharedCache":
-        """Return a cache with these options. ``admission``, ``codec`` and ``allow_pickle`` have no effect.
-
-        ``proof``: describes the samples, to share the cache with other ranks.
-        """
-        cache = cls.__new__(cls)
-        cache._open(options, dataset_len, data_dims, dtype, placement, proof)
-        return cache
 
     @classmethod
     def like(cls, sample: object, size_limit_gib: float | str, dataset_len: int, **options: Any) -> "SharedCache":
@@ -187,8 +170,8 @@ class SharedCache(SampleCache[_T]):
         items = columns.new_batch(count) if out is None else columns.split_batch(out, count, "get_slots: out", contiguous=True)
         mask, hits = self._gather_hits(index, items)
         if hits < count:
-            columns.erase(torch.from_numpy(~mask), items)
-            self._miss_many(index[~mask])
+            columns.erase(~mask, items)
+            self._miss(index[~mask].tolist())
         return self._structure.unflatten(items), torch.from_numpy(mask)
 
     def _gather_hits(self, index: NDArray[np.int64], items: list[Any]) -> tuple[Any, int]:
@@ -232,10 +215,6 @@ class SharedCache(SampleCache[_T]):
         """The structure of each sample."""
         return self._structure
 
-    def has(self, indices: Sequence[int]) -> bool:
-        """Return whether all of the samples ``indices`` are cached."""
-        return bool((self._aux.numpy()[check_indices(indices, self._dataset_len, "has")] == SET).all())
-
     def samples_of(self, items: list[Any], count: int) -> list[Any]:
         """Return the ``count`` samples whose bytes in a batch are the rows of ``items``, one uint8 tensor for each leaf."""
         batch = self._columns.new_batch(count)
@@ -268,34 +247,36 @@ class SharedCache(SampleCache[_T]):
         mask, hits = self._gather_hits(index, items)
         if hits == len(index):
             return None
-        columns, encode, done = self._columns, self._structure.encode, set[int]()
+        columns, filled = self._columns, mask.copy()
         if next_tier is not None:
             outside, began = np.flatnonzero(self.outside(index)), time.perf_counter()
-            done.update(next_tier.fill(index[outside], outside, items).tolist())
-            self._segment.count(MISSES, len(done))
-            note_loads([(time.perf_counter() - began) / max(1, len(done))] * len(done))
-        samples: list[Any] = [None if hit or row in done else MISSING for row, hit in enumerate(mask.tolist())]
-
-        filled = set(done)
+            read = next_tier.fill(index[outside], outside, items)
+            filled[read] = True
+            self._segment.count(MISSES, len(read))
+            note_loads([(time.perf_counter() - began) / max(1, len(read))] * len(read))
+        by_tiers = filled.copy()
+        samples: list[Any] = [None if row else MISSING for row in filled.tolist()]
 
         def encode_rows(rows: list[int], values: list[Any]) -> list[Any] | None:
-            encoded = columns.pack(values, items, rows)
-            if encoded is not None:
-                done.update(rows)
+            begin, end = rows[0], rows[0] + len(rows)
+            in_line = rows == list(range(begin, end))
+            at: Any = slice(begin, end) if in_line else rows
+            places = [item[at] for item in items] if in_line else columns.new_batch(len(rows))
+            encoded = columns.pack(values, places)
+            if encoded is not None and not in_line:
+                for item, place in zip(items, places, strict=True):
+                    as_bytes(item)[rows] = as_bytes(place)
+            filled[at] = encoded is not None
             return encoded
 
         self._load_many(index.tolist(), samples, load, claimed=claimed, ahead=ahead, encode_rows=encode_rows)
         try:
-            for row in range(len(index)):
-                if not mask[row] and row not in done:  # not alike; or another process was loading it; or repeated
-                    columns.put(items, row, encode(samples[row], "sample"))
+            for row in np.flatnonzero(~filled).tolist():  # not alike; or another process was loading it; or repeated
+                columns.put(items, row, self._structure.encode(samples[row], "sample"))
         except SampleError:
-            found = iter(columns.load_many(index[mask]) if hits else [])
-            for row, idx in enumerate(index.tolist()):
-                if mask[row]:
-                    samples[row] = next(found)
-                elif row in filled:
-                    samples[row] = self.get_or_load(idx, lambda idx: next(iter(load([idx]))), strict=False)
+            for row in np.flatnonzero(by_tiers).tolist():
+                idx = int(index[row])
+                samples[row] = self.peek(idx) if mask[row] else self.get_or_load(idx, partial(only, load), strict=False)
             return samples
         return None
 
@@ -309,10 +290,12 @@ class SharedCache(SampleCache[_T]):
             SampleIndexError, SlotError: as `set_slot`. The samples before the wrong one are stored.
         """
         index = check_indices(indices, self._dataset_len, "set_slots")
-        items = self._columns.split_batch(values, len(index), "set_slots: values")
-        columns, count = self._columns, len(index)
-        encode, each = partial(columns.buffers, items, count), partial(columns.samples, items, count)
-        self._set_many(index, encode, each, allow_oob_idx, allow_overwrite)
+        columns, items = self._columns, self._columns.split_batch(values, len(index), "set_slots: values")
+
+        def encode(rows: slice) -> list[Any]:
+            return columns.buffers([item[rows] for item in items], len(index[rows]))
+
+        self._set_many(index, encode, allow_oob_idx, allow_overwrite)
 
     @property
     def array(self) -> Any:
@@ -325,7 +308,7 @@ class SharedCache(SampleCache[_T]):
             SegmentError: the machine does not give that memory.
         """
         self._reserve_raw(0, self._slots)
-        return self._columns.array
+        return self._columns.rows(slice(None))
 
     @property
     def placement(self) -> Placement:

@@ -2,18 +2,18 @@
 
 import logging
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from stocache.cache.columns import ALIGNMENT, LARGE_VALUE, SCATTERED, Column, as_bytes, is_contiguous, make_column
 from stocache.cache.placement import BlockResidency, Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
+from stocache.cache.store import SampleStore
 from stocache.errors import SampleError
 from stocache.samples.spec import Structure
 from stocache.shm.layout import RESERVED_EXTENT
@@ -27,7 +27,7 @@ logger = logging.getLogger("stocache")
 _Indices = NDArray[np.int64]
 
 
-class SlotArrays:
+class SlotArrays(SampleStore):
     """The `SampleStore` of a SharedCache: the columns of all slots, one after the other in the data of a segment.
 
     Attributes:
@@ -39,8 +39,6 @@ class SlotArrays:
         encode: returns the bytes of a sample: one buffer for each column.
     """
 
-    unreadable = ""
-    may_miss = False
     slot: Callable[[int], int]
     slots_of: Callable[[_Indices], _Indices]
     load: Callable[[int, bool], Any]
@@ -68,32 +66,20 @@ class SlotArrays:
 
     def encode_many(self, samples: list[Any]) -> list[list[Any]] | None:
         """Return the bytes of samples: small ones lie in one buffer for each column. None if one does not fit."""
-        if self._structure.nbytes < LARGE_VALUE and (encoded := self.pack(samples)) is not None:
+        if self._structure.nbytes < LARGE_VALUE and (encoded := self.pack(samples, self.new_batch(len(samples)))) is not None:
             return encoded
-        try:
-            return [self.encode(sample, "") for sample in samples]
-        except SampleError:
-            return None
+        return super().encode_many(samples)
 
-    def pack(self, samples: list[Any], items: list[Any] | None = None, rows: list[int] | None = None) -> list[list[Any]] | None:
-        """Copy samples into ``rows`` of a contiguous batch, by default a new one, and return their bytes there.
+    def pack(self, samples: list[Any], items: list[Any]) -> list[list[Any]] | None:
+        """Copy samples into a contiguous batch of as many, and return their bytes there.
 
         Return None, with undefined rows, if the samples are not all alike: then each has to be looked at.
         """
         parted = self._structure.part(samples)
         if parted is None:
             return None
-        batches = []
-        begin, count = (rows[0], len(samples)) if rows else (0, len(samples))
-        in_row = rows is None or rows == list(range(begin, begin + count))
-        for column, values, item in zip(self.columns, parted, items or repeat(None), strict=False):
-            place = item[begin : begin + count] if item is not None and in_row else column.batch(count)
-            if not column.stack(values, place):
-                return None
-            if item is not None and not in_row:
-                as_bytes(item)[rows] = as_bytes(place)
-            batches.append(place)
-        return self.buffers(batches, count)
+        stacked = (column.stack(*pair) for column, *pair in zip(self.columns, parted, items, strict=False))
+        return self.buffers(items, len(samples)) if all(stacked) else None
 
     def buffers(self, items: list[Any], count: int) -> list[list[Any]]:
         """Return the bytes of the samples of a batch, as `encode` does for each; views of it where it is contiguous."""
@@ -162,14 +148,6 @@ class SlotArrays:
         slot = self.slot(idx)
         return any(self.segment.extents.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self.places)
 
-    def has_room_for(self, states: NDArray[np.uint8]) -> bool:
-        """Return whether samples have room: those that are not outside the cache have a slot."""
-        return True
-
-    def has_room(self, encoded: Collection[object]) -> bool:
-        """Return whether samples have room: those that are not outside the cache have a slot."""
-        return True
-
     def clear(self) -> None:
         """Zero all slots."""
         self.segment.extents.clear()
@@ -179,13 +157,8 @@ class SlotArrays:
         slots, slot_bytes = self._residency.slot_count, self._structure.nbytes
         return {"slots": slots, "slot_bytes": slot_bytes, "capacity_bytes": slots * slot_bytes}
 
-    @property
-    def array(self) -> Any:
-        """The live arrays of all columns, in the containers of the sample."""
-        return self._join([column.array for column in self.columns])
-
-    def rows(self, slot: int) -> Any:
-        """Return the live rows of a slot, in the containers of the sample."""
+    def rows(self, slot: Any) -> Any:
+        """Return the live rows of a slot, or of many, in the containers of the sample."""
         return self._join([column.array[slot] for column in self.columns])
 
     def new_batch(self, count: int) -> list[Any]:
@@ -251,10 +224,11 @@ class SlotArrays:
         for column, item, buffer in zip(self.columns, items, buffers, strict=True):
             column.put(as_bytes(item)[row], buffer)
 
-    def erase(self, mask: Tensor, items: list[Any]) -> None:
-        """Zero the samples of a contiguous batch where ``mask`` (bool, 1-D) is True."""
+    def erase(self, mask: NDArray[np.bool_], items: list[Any]) -> None:
+        """Zero the samples of a contiguous batch where ``mask`` (1-D) is True."""
         for column, item in zip(self.columns, items, strict=True):
-            column.erase(mask, item)
+            if column.nbytes:
+                as_bytes(item)[mask] = 0  # not by torch: a forked child does not have its threads
 
     def samples(self, items: list[Any], count: int) -> list[Any]:
         """Return the ``count`` samples of a batch; their tensors and arrays are views of it."""

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stocache.errors import SampleError
+
 _Indices = NDArray[np.int64]
 
 
@@ -18,18 +20,23 @@ class SampleStore(Protocol):
         may_miss: whether `load` may return MISSING for a sample that was set, because it is damaged. The sample is EMPTY then.
     """
 
-    gathers_from: int
-    may_miss: bool
+    gathers_from: int = 16
+    may_miss: bool = False
 
     @property
     def unreadable(self) -> str:
         """See the attributes."""
+        return ""
 
     def encode(self, sample: object, where: str, /) -> Any:
         """Return a sample encoded for `write`. Raises SampleError, whose message begins with ``where``."""
 
     def encode_many(self, samples: list[Any]) -> list[Any] | None:
         """Return samples encoded for `write_many`; None if a sample does not fit: `encode` says which, and why."""
+        try:
+            return [self.encode(sample, "") for sample in samples]
+        except SampleError:
+            return None
 
     def write_many(self, items: list[Any], encoded: Sequence[Any]) -> list[int | None]:
         """Write encoded samples where `load` finds them. This thread has the claims to write them; the guard is free.
@@ -51,9 +58,11 @@ class SampleStore(Protocol):
 
     def has_room_for(self, states: NDArray[np.uint8]) -> bool:
         """Return whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
+        return True
 
     def has_room(self, encoded: Collection[Any]) -> bool:
         """Return whether all of these encoded samples, none of which is outside the cache, can be written."""
+        return True
 
     def clear(self) -> None:
         """Drop all samples. No process writes, and no sample is set."""

@@ -217,7 +217,7 @@ class CacheRows:
         for at in np.flatnonzero(~is_set).tolist():
             first.setdefault(int(indices[at]), at)
         self.cache.claim_to_load(list(first), self.claimed)
-        others = {idx for idx in first if idx not in self.claimed and (self.cache.fillable(idx) or self.cache.has([idx]))}
+        others = {idx for idx in first if idx not in self.claimed and (self.cache.fillable(idx) or self.cache.holds(idx))}
         missing = [at for idx, at in first.items() if idx not in others]
         return missing if self.rows is None else self.rows[missing].tolist()
 

@@ -117,7 +117,7 @@ class BlockLoader:
         reads = issubclass(type(dataset), StorageDataset)
         self._layout = RowLayout(cache.structure) if reads and isinstance(cache, SharedCache) else None  # of slots
         # Whether bytes of samples can be copied
-        self._copies = self._layout is not None or (reads and isinstance(cache, RaggedCache) and not cache.compresses)
+        self._copies = self._layout is not None or (reads and isinstance(cache, RaggedCache) and cache.codec is None)
 
     def __reduce__(self) -> Any:
         return BlockLoader, (self._dataset, self._cache, self._chosen, self._disk)

@@ -109,7 +109,7 @@ class Wrapper:
             self.cache = self._make_cache()
         cache, options, samples = self.cache, self._options, self.probe.samples
         memory = cache if isinstance(cache, SharedCache) else None
-        self.disk = DiskCache.from_options(self._options_with_cut(), self._length, memory)
+        self.disk = DiskCache.behind(self._options_with_cut(), self._length, memory)
         if self.disk is not None and options.fingerprint is None:
             _warn_of_other_samples(self.disk, samples)
         if self._unit is None and not self.probe.keeps:

@@ -174,11 +174,12 @@ def test_numpy_scalars_are_written_by_the_batch(dtype):
     samples = [{"image": np.full((2, 3), idx, np.uint8), "label": label} for idx, label in enumerate(labels)]
     with SharedCache.like(samples[0], 1, N) as cache:
         store = cache._columns
-        assert (store.pack(samples) is not None) == (dtype.kind in "uifbc" and samples[0]["label"].dtype.isnative)
+        packed = store.pack(samples, store.new_batch(N))
+        assert (packed is not None) == (dtype.kind in "uifbc" and samples[0]["label"].dtype.isnative)
         for buffers, sample in zip(store.encode_many(samples), samples, strict=True):
             assert list(map(bytes, buffers)) == list(map(bytes, store.encode(sample, "")))
         cache.get_or_load_many(range(N), lambda indices: [samples[idx] for idx in indices])
         assert all(identical(cache.get_slot(idx), samples[idx]) for idx in range(N))
         strange = [*samples[:3], samples[0] | {"label": 3}, *samples[4:]]
-        assert store.pack(strange) is None
+        assert store.pack(strange, store.new_batch(N)) is None
         assert store.encode_many(strange) is None

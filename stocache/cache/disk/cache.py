@@ -17,7 +17,7 @@ from stocache.cache.disk.folder import Folder
 from stocache.cache.disk.formats import make_form, pack_example
 from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes, room_of
 from stocache.cache.disk.store import DiskStore, no_states, open_states
-from stocache.cache.loading import nested, nesting
+from stocache.cache.loading import nested, nesting, only
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.shared import SharedCache
@@ -132,8 +132,8 @@ class DiskCache(SampleCache[_T]):
         logger.info("%r", self)
 
     @classmethod
-    def from_options(cls, options: CacheOptions, dataset_len: int, memory: SharedCache | None = None) -> "DiskCache | None":
-        """Return a cache with these options, None without a disk. ``memory``: the cache before it, for samples of one shape."""
+    def behind(cls, options: CacheOptions, dataset_len: int, memory: SharedCache | None = None) -> "DiskCache | None":
+        """Return the disk that options name; None if none. ``memory``: the cache before it, for samples of one shape."""
         if options.disk is None or options.disk_limit is None:
             return None
         alike = {name: getattr(options, name) for name in ("fingerprint", "codec", "allow_pickle")}
@@ -195,7 +195,12 @@ class DiskCache(SampleCache[_T]):
         """
         taken, samples = set[int](), dict[int, Any]()
         has_room = self._disk.has_room_for(self._aux.numpy(), expected)
-        load_claimed, outer = partial(self.loading, load=load), getattr(self._behind, "wanted", None)
+
+        def load_claimed(indices: list[int]) -> list[Any]:
+            with nested(True):
+                return list(load(indices))
+
+        outer = getattr(self._behind, "wanted", None)
         try:
             self.claim_to_load(list(indices), taken)
             others = {idx for idx in indices if idx not in taken and self.fillable(idx)}
@@ -208,7 +213,7 @@ class DiskCache(SampleCache[_T]):
                 self._writer.put(_Part(self, bool, {}, taken))
         with nested(outer is not None and nesting.samples):  # within the load of another sample this thread does not wait
             for idx in others:
-                samples[idx] = self.get_or_load(idx, lambda idx: next(iter(load_claimed([idx]))), strict=False)
+                samples[idx] = self.get_or_load(idx, partial(only, load_claimed), strict=False)
         return [samples[idx] for idx in indices]
 
     def _publish(self, indices: list[int], encoded: Sequence[Any], overwrite: bool = False, count_races: bool = True) -> None:

@@ -40,7 +40,7 @@ class Tiers:
             DiskError: the folder cannot be a disk cache.
             LimitError, CodecError, CacheNameError, MismatchError, SegmentError, BusyError: as for the two caches.
         """
-        return cls(RaggedCache.from_options(options, dataset_len), DiskCache.from_options(options, dataset_len), expected_len)
+        return cls(RaggedCache.from_options(options, dataset_len), DiskCache.behind(options, dataset_len), expected_len)
 
     def hit(self, idx: int, copy: bool) -> Any:
         """Return sample ``idx`` if it is in memory or on the disk; else MISSING. ``copy`` as for `RaggedCache.get_slot`."""

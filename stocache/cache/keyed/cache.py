@@ -94,15 +94,8 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
     def _open(self, options: CacheOptions, job: Job | None = None) -> None:
         identity = {"samples": BY_KEY, "codec": options.codec, "allow_pickle": options.allow_pickle}
         layout = CacheLayout(_CLAIMS, CONTROL_BYTES, identity)
-        disk = KeyedDisk.from_options(options, count_places(options))
+        disk = KeyedDisk.behind(options, count_places(options))
         self._open_memory(layout, options, (options, disk), job=job)
-
-    @classmethod
-    def from_options(cls, options: CacheOptions, job: Job | None = None) -> "KeyedCache[Any, Any]":
-        """Return a cache with these options. ``job``: the processes that share one with this fingerprint, if not the ranks."""
-        cache = cls.__new__(cls)
-        cache._open(options, job)
-        return cache
 
     def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         self._disk: KeyedDisk | None = parts[1]
@@ -139,8 +132,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         value = self.find(found, copy)
         if value is not MISSING:
             return value
-        if self._store.unreadable and self.holds(found):
-            self._warn_of_unreadable()
+        self._warn_of_unreadable([found])
         self._segment.count(MISSES)
         self._note_miss(found)
         return default

@@ -71,7 +71,7 @@ def test_errors_of_the_source_and_samples_that_do_not_fit(opened):
     cache = opened("1MB")
     with pytest.raises(ZeroDivisionError, match="by zero"):
         cache.get_or_load(3, lambda idx: idx / 0)
-    with pytest.raises(SampleError, match="set_slot"):
+    with pytest.raises(SampleError, match="sample 3"):
         cache.get_or_load(3, lambda idx: object())
     assert type(cache.get_or_load(4, lambda idx: object(), strict=False)) is object
     loaded(cache, "records", [3])
