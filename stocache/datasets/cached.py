@@ -1,4 +1,5 @@
-"""Cache any map-style dataset in shared memory with one line around it: `CachedDataset`."""
+"""Cache any map-style dataset in shared memory with one line around it: `CachedDataset`. One module, because a third of it is the
+page of that class."""
 
 import contextlib
 import dataclasses
