@@ -1,5 +1,6 @@
 """Cache any map-style dataset in shared memory with one line around it: `CachedDataset`. One module, because a third of it is the
-page of that class."""
+page of that class.
+"""
 
 import contextlib
 import dataclasses

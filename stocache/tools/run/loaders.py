@@ -1,5 +1,6 @@
 """The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache. One module, because
-what a loader caches decides what is said of it."""
+what a loader caches decides what is said of it.
+"""
 
 import logging
 import math
