@@ -1,5 +1,5 @@
-"""Cache any map-style dataset in shared memory with one line around it: `CachedDataset`. One module, because a third of it is the
-page of that class.
+"""Cache any map-style dataset in shared memory with one line around it: `CachedDataset`. One module, because a third of it is
+the page of that class.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache. One module, because
-what a loader caches decides what is said of it.
+"""The loaders of a program that does not know stocache: what it finds as torch's, and what its loaders cache. One module,
+because what a loader caches decides what is said of it.
 """
 
 import logging
