@@ -1,13 +1,15 @@
 """Hits, misses, fills, warm batches and block reads of this tree and of an earlier one, in turns.
 
-python -m benchmark turns --before TREE [--rounds N]
+python -m benchmark turns --before TREE [--rounds N] [--of costs|loaders]
 
-TREE is a checkout of an earlier state, say ``git worktree add ../before COMMIT``. Each round starts one process for each tree,
-in alternate order, and takes the median of several passes within it. The table has the median of the rounds, and the ratio of
-this tree to the earlier one in each round: median, least and most.
+TREE is a checkout of an earlier state, say ``git worktree add ../before COMMIT``. ``costs`` are those of samples and blocks,
+``loaders`` those of batches: warm, with transforms, in first epochs, and at the start of an epoch. Each round starts one
+process for each tree, in alternate order, and takes the median of several passes within it. The table has the median of the
+rounds, and the ratio of this tree to the earlier one in each round: median, least and most.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -16,13 +18,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 CLAIM = "A change of structure leaves hits, misses, fills, warm batches and block reads at most 3 % slower than before."
 
 SHAPE, COUNT, BATCH = (3, 64, 64), 4096, 256
+
+WORKERS: dict[str, dict[str, Any]] = {
+    "without workers": {},
+    "2 processes": {"num_workers": 2, "persistent_workers": True},
+    "2 threads": {"num_workers": 2, "worker_method": "thread", "persistent_workers": True},
+}
+
+
+def note_in(found: dict[str, float], name: str, work: Callable[[], object], units: int, passes: int = 7) -> None:
+    """Note the microseconds of a unit of work, the median of several passes."""
+    times = []
+    for number in range(passes + 1):
+        began = time.perf_counter()
+        work()
+        if number:
+            times.append((time.perf_counter() - began) / units * 1e6)
+    found[name] = statistics.median(times)
 
 
 def costs() -> dict[str, float]:
@@ -34,19 +55,10 @@ def costs() -> dict[str, float]:
     from stocache.storage.storage import OnDiskBlockDataStorage
 
     found: dict[str, float] = {}
+    note = partial(note_in, found)
     torch.manual_seed(0)
     order = torch.randperm(COUNT).tolist()
     images = torch.randint(0, 256, (COUNT, *SHAPE), dtype=torch.uint8)
-
-    def note(name: str, work: Callable[[], object], units: int, passes: int = 7) -> None:
-        times = []
-        for number in range(passes + 1):
-            began = time.perf_counter()
-            work()
-            if number:
-                times.append((time.perf_counter() - began) / units * 1e6)
-        found[name] = statistics.median(times)
-
     with SharedCache(1, COUNT, SHAPE) as cache:
         for idx in range(COUNT):
             cache.set_slot(idx, images[idx])
@@ -64,11 +76,7 @@ def costs() -> dict[str, float]:
     source = TensorDataset(images, torch.arange(COUNT))
     with CachedDataset(source, 1, audit=0) as dataset:
         note("sample of a full CachedDataset", lambda: [dataset[idx] for idx in order], COUNT)
-        for name, options in (
-            ("without workers", {"num_workers": 0}),
-            ("2 processes", {"num_workers": 2, "persistent_workers": True}),
-            ("2 threads", {"num_workers": 2, "worker_method": "thread", "persistent_workers": True}),
-        ):
+        for name, options in WORKERS.items():
             loader = DataLoader(dataset, BATCH, shuffle=True, **options)
             note(f"warm batch, {name}", lambda loader=loader: [None for _ in loader], COUNT // BATCH, 15)
 
@@ -131,11 +139,76 @@ def note_codec(kind: str, samples: list[Any], note: Callable[..., None]) -> None
         note(f"{kind}: key, hit", lambda: [keyed.get(idx) for idx in range(count)], count)
 
 
+def _flipped(image: Any) -> Any:
+    return image.flip(-1)
+
+
+def loaders() -> dict[str, float]:
+    """Return the microseconds of a batch, and of the first batch of an epoch; and p99 to p50 of `next` over slow samples."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from stocache import CachedDataset, DataLoader, StreamLoader
+
+    found: dict[str, float] = {}
+    note = partial(note_in, found)
+    torch.manual_seed(0)
+    sources: dict[str, Any] = {
+        f"3x{side}x{side}": TensorDataset(torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8), torch.arange(count))
+        for side, count in ((64, COUNT), (224, 512))
+    }
+    sources["ragged"] = [(torch.zeros(1000 + idx % 9000, dtype=torch.uint8), idx) for idx in range(1024)]
+    for kind, source in sources.items():
+        options = {"collate_fn": list} if kind == "ragged" else {}
+        for transform in (None, {0: _flipped}):
+            with CachedDataset(source, 1, audit=0, transform=transform) as dataset:
+                dataset.warm(progress=False)
+                for (name, workers), batch in itertools.product(WORKERS.items(), (32, BATCH)):
+                    loader = DataLoader(dataset, batch, shuffle=True, **workers, **options)
+                    words = f"{kind}, {batch}, {name}{', transform' if transform else ''}"
+                    note(words, lambda loader=loader: deque(loader, 0), len(source) // batch, 9)
+                    if (transform, batch) == (None, 32):
+                        note(f"{words}: first batch", lambda loader=loader: next(iter(loader)), 1, 15)
+                    del loader
+    for name, workers in WORKERS.items():
+
+        def first(workers: dict[str, Any] = workers) -> None:
+            with CachedDataset(sources["3x64x64"], 1, audit=0) as dataset:
+                deque(DataLoader(dataset, BATCH, shuffle=True, **workers), 0)
+
+        note(f"first epoch, {name}", first, COUNT // BATCH, 5)
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.writelines(f"{row}\t{row / 7}\t{row % 5}\n" for row in range(100_000))
+        file.flush()
+        with StreamLoader(file.name, 1000, 50_000, size_limit_gib="100MB") as stream:
+            note("text, cached", lambda: deque(stream, 0), 100)
+    times = []
+    for _ in range(3):
+        batches = iter(DataLoader(_Slow(), BATCH, num_workers=2, worker_method="thread"))
+        next(batches)
+        for _ in range(7):
+            began = time.perf_counter()
+            next(batches)
+            times.append(time.perf_counter() - began)
+    found["one slow sample in ten, 2 threads: most to median"] = max(times) / statistics.median(times)
+    return found
+
+
+class _Slow:
+    def __len__(self) -> int:
+        return 2048
+
+    def __getitem__(self, idx: int) -> int:
+        time.sleep(0.01 if random.Random(idx).random() < 0.1 else 0.0005)
+        return idx
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmark turns")
     parser.add_argument("--before", type=Path, required=True, help="a checkout of the tree before")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--of", choices=["costs", "loaders"], default="costs")
     arguments = parser.parse_args()
     trees = {"before": arguments.before.resolve(), "now": Path(__file__).parents[1]}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
@@ -143,7 +216,7 @@ def main() -> None:
         for name in list(trees)[:: -1 if number % 2 else 1]:
             environment = {**os.environ, "PYTHONPATH": str(trees[name])}
             printed = subprocess.run(
-                [sys.executable, __file__, "costs"], capture_output=True, check=True, env=environment, cwd=trees[name]
+                [sys.executable, __file__, arguments.of], capture_output=True, check=True, env=environment, cwd=trees[name]
             ).stdout
             rounds[name].append(json.loads(printed.splitlines()[-1]))
     print("| µs | before | now | now to before | rounds |\n| --- | ---: | ---: | ---: | ---: |")
@@ -157,7 +230,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["costs"]:
-        print(json.dumps(costs()))
+    if sys.argv[1] in ("costs", "loaders"):
+        print(json.dumps({"costs": costs, "loaders": loaders}[sys.argv[1]]()))
     else:
         main()
