@@ -12,10 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -132,8 +131,7 @@ def collate_or_list(samples: list[Any]) -> Any:
         return samples
 
 
-@dataclass(frozen=True)
-class EpochTiming:
+class EpochTiming(NamedTuple):
     """One measured epoch.
 
     Attributes:
@@ -211,8 +209,7 @@ def sweep(
     return epochs
 
 
-@dataclass(frozen=True)
-class SweepRow:
+class SweepRow(NamedTuple):
     """One fraction of a sweep; times are medians over its repeats.
 
     Attributes:
@@ -265,16 +262,14 @@ def table(rows: Sequence[SweepRow]) -> Table:
     """Return the rows as a table, which is Markdown if there is room for its columns."""
     view = Table(*(Column(heading, justify="right") for heading in _HEADINGS), box=box.MARKDOWN, pad_edge=False)
     for row in rows:
-        view.add_row(*(form.format(value) for form, value in zip(_FORMATS, asdict(row).values(), strict=True)))
+        view.add_row(*(form.format(value) for form, value in zip(_FORMATS, row, strict=True)))
     return view
 
 
 def write_csv(rows: Sequence[SweepRow], path: Path) -> None:
     """Write the rows, one line each, with a header."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SweepRow)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        csv.writer(file).writerows([SweepRow._fields, *rows])
 
 
 def draw(rows: Sequence[SweepRow], path: Path, title: str) -> None:

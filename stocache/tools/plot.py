@@ -49,7 +49,7 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
     epochs = _epochs(source)
     if file is not None:
         draw(epochs).savefig(file)
-    elif _is_in_notebook():
+    elif "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel"):
         from IPython.display import Image, display
 
         picture = io.BytesIO()
@@ -71,10 +71,6 @@ def _epochs(source: Any) -> tuple[EpochStats | LoaderEpochStats, ...]:
     if not epochs:
         raise ValueError("there is no epoch to draw: iterate over the loader first")
     return epochs
-
-
-def _is_in_notebook() -> bool:
-    return "IPython" in sys.modules and hasattr(sys.modules["IPython"].get_ipython(), "kernel")
 
 
 def draw(epochs: tuple[EpochStats | LoaderEpochStats, ...]) -> "Figure":

@@ -77,7 +77,7 @@ def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
     for pid in pids:
         os.waitpid(pid, os.WUNTRACED)
     (found,) = listing.find()
-    assert {holder.pid for holder in found.holders} == set(pids)
+    assert {holder["pid"] for holder in found.holders} == set(pids)
     with make() as cache:
         assert cache.stats().filled == cache.stats().fills == 16
         for pid in pids:

@@ -285,7 +285,7 @@ def test_the_report_says_what_each_loader_waited_for(everywhere):
     assert f"{__name__.rpartition('.')[2]}.py:" in text
     assert "2 epochs, 5 batches" in text
     assert line.as_dict()["epochs"][0]["samples"] == 24
-    assert not type(everywhere)(everywhere.use.options).report()
+    assert not type(everywhere)(everywhere.options).report()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import pytest
 
 from stocache.observe.verdict import LoaderEpochStats, Verdict
 from stocache.tools.run import messages
-from stocache.tools.run.messages import EpochLines, as_options, say_apart
+from stocache.tools.run.messages import as_options, epoch_lines, say_apart
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import ProgramOptions, Use
 
@@ -127,7 +127,7 @@ def epoch_of(limit, share, **figures):
 
 def test_an_epoch_is_printed_if_it_differs_from_those_that_were(monkeypatch):
     monkeypatch.setattr(sys, "__stderr__", stream := io.StringIO())
-    lines, train, val = EpochLines(Use(ProgramOptions())), ("a.py:1", "Images", 9), ("a.py:1", "Images", 3)
+    lines, train, val = epoch_lines(Use(ProgramOptions())), ("a.py:1", "Images", 9), ("a.py:1", "Images", 3)
     for limit, share in [("source", 0.5), (None, 0.0), ("source", 0.6), ("source", 0.7), ("collate", 0.5)] + [
         ("source", 0.5)
     ] * 9:

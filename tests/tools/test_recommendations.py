@@ -128,7 +128,7 @@ def make_the_dataset_once(follow, test):
     def loop(cache):
         dataset = Numbers()
         with stocache.use_everywhere(cache) as everywhere:
-            everywhere.use.on_epoch = print  # as `stocache run`, which asks at the end of each epoch
+            everywhere.on_epoch = print  # as `stocache run`, which asks at the end of each epoch
             for _ in range(3):
                 LOADED.clear()
                 list(data.DataLoader(dataset if follow else Numbers(), batch_size=4, shuffle=True))

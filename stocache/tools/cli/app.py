@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from typer.core import TyperCommand
 from stocache.system.figures import plural
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, text_option
+from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, show, text_option
 
 _AllowPickle = Annotated[
     bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
@@ -63,13 +64,9 @@ def bench(
     """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
     folder = Path(source) if source is not None and (":" not in source or Path(source).is_dir()) else None
     by_function = source is not None and folder is None
-    try:
-        import matplotlib  # noqa: F401
-
-        if not by_function:
-            import PIL  # noqa: F401
-    except ImportError as error:
-        fail(f"This command needs {error.name}: pip install 'stocache[bench]'", 2)
+    for needed in ["matplotlib"] + ["PIL"] * (not by_function):
+        if find_spec(needed) is None:
+            fail(f"This command needs {needed}: pip install 'stocache[bench]'", 2)
     from stocache.tools import bench as experiment
 
     shares, (csv_path, picture_path) = _parse_percentages(fractions), _result_paths(out)
@@ -221,9 +218,6 @@ def info(as_json: Json = False) -> None:
         "memfd_huge_policy": limits.memfd_huge_policy(),
         "cgroup_path": cgroup.path if cgroup else None,
     }
-    if as_json:
-        typer.echo(json.dumps(amounts | facts | {"caches_without_a_name": caches}, indent=2))
-        return
     size = {name: "none" if amount is None else limits.format_size(amount) for name, amount in amounts.items()}
     rows = {"shared memory": "none on this system: the threads of a process have a cache"}
     if here.SHARES_MEMORY:
@@ -243,13 +237,12 @@ def info(as_json: Json = False) -> None:
         ranks = f"shared by {cache['ranks']} ranks of a job" if cache["ranks"] != 1 else "of one process"
         used = f"{limits.format_size(cache['reserved_bytes'])} of {limits.format_size(cache['max_bytes'])}"
         rows[f"cache at {cache['place']}"] = f"{used}, {ranks}"
-    print_rows(rows.items())
+    show(amounts | facts | {"caches_without_a_name": caches}, rows.items(), as_json)
 
 
 def explain(
     code: Annotated[
-        str | None,
-        typer.Argument(metavar="CODE", help="As a warning or an error says it: W12, LimitError. Or a message."),
+        str | None, typer.Argument(metavar="CODE", help="As a warning or an error says it: W12, LimitError. Or a message.")
     ] = None,
 ) -> None:
     """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
@@ -321,10 +314,7 @@ _FIRST = {
 
 
 @app.callback()
-def _about(
-    context: typer.Context,
-    version: Annotated[bool, flag("--version", "Show the version and exit.")] = False,
-) -> None:
+def _about(context: typer.Context, version: Annotated[bool, flag("--version", "Show the version and exit.")] = False) -> None:
     """Cache any PyTorch dataset in shared memory, one copy per machine."""
     if version:
         import stocache

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, print_rows, text_option
+from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, show, text_option
 
 
 def ls(as_json: Json = False) -> None:
@@ -32,8 +32,7 @@ def ls(as_json: Json = False) -> None:
 
 def stat(
     name: Annotated[
-        str,
-        typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder."),
+        str, typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder.")
     ],
     as_json: Json = False,
 ) -> None:
@@ -45,10 +44,7 @@ def stat(
             facts, rows = disk.describe(name)
     else:
         facts, rows = _describe(name)
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        print_rows(rows.items())
+    show(facts, rows.items(), as_json)
 
 
 def _describe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -71,7 +67,7 @@ def _describe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
             f"{format_size(stats.capacity_bytes)} of samples, the rest for states and counters",
             "filled": f"{stats.filled} of {stats.slots} slots, {stats.fill_fraction:.1%} of the dataset",
         } | cache.describe_counts()
-    return cache.as_dict(), rows | {"held by": "\n".join(cache.users)}
+    return cache.as_dict(), rows | {"held by": "\n".join(listing.describe_users(cache.holders, cache.alive))}
 
 
 def rm(
@@ -80,8 +76,7 @@ def rm(
         typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
     ] = None,
     dead: Annotated[
-        bool,
-        flag("--dead", "Remove leftovers of killed processes: caches, if not persistent, and records of loaders."),
+        bool, flag("--dead", "Remove leftovers of killed processes: caches, if not persistent, and records of loaders.")
     ] = False,
     force: Annotated[bool, flag("--force", "Also remove caches that are in use or damaged.")] = False,
 ) -> None:
@@ -124,9 +119,7 @@ def rm(
     raise typer.Exit(failed)
 
 
-def top(
-    interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0,
-) -> None:
+def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0) -> None:
     """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
     import sys
 

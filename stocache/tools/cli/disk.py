@@ -20,10 +20,10 @@ def describe(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     name, pids = f"disk.{facts['key']}", set(facts.pop("pids"))
     live = next((cache for cache in listing.find() if os.path.basename(cache.path) == name and cache.alive), None)
     holders = [] if live is None else live.holders
-    holders = [*holders, *listing.find_holders(sorted(pids - {holder.pid for holder in holders}))]
+    holders = [*holders, *listing.find_holders(sorted(pids - {holder["pid"] for holder in holders}))]
     facts |= {
         "in_use": bool(live or holders),
-        "holders": [dataclasses.asdict(holder) for holder in holders],
+        "holders": holders,
         "limit_bytes": live and live.limit_bytes,
         "stats": live and live.stats and dataclasses.asdict(live.stats),
     }

@@ -1,6 +1,5 @@
 """The commands on folders: prepare, inspect and check. Each imports what it needs, because torch takes seconds to import."""
 
-import json
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import CORES, Json, count_option, errors_in_one_line, flag, print_rows, text_option
+from stocache.tools.cli.output import CORES, Json, count_option, errors_in_one_line, flag, show, text_option
 
 _Workers = Annotated[int, count_option("Worker processes; 0: this process does the work.", 0)]
 
@@ -105,10 +104,9 @@ def prepare(
             address=address,
         )
         index = storage.index
-    blocks = len(index.blocks)
     state = " was prepared already" if before and not again else ""
     typer.echo(
-        f"{dst}{state}: {index.samples} samples in {plural(blocks, 'block')} of "
+        f"{dst}{state}: {index.samples} samples in {plural(len(index.blocks), 'block')} of "
         f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
         f"stocache.StorageDataset(stocache.OnDiskBlockDataStorage({dst!r}))"
     )
@@ -134,12 +132,8 @@ def inspect(folder: _Prepared, as_json: Json = False) -> None:
             raise
         except StorageError as error:  # it is pickled, or needs classes that are missing
             shown = f"not shown: {error}"
-    if as_json:
-        amounts = {name: getattr(index, name) for name in ("samples", "block_size", "skipped")}
-        amounts |= {"blocks": len(index.blocks), "bytes": index.nbytes}
-        facts = {"structure": index.structure, "info": shown if index.info_checksum else info, "plan": index.plan}
-        typer.echo(json.dumps(amounts | facts, indent=2))
-        return
+    facts = {name: getattr(index, name) for name in ("samples", "block_size", "skipped", "structure", "plan")}
+    facts |= {"blocks": len(index.blocks), "bytes": index.nbytes, "info": shown if index.info_checksum else info}
     plan = ", ".join(f"{key} {value!r}" for key, value in index.plan.items() if value is not None)
     rows = [
         ("samples", str(index.samples)),
@@ -150,24 +144,20 @@ def inspect(folder: _Prepared, as_json: Json = False) -> None:
         ("info", shown),
         *describe_structure(index.structure),
     ]
-    print_rows(rows)
+    show(facts, rows, as_json)
 
 
 def check(folder: _PreparedOrCache, workers: _Workers = CORES) -> None:
     """Read a whole prepared folder, or all samples of a disk cache, and list the damage. Exits with 1 if there is any."""
     from stocache.cache.disk.inspection import is_disk_cache
-
-    if is_disk_cache(folder):
-        from stocache.tools.cli import disk
-
-        with errors_in_one_line():
-            disk.check(str(folder), workers)
-        return
     from stocache.errors import StorageError
     from stocache.storage.inspection import find_damage
     from stocache.storage.storage import OnDiskBlockDataStorage
+    from stocache.tools.cli import disk
 
     with errors_in_one_line():
+        if is_disk_cache(folder):
+            return disk.check(str(folder), workers)
         storage = OnDiskBlockDataStorage[Any, Any](folder)
         try:
             index = storage.index

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import psutil
@@ -35,14 +34,6 @@ _MOST_CHARACTERS = 400  # of the name of a cache in the record of a loader
 
 
 @dataclass(frozen=True)
-class Holder:
-    """A process that uses a cache, and its command line."""
-
-    pid: int
-    command: str
-
-
-@dataclass(frozen=True)
 class NamedCache:
     """One file in the user's directory of named caches.
 
@@ -51,7 +42,7 @@ class NamedCache:
         memory_bytes: memory that the file takes now: reserved extents of samples, their states, and counters.
         max_memory_bytes: memory that it takes once all its samples have memory.
         alive: whether a process uses it. If none does, it is a leftover, unless ``persistent``.
-        holders: the processes that use it, as far as this process can see them.
+        holders: the processes that use it, as far as this process can see them: the ``pid`` and the ``command`` line of each.
         created: seconds since 1970.
         samples: shape and dtype of a sample, or its structure.
         stats: its statistics since its oldest holder attached; None if it cannot be read, and ``problem`` says why.
@@ -65,7 +56,7 @@ class NamedCache:
     max_memory_bytes: int = 0
     alive: bool = False
     persistent: bool = False
-    holders: list[Holder] = field(default_factory=list)
+    holders: list[dict[str, Any]] = field(default_factory=list)
     created: float = 0.0
     samples: str = ""
     fingerprint: str | None = None
@@ -95,11 +86,6 @@ class NamedCache:
     def age(self) -> str:
         """The time since the cache was created, as "3 h"; "" if unknown."""
         return age_of(self.created) if self.created else ""
-
-    @property
-    def users(self) -> list[str]:
-        """The processes that use the cache, in words."""
-        return describe_users(self.holders, self.alive)
 
     @property
     def hit_percent(self) -> str:
@@ -183,15 +169,15 @@ _Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to 
 
 def _find(pids: _Pids, counts: bool = False) -> list[NamedFile]:
     folder = registry.directory_of()
+
+    def look(at: int | None) -> list[NamedFile]:
+        found = [] if at is None else [_look_at(at, folder, name, pids, counts) for name in sorted(os.listdir(at))]
+        return [file for file in found if file is not None]
+
     try:
-        return registry.run_locked(folder, partial(_list, folder=folder, pids=pids, counts=counts))
+        return registry.run_locked(folder, look)
     except OSError as error:
         return [NamedCache("?", folder, problem=printable(str(error)))]
-
-
-def _list(at: int | None, folder: str, pids: _Pids, counts: bool) -> list[NamedFile]:
-    found = [] if at is None else [_look_at(at, folder, name, pids, counts) for name in sorted(os.listdir(at))]
-    return [file for file in found if file is not None]
 
 
 def _look_at(at: int, folder: str, name: str, pids: _Pids, counts: bool) -> NamedFile | None:
@@ -294,24 +280,24 @@ def _words(fd: int, layout: Layout, samples: int) -> bytes:
     return words
 
 
-def describe_users(holders: list[Holder], alive: bool) -> list[str]:
+def describe_users(holders: list[dict[str, Any]], alive: bool) -> list[str]:
     """Return the processes that use a cache, in words."""
     unknown = "a process of another container" if alive else "nobody that is visible from here"
-    return [f"{holder.pid} {holder.command}" for holder in holders] or [unknown]
+    return ["{pid} {command}".format(**holder) for holder in holders] or [unknown]
 
 
-def find_holders(pids: list[int]) -> list[Holder]:
+def find_holders(pids: list[int]) -> list[dict[str, Any]]:
     """Describe processes, as far as they still run."""
-    return [holder for pid in pids if (holder := _holder(pid))]
+    return [{"pid": pid, "command": command} for pid in pids if (command := _command_of(pid)) is not None]
 
 
-def _holder(pid: int) -> Holder | None:
+def _command_of(pid: int) -> str | None:
     try:
-        return Holder(pid, printable(" ".join(psutil.Process(pid).cmdline())))
+        return printable(" ".join(psutil.Process(pid).cmdline()))
     except psutil.NoSuchProcess:
         return None
     except (psutil.Error, OSError):
-        return Holder(pid, "?")
+        return "?"
 
 
 def user_name(uid: int) -> str:

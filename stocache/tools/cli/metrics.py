@@ -6,7 +6,7 @@ Nothing is kept between two scrapes: each reads shared memory. It needs promethe
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -30,35 +30,24 @@ _LAST = np.arange(np.searchsorted(BOUNDS_S, _SHORTEST_S), np.searchsorted(BOUNDS
 BUCKET_BOUNDS = tuple(str(float(f"{bound:.6g}")) for bound in BOUNDS_S[_LAST])
 """The label ``le`` of the buckets, except the last. Rounded: the last digits of a power differ from machine to machine."""
 
+_Rows: TypeAlias = list[tuple[list[str], Any]]  # labels, and the object whose values they are for
+
 _MOST_PROBLEMS = 20  # that are described
 
-_Of: TypeAlias = Callable[[Any], Any]
+
+_Metric: TypeAlias = tuple[type[Metric], str, str, Callable[[Any], Any]]
+"""A metric of which each cache, loader or worker has one value.
+
+Its class; its name without the prefix and ``_total``, which ends with the unit, if there is one; a text; and a function that
+returns the value from the object itself; of a histogram, its buckets and the sum.
+"""
 
 
-@dataclass(frozen=True)
-class _Metric:
-    """A metric of which each cache, loader or worker has one value.
-
-    Attributes:
-        name: without the prefix and ``_total``; it ends with the unit, if there is one.
-        value: returns the value from the object itself; of a histogram, its buckets and the sum.
-    """
-
-    family: type[Metric]
-    name: str
-    text: str
-    value: _Of
+def _sum(word: int, unit: float = 1) -> Callable[[Any], float]:
+    return lambda loader: float(loader.counted.sum(word) / unit)
 
 
-def _sum(word: int) -> _Of:
-    return lambda loader: loader.counted.sum(word)
-
-
-def _seconds(word: int) -> _Of:
-    return lambda loader: loader.counted.sum(word) / 1e9
-
-
-def _histogram(word: int) -> _Of:
+def _histogram(word: int) -> Callable[[NamedLoader], Any]:
     def value(loader: NamedLoader) -> tuple[list[tuple[str, int]], float]:
         assert loader.counted is not None
         counts = np.cumsum(loader.counted.counts(word))
@@ -70,74 +59,70 @@ def _histogram(word: int) -> _Of:
 
 _COUNTER, _GAUGE, _HISTOGRAM = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-_OF_CACHE = (
-    _Metric(_GAUGE, "alive", "1 if a process uses the cache, else 0.", attrgetter("alive")),
-    _Metric(_GAUGE, "processes", "Processes that use the cache, as far as they are visible.", lambda cache: len(cache.holders)),
-    _Metric(_GAUGE, "memory_bytes", "Memory that the cache takes, with states and counters.", attrgetter("memory_bytes")),
-    _Metric(_GAUGE, "created_timestamp_seconds", "When the cache was created, seconds since 1970.", attrgetter("created")),
-    _Metric(_COUNTER, "hits", "Samples that were served from the cache.", attrgetter("stats.hits")),
-    _Metric(_COUNTER, "misses", "Samples that were asked for and not cached.", attrgetter("stats.misses")),
-    _Metric(_COUNTER, "fills", "Samples that were cached.", attrgetter("stats.fills")),
-    _Metric(_COUNTER, "races", "Samples that another process or thread had cached first.", attrgetter("stats.races")),
-    _Metric(_COUNTER, "refused", "Samples not cached because the machine gave no memory.", attrgetter("stats.refused")),
-    _Metric(_COUNTER, "rejected", "Samples that were not cached because they did not fit.", attrgetter("stats.rejected")),
-    _Metric(_COUNTER, "damaged", "Samples that were lost from the disk.", attrgetter("stats.damaged")),
-    _Metric(_COUNTER, "load_seconds", "Time in which missed samples were loaded, over all processes and threads.",
+_OF_CACHE: tuple[_Metric, ...] = (
+    (_GAUGE, "alive", "1 if a process uses the cache, else 0.", attrgetter("alive")),
+    (_GAUGE, "processes", "Processes that use the cache, as far as they are visible.", lambda cache: len(cache.holders)),
+    (_GAUGE, "memory_bytes", "Memory that the cache takes, with states and counters.", attrgetter("memory_bytes")),
+    (_GAUGE, "created_timestamp_seconds", "When the cache was created, seconds since 1970.", attrgetter("created")),
+    (_COUNTER, "hits", "Samples that were served from the cache.", attrgetter("stats.hits")),
+    (_COUNTER, "misses", "Samples that were asked for and not cached.", attrgetter("stats.misses")),
+    (_COUNTER, "fills", "Samples that were cached.", attrgetter("stats.fills")),
+    (_COUNTER, "races", "Samples that another process or thread had cached first.", attrgetter("stats.races")),
+    (_COUNTER, "refused", "Samples not cached because the machine gave no memory.", attrgetter("stats.refused")),
+    (_COUNTER, "rejected", "Samples that were not cached because they did not fit.", attrgetter("stats.rejected")),
+    (_COUNTER, "damaged", "Samples that were lost from the disk.", attrgetter("stats.damaged")),
+    (_COUNTER, "load_seconds", "Time in which missed samples were loaded, over all processes and threads.",
         attrgetter("stats.load_s")),
-    _Metric(_COUNTER, "read_seconds", "Time in which samples were read from the disk, over all processes and threads.",
+    (_COUNTER, "read_seconds", "Time in which samples were read from the disk, over all processes and threads.",
         attrgetter("stats.read_s")),
-    _Metric(_GAUGE, "dataset_samples", "Samples of the dataset.", attrgetter("stats.dataset_len")),
-    _Metric(_GAUGE, "capacity_samples", "The most samples that can be cached.", attrgetter("stats.slots")),
-    _Metric(_GAUGE, "filled_samples", "Samples that are cached now.", attrgetter("stats.filled")),
-    _Metric(_GAUGE, "filled_bytes", "Bytes of the samples that are cached now.", attrgetter("stats.filled_bytes")),
-    _Metric(_GAUGE, "capacity_bytes", "Bytes of samples that the cache can hold.", attrgetter("stats.capacity_bytes")),
+    (_GAUGE, "dataset_samples", "Samples of the dataset.", attrgetter("stats.dataset_len")),
+    (_GAUGE, "capacity_samples", "The most samples that can be cached.", attrgetter("stats.slots")),
+    (_GAUGE, "filled_samples", "Samples that are cached now.", attrgetter("stats.filled")),
+    (_GAUGE, "filled_bytes", "Bytes of the samples that are cached now.", attrgetter("stats.filled_bytes")),
+    (_GAUGE, "capacity_bytes", "Bytes of samples that the cache can hold.", attrgetter("stats.capacity_bytes")),
 )  # fmt: skip
-_OF_LOADER = (
-    _Metric(_GAUGE, "alive", "1 if the loader's process or a worker runs, 0 if they were killed.", attrgetter("alive")),
-    _Metric(_GAUGE, "workers", "Workers of the loader.", attrgetter("counted.workers")),
-    _Metric(_GAUGE, "created_timestamp_seconds", "When the loader began to record, in seconds since 1970.",
-        attrgetter("created")),
-    _Metric(_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", attrgetter("counted.batches")),
-    _Metric(_COUNTER, "samples", "Samples of the batches that were made.", _sum(record.SAMPLES_MADE)),
-    _Metric(_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
-        _seconds(record.MAKE_NS)),
-    _Metric(_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _seconds(record.CPU_NS)),
-    _Metric(_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
-        _seconds(record.QUEUED_NS)),
-    _Metric(_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(record.LOOKS)),
-    _Metric(_COUNTER, "gil_held", "How often another thread held it.", _sum(record.HELD)),
-    _Metric(_HISTOGRAM, "wait_seconds", "How long the loop waited for each batch.", _histogram(record.WAIT_NS)),
-    _Metric(_HISTOGRAM, "load_seconds", "How long each sample took that was not in memory.", _histogram(record.LOAD_NS)),
-    _Metric(_HISTOGRAM, "collate_seconds", "How long it took to put each batch together, without loading.",
+_OF_LOADER: tuple[_Metric, ...] = (
+    (_GAUGE, "alive", "1 if the loader's process or a worker runs, 0 if they were killed.", attrgetter("alive")),
+    (_GAUGE, "workers", "Workers of the loader.", attrgetter("counted.workers")),
+    (_GAUGE, "created_timestamp_seconds", "When the loader began to record, seconds since 1970.", attrgetter("created")),
+    (_COUNTER, "batches", "Batches that were made. Some of them wait to be used.", attrgetter("counted.batches")),
+    (_COUNTER, "samples", "Samples of the batches that were made.", _sum(record.SAMPLES_MADE)),
+    (_COUNTER, "make_seconds", "Time in which samples were made, without loading: reads of the cache, transforms.",
+        _sum(record.MAKE_NS, 1e9)),
+    (_COUNTER, "cpu_seconds", "CPU time of the threads that make batches.", _sum(record.CPU_NS, 1e9)),
+    (_COUNTER, "queued_seconds", "Time in which these threads could run, but the CPUs were busy.",
+        _sum(record.QUEUED_NS, 1e9)),
+    (_COUNTER, "gil_looks", "How often a waiting loop looked whether another thread holds the GIL.", _sum(record.LOOKS)),
+    (_COUNTER, "gil_held", "How often another thread held it.", _sum(record.HELD)),
+    (_HISTOGRAM, "wait_seconds", "How long the loop waited for each batch.", _histogram(record.WAIT_NS)),
+    (_HISTOGRAM, "load_seconds", "How long each sample took that was not in memory.", _histogram(record.LOAD_NS)),
+    (_HISTOGRAM, "collate_seconds", "How long it took to put each batch together, without loading.",
         _histogram(record.COLLATE_NS)),
-    _Metric(_HISTOGRAM, "hand_over_seconds", "How long it took to bring each batch from a worker process to the loop.",
+    (_HISTOGRAM, "hand_over_seconds", "How long it took to bring each batch from a worker process to the loop.",
         _histogram(record.HAND_OVER_NS)),
 )  # fmt: skip
-_OF_WORKER = (  # a loader with the rows of one worker
-    _Metric(_COUNTER, "worker_wait_seconds", "Time in which the loop waited for batches of this worker.",
-        _seconds(record.WAIT_NS)),
-    _Metric(_COUNTER, "worker_batches", "Batches of this worker that the loop has received.",
+_OF_WORKER: tuple[_Metric, ...] = (  # a loader with the rows of one worker
+    (_COUNTER, "worker_wait_seconds", "Time in which the loop waited for batches of this worker.", _sum(record.WAIT_NS, 1e9)),
+    (_COUNTER, "worker_batches", "Batches of this worker that the loop has received.",
         lambda loader: int(loader.counted.counts(record.WAIT_NS).sum())),
 )  # fmt: skip
 
 
-def _families(
-    prefix: str, metrics: Sequence[_Metric], labels: Sequence[str], rows: Sequence[tuple[list[str], Any]]
-) -> Iterator[Metric]:
-    """Yield some metrics, with one value for each row: its labels, and the object of which it is."""
-    for each in metrics:
-        unit = each.name.rpartition("_")[2]
+def _families(prefix: str, metrics: Sequence[_Metric], labels: Sequence[str], rows: _Rows) -> Iterator[Metric]:
+    """Yield some metrics, with one value for each row."""
+    for kind, name, text, value_of in metrics:
+        unit = name.rpartition("_")[2]
         options = {"labels": labels, "unit": unit if unit in ("bytes", "seconds") else ""}
-        family: Any = each.family(f"{prefix}_{each.name}", each.text, **options)  # type: ignore[arg-type]
+        family: Any = kind(f"{prefix}_{name}", text, **options)  # type: ignore[arg-type]
         for values, of in rows:
-            value = each.value(of)
-            family.add_metric(values, *(value if each.family is _HISTOGRAM else (value,)))
+            value = value_of(of)
+            family.add_metric(values, *(value if kind is _HISTOGRAM else (value,)))
         yield family
 
 
 def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> Iterator[Metric]:
     """Yield all metrics, with the values of these caches and loaders."""
-    of_caches, of_loaders, of_workers = (list[tuple[list[str], Any]]() for _ in range(3))
+    of_caches, of_loaders, of_workers = (_Rows() for _ in range(3))
     seen, paths = Counter[tuple[str, str]](), dict[str, str]()  # the label of each cache, by its path
 
     def unique(file: NamedFile) -> str:

@@ -3,10 +3,11 @@
 In a pipe or a file, lines are not broken.
 """
 
+import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -68,6 +69,14 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
         for number, line in enumerate(value.split("\n")):
             echo(line, f"{'' if number else name:<{width}}  ", " " * (width + 2))
+
+
+def show(facts: Mapping[str, object], rows: Iterable[tuple[str, str]], as_json: bool) -> None:
+    """Print facts as JSON, or the same as rows in words."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        print_rows(rows)
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -11,14 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stocache.system.limits import format_size
-from stocache.tools.cli.listing import NamedCache
+from stocache.tools.cli.listing import NamedCache, describe_users
 from stocache.tools.cli.output import console
-
-_Columns = dict[str, Sequence[str | Text]]  # the cells, by heading
 
 _LEAST = {"name": 16, "held by": 20}  # width of the columns that may become narrower
 _LEFT = {"name", "kind", "state", "keep", "age", "held by"}  # the others are numbers
-_SIZES = ["memory", "size"]
 
 
 def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None = None) -> Table:
@@ -28,7 +25,12 @@ def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None =
         caches = sorted(caches, key=lambda cache: (-rates[cache.path], cache.name))
         title = "stocache top: quit with Ctrl-C" + ". There are no named caches." * (not caches)
     stats = [cache.stats for cache in caches]
-    columns: _Columns = _sizes(caches) | {
+    columns: dict[str, Sequence[str | Text]] = {
+        "name": [cache.name for cache in caches],
+        "memory": [format_size(cache.memory_bytes) for cache in caches],
+        "kind": [cache.kind for cache in caches],
+        "size": [format_size(cache.size_bytes) for cache in caches],
+        "limit": ["" if cache.limit_bytes is None else format_size(cache.limit_bytes) for cache in caches],
         "filled": [f"{each.fill_fraction:.0%}" if each else "" for each in stats],
         "samples": [f"{each.filled} of {each.dataset_len}" if each else "" for each in stats],
         "hit rate": [cache.hit_percent for cache in caches],
@@ -38,24 +40,13 @@ def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None =
         "age": [cache.age for cache in caches],
         "held by": [_holders(cache) for cache in caches],
     }
-    if rates is None:
-        del columns["hits/s"]
-    return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", *_SIZES], title)
+    unwanted = ["memory"] if any(cache.folder for cache in caches) else ["kind", "size", "limit"]
+    for heading in unwanted + ["hits/s"] * (rates is None):
+        del columns[heading]
+    return _fit(columns, width, ["keep", "age", "limit", "samples", "held by", "kind", "hit rate", "memory", "size"], title)
 
 
-def _sizes(caches: list[NamedCache]) -> _Columns:
-    """Return the first columns: the names, and the memory; or more if there are disk caches among them."""
-    names: _Columns = {"name": [cache.name for cache in caches]}
-    if not any(cache.folder for cache in caches):
-        return names | {"memory": [format_size(cache.memory_bytes) for cache in caches]}
-    return names | {
-        "kind": [cache.kind for cache in caches],
-        "size": [format_size(cache.size_bytes) for cache in caches],
-        "limit": ["" if cache.limit_bytes is None else format_size(cache.limit_bytes) for cache in caches],
-    }
-
-
-def _fit(columns: _Columns, width: int, spare: Sequence[str], title: str | None) -> Table:
+def _fit(columns: dict[str, Sequence[str | Text]], width: int, spare: Sequence[str], title: str | None) -> Table:
     """Return a table that is at most ``width`` wide if possible.
 
     Columns that may become narrower share the width that the others leave. ``spare`` names those to leave out, in this order.
@@ -89,7 +80,8 @@ def _shorten(text: str, width: int) -> str:
 def _holders(cache: NamedCache) -> Text:
     if cache.problem:
         return Text(cache.problem.removeprefix(f"{cache.path} "), overflow="fold")
-    (first, rest), more = cache.users[0].split(" ", 1), len(cache.users) - 1
+    users = describe_users(cache.holders, cache.alive)
+    (first, rest), more = users[0].split(" ", 1), len(users) - 1
     return Text(f"{first} " + f"(+{more}) " * bool(more) + rest, no_wrap=True, overflow="ellipsis")
 
 

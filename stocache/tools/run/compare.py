@@ -43,7 +43,7 @@ def compare(steps: int, arguments: list[str]) -> int:
 def record(everywhere: Everywhere, given: str) -> None:
     """Write digests of the batches of this run to a file, and end the program after some, as `compare` asks for."""
     mode, steps, path = given.split(":", 2)
-    everywhere.use.without, left, pid = mode == "without", [int(steps)], os.getpid()
+    everywhere.without, left, pid = mode == "without", [int(steps)], os.getpid()
 
     def compared(number: int, batches: Iterator[object]) -> Iterator[Any]:
         import zlib
@@ -60,7 +60,7 @@ def record(everywhere: Everywhere, given: str) -> None:
             if left[0] <= 0:
                 sys.exit()
 
-    everywhere.use.compared = compared
+    everywhere.compared = compared
 
 
 def seed() -> None:

@@ -37,11 +37,8 @@ _PLACES = {
 """The modules that hold a loader, by its name. The last one defines it."""
 
 
-class Everywhere:
+class Everywhere(Use):
     """The loader of stocache in place of torch's, from `use_everywhere` on until `undo`, or the end of a ``with`` block."""
-
-    def __init__(self, options: ProgramOptions) -> None:
-        self.use = Use(options)
 
     def report(self) -> str:
         """Return where the time of all loaders went so far, in a few lines for each; "" if there were none."""
@@ -54,25 +51,24 @@ class Everywhere:
 
     def lines(self) -> "list[LoaderLines]":
         """Return what the report says of each loader."""
-        return [] if self.use.loaders is None else self.use.loaders.lines()
+        return [] if self.loaders is None else self.loaders.lines()
 
     def why_nothing(self) -> str:
         """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""
         if "torch.utils.data.dataloader" not in sys.modules or self.lines():
             return ""
-        if self.use.loaders is not None:
+        if self.loaders is not None:
             return "stocache: the main process made loaders, and iterated over none of them."
         own = _holders("DataLoader")
-        if not self.use.options.stateful and "torchdata.stateful_dataloader" in sys.modules:
+        if not self.options.stateful and "torchdata.stateful_dataloader" in sys.modules:
             own.append("torchdata (--stateful stands in for its loader)")
         where = f" of stocache's; those of torch are in {_listed(own)}" if own else ""
         return f"stocache: the main process imported torch, and made no DataLoader{where}."
 
     def undo(self) -> None:
         """Give torch's names back. Loaders that exist stay as they are."""
-        global _everywhere
-        if _everywhere is self:
-            _everywhere = Use.current = None
+        if Use.current is self:
+            Use.current = None
             for places in _PLACES.values():
                 for place in places:
                     give_back_name(place)
@@ -82,9 +78,6 @@ class Everywhere:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
-
-
-_everywhere: Everywhere | None = None
 
 
 def use_everywhere(
@@ -136,16 +129,14 @@ def use_everywhere(
         >>> isinstance(loader, DataLoader), len(everywhere.lines()[0].epochs)
         (True, 2)
     """
-    global _everywhere
     options = ProgramOptions(cache, num_workers, worker_method, disk, disk_limit, stateful, share)
     if os.environ.get(OFF) == "off":
         return Everywhere(options)
-    if _everywhere is not None:
-        if options not in (_everywhere.use.options, ProgramOptions()):
-            logger.warning("use_everywhere: the program runs with %s already, which stays.", _everywhere.use.options)
-        return _everywhere
-    _everywhere = Everywhere(options)
-    Use.current = _everywhere.use
+    if isinstance(Use.current, Everywhere):
+        if options not in (Use.current.options, ProgramOptions()):
+            logger.warning("use_everywhere: the program runs with %s already, which stays.", Use.current.options)
+        return Use.current
+    Use.current = everywhere = Everywhere(options)
     for name in _PLACES if stateful else ["DataLoader"]:
         if holders := _holders(name):
             logger.warning(
@@ -154,7 +145,7 @@ def use_everywhere(
             )  # fmt: skip
         for place in _PLACES[name]:
             replace_name(place, name, partial(_program_loader, place.partition(".")[0]))
-    return _everywhere
+    return everywhere
 
 
 def _program_loader(package: str, own: Any) -> Any:

@@ -3,7 +3,6 @@ because what a loader caches decides what is said of it.
 """
 
 import logging
-import math
 import multiprocessing
 import os
 import sys
@@ -40,7 +39,7 @@ from stocache.system.ranks import ranks_here
 from stocache.system.walking import walk
 from stocache.tools.run.messages import as_options
 from stocache.tools.run.report import LoaderLines
-from stocache.tools.run.use import ProgramOptions, Use
+from stocache.tools.run.use import LoaderName, ProgramOptions, Use
 
 logger = logging.getLogger("stocache")
 
@@ -188,16 +187,11 @@ class _Loader:
     """A loader of the program. Its log outlives it."""
 
     reference: "weakref.ref[ProgramLoader[Any]]"
-    place: str
+    name: LoaderName
     dataset: "_Dataset"
     log: EpochLog
     note: str
     skipped: int = 0  # epochs of the process that has forked this one
-
-    @property
-    def name(self) -> tuple[str, str, int | None]:
-        """The place, and what is known of the dataset."""
-        return self.place, self.dataset.name, self.dataset.length
 
 
 def _loaders_of(use: Use) -> "ProgramLoaders":
@@ -240,7 +234,8 @@ class ProgramLoaders:
         if iterates_as_torch(loader):
             note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used: only waiting is timed."
             logger.info("%s", note)
-        seen = _Loader(weakref.ref(loader), _place(), self._of(loader.dataset), engine_of(loader).log, note)
+        known = self._of(loader.dataset)
+        seen = _Loader(weakref.ref(loader), (_place(), known.name, known.length), known, engine_of(loader).log, note)
         self._loaders.append(seen)
         seen.log.on_epoch = partial(self._on_epoch, seen)
         if self._use.traces:
@@ -309,12 +304,12 @@ class ProgramLoaders:
         if get_worker_info() is not None:
             return
         use.rank = ranks_here().rank
-        if use.report is not None and use.reports_in != os.getpid():
+        if use.at_end is not None and use.reports_in != os.getpid():
             use.reports_in, use.process = os.getpid(), multiprocessing.current_process().name
             for seen in self._loaders:
                 seen.skipped = len(seen.log.epochs())
             # Children of multiprocessing end without `atexit`; this is the last of their finalizers
-            Finalize(None, use.report, exitpriority=-1000)
+            Finalize(None, use.at_end, exitpriority=-1000)
         if self.number_of(loader) < 0:  # it came from another process
             self.note(loader)
 
@@ -328,7 +323,7 @@ class ProgramLoaders:
         common = {"ph": "X", "pid": os.getpid(), "tid": number}
         if last is not None:
             self.events.append(common | {"name": "step", "ts": last, "dur": began - last})
-        arguments = {"worker": worker, "loader": self._loaders[number].place}
+        arguments = {"worker": worker, "loader": self._loaders[number].name[0]}
         self.events.append(common | {"name": "wait for data", "ts": began, "dur": duration_ns / 1e3, "args": arguments})
         self._last_us[number] = now_ns / 1e3
         note(now_ns, duration_ns, worker)
@@ -365,7 +360,10 @@ class ProgramLoaders:
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             known.problem = f"{type(error).__name__}: {str(error) or 'without a message'}"
             return
-        known.problem = f"{finding_of(cached)}." if cached.is_left else _why_no_gain(cached)
+        if cached.is_left:
+            known.problem = f"{finding_of(cached)}."
+        elif (costs := costs_of(cached)) and costs[0] <= costs[1]:
+            known.problem = "a sample takes {}, less than a cached one ({}).".format(*map(format_seconds, costs))
         if known.problem and not has_decoders(cached):
             cached.close()
             return
@@ -387,8 +385,8 @@ class ProgramLoaders:
 
     def lines(self) -> list[LoaderLines]:
         """Return what the report says of each loader; one that the program makes again and again counts as one."""
-        found: dict[tuple[str, str, int | None], LoaderLines] = {}
-        states: dict[Any, dict[bool, str]] = {}  # the last ones of datasets that are cached, and that are not
+        found: dict[LoaderName, LoaderLines] = {}
+        states: dict[LoaderName, dict[bool, str]] = {}  # the last ones of datasets that are cached, and that are not
         for seen in self._loaders:
             if seen.reference() is None:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
@@ -438,20 +436,10 @@ def _why_not(dataset: Any, loader: ProgramLoader[Any] | None, options: ProgramOp
         return ""
     if makes_iterators(loader, ProgramLoader, "_index_sampler", "_auto_collation"):
         return "its loader is a subclass that has its own way from samplers to batches."
-    has_processes = loader.num_workers > 0 and (
-        engine_of(loader).worker_method == "multiprocessing" or iterates_as_torch(loader)
-    )
-    if has_processes and not here.SHARES_MEMORY and options.disk is None:
-        return "on this system processes share no cache. --worker-method thread has one."
-    return ""
-
-
-def _why_no_gain(cached: CachedDataset) -> str:
-    """Return that a sample costs less than a hit; "" if it costs more, or that is not known."""
-    made_s, served_s = costs_of(cached) or (math.inf, 0.0)
-    if made_s > served_s:
+    if not loader.num_workers or here.SHARES_MEMORY or options.disk is not None:
         return ""
-    return f"a sample takes {format_seconds(made_s)}, less than a cached one ({format_seconds(served_s)})."
+    has_processes = engine_of(loader).worker_method == "multiprocessing" or iterates_as_torch(loader)
+    return "on this system processes share no cache. --worker-method thread has one." if has_processes else ""
 
 
 def _place() -> str:

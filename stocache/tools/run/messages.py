@@ -4,21 +4,17 @@ import contextlib
 import logging
 import re
 import sys
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from stocache.tools.run.use import Use
+from stocache.tools.run.use import LoaderName, Use
 
 if TYPE_CHECKING:
     from stocache.observe.verdict import LoaderEpochStats
 
-LoaderName: TypeAlias = tuple[str, str, int | None]
-"""The place of a loader in the program, the class of its dataset, and the number of samples."""
-
 _FIRST = 2  # lines about a loader that are printed in any case
 _CHANGE = 0.25  # of the share of waiting, from which a line is printed again
-
-_CHOICE = "='auto' chooses"  # in the log, for a setting that was measured
 
 _OPTIONS = (
     (r"size_limit_gib=[\d.]+(, all that fits,)?", "a larger --cache"),
@@ -66,7 +62,7 @@ def keep_log_apart(use: Use, quiet: bool) -> None:
 
     def shown(record: logging.LogRecord) -> bool:
         text = as_options(record.getMessage())
-        if record.levelno >= logging.WARNING or _CHOICE in text:
+        if record.levelno >= logging.WARNING or "='auto' chooses" in text:  # a setting that was measured
             use.tried.append(text)
         if record.levelno >= logging.WARNING and not quiet:
             say_apart(f"stocache: {text}")
@@ -77,25 +73,19 @@ def keep_log_apart(use: Use, quiet: bool) -> None:
     log.addFilter(shown)
 
 
-class EpochLines:
-    """Prints the verdicts of epochs: the first ones of each loader, and those that differ from all that were printed.
+def epoch_lines(use: Use) -> Callable[[LoaderName, "LoaderEpochStats"], None]:
+    """Return what prints the verdicts of epochs: the first ones of a loader, and those that differ from all printed before."""
+    epochs = Counter[LoaderName]()
+    printed = defaultdict[LoaderName, list[tuple[str, float]]](list)
 
-    Args:
-        use: the state of this process, which knows its rank.
-    """
-
-    def __init__(self, use: Use) -> None:
-        self._use = use
-        self._epochs: defaultdict[LoaderName, int] = defaultdict(int)
-        self._said: defaultdict[LoaderName, list[tuple[str, float]]] = defaultdict(list)
-
-    def __call__(self, loader: LoaderName, epoch: "LoaderEpochStats") -> None:
-        """Note an epoch of a loader that has ended, and print its verdict if that says more than the lines before."""
-        self._epochs[loader] += 1
-        verdict, said = epoch.verdict, self._said[loader]
-        if verdict is None or self._use.rank:
+    def note(loader: LoaderName, epoch: "LoaderEpochStats") -> None:
+        epochs[loader] += 1
+        verdict, said = epoch.verdict, printed[loader]
+        if verdict is None or use.rank:
             return
         known = any(limit == verdict.limit and abs(share - verdict.share) < _CHANGE for limit, share in said)
         if len(said) < _FIRST or not known:
             said.append((verdict.limit, verdict.share))
-            say_apart(f"stocache: {loader[0]}, epoch {self._epochs[loader]}: {verdict}")
+            say_apart(f"stocache: {loader[0]}, epoch {epochs[loader]}: {verdict}")
+
+    return note

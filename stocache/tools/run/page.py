@@ -31,12 +31,11 @@ def page_of(loaders: Sequence[LoaderLines], command: str, tried: Sequence[str], 
         ended: whether the program has ended. Before that there are no pictures: to draw one takes up to a second.
     """
     console = Console(record=True, file=io.StringIO(), width=_WIDTH, highlight=False)
-    versions = (
-        f"stocache {version('stocache')}, torch {version('torch')}, Python {sys.version.split()[0]}, {platform.platform()}"
-    )
     state = f"{'ended' if ended else 'was running'} at {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-    texts = [f"{command}\n{state}; {versions}, {plural(here.usable_cpus(), 'CPU')}", report_of(loaders)]
-    for text in [*texts, "Settings that were tried, and warnings:", *(f"- {each}" for each in tried or ["none"])]:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("stocache", "torch"))
+    machine = f"Python {sys.version.split()[0]}, {platform.platform()}, {plural(here.usable_cpus(), 'CPU')}"
+    texts = [f"{command}\n{state}; {versions}, {machine}", report_of(loaders), "Settings that were tried, and warnings:"]
+    for text in [*texts, *(f"- {each}" for each in tried or ["none"])]:
         console.print(text, markup=False, end="\n\n")
     pictures = []
     for each in loaders:

@@ -25,7 +25,7 @@ from stocache.system.ranks import ranks_here
 from stocache.tools.run import compare
 from stocache.tools.run.compare import CHECK
 from stocache.tools.run.everywhere import OFF, Everywhere, replace_name, use_everywhere
-from stocache.tools.run.messages import EpochLines, keep_log_apart, say, say_apart
+from stocache.tools.run.messages import epoch_lines, keep_log_apart, say, say_apart
 from stocache.tools.run.use import ProgramOptions, Use
 
 _HELP = """\
@@ -36,7 +36,7 @@ torchrun ... -m stocache run train.py. STOCACHE_RUN=off in the environment switc
 
 _FILES = "json", "trace", "report"
 
-SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module, the options, what to print and write; in JSON
+SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module, and the command line; in JSON
 
 
 def main(arguments: list[str]) -> None:
@@ -45,11 +45,10 @@ def main(arguments: list[str]) -> None:
     given = command.parse_args(arguments)
     if arguments[-1 - len(given.arguments)] == "--":  # the program's; argparse takes it for its own
         given.arguments = ["--", *given.arguments]
-    options = {field.name: getattr(given, field.name) for field in fields(ProgramOptions)}
     if given.check is not None and CHECK not in os.environ:
         sys.exit(compare.compare(given.check, arguments))
     try:
-        everywhere = use_everywhere(**options)
+        everywhere = use_everywhere(**options_of(given))
     except (StocacheError, ValueError) as error:
         command.error(str(error))
     if CHECK in os.environ:
@@ -68,10 +67,15 @@ def main(arguments: list[str]) -> None:
     run = partial(_run_module, given.program, True) if given.module else _load_script(given.program)
     sys.argv = ["-m" if given.module else given.program, *given.arguments]
     if os.environ.get(OFF) != "off":
-        observe(everywhere, given, options)
-        everywhere.use.reports_in = os.getpid()
+        observe(everywhere, given)
+        everywhere.reports_in = os.getpid()
         atexit.register(_report, everywhere, given)
-    _execute(run, everywhere.use)
+    _execute(run, everywhere)
+
+
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `use_everywhere` that a command line contains."""
+    return {field.name: getattr(given, field.name) for field in fields(ProgramOptions)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,6 +106,9 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
+_SAFE_PATH = bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+"""Whether Python was started not to put the folder of the program first in its path (``-P``, ``-I``)."""
+
 _NAMES: dict[str, Any] = {"__builtins__": sys.modules["builtins"]}  # of each main module
 if sys.version_info < (3, 14):
     _NAMES["__annotations__"] = {}
@@ -111,7 +118,7 @@ def _load_script(path: str) -> Callable[[dict[str, Any]], object]:
     """Return what runs a script, or the ``__main__`` in a folder or zip file, with the names of the main module."""
     path = os.path.abspath(path)
     if os.path.isdir(path) or not isinstance(pkgutil.get_importer(path), importlib.machinery.FileFinder | None):
-        sys.path[: not _has_safe_path()] = [path]
+        sys.path[: not _SAFE_PATH] = [path]
         return partial(_run_module, "__main__", False)
     try:
         with io.open_code(path) as file:
@@ -121,7 +128,7 @@ def _load_script(path: str) -> Callable[[dict[str, Any]], object]:
     except OSError as error:
         say(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
         sys.exit(2)
-    if not _has_safe_path():
+    if not _SAFE_PATH:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     loader = importlib.machinery.SourceFileLoader("__main__", path)
 
@@ -134,14 +141,9 @@ def _load_script(path: str) -> Callable[[dict[str, Any]], object]:
 
 def _run_module(name: str, is_module: bool, names: dict[str, Any]) -> None:
     """Run a module, or the ``__main__`` of a package or folder, as Python does. It uses the names of the main module."""
-    if is_module and not _has_safe_path():
+    if is_module and not _SAFE_PATH:
         sys.path[0] = os.getcwd()
     runpy._run_module_as_main(name, is_module)  # type: ignore[attr-defined]
-
-
-def _has_safe_path() -> bool:
-    """Whether Python was started not to put the folder of the program first in its path (``-P``, ``-I``)."""
-    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
 def _execute(run: Callable[[dict[str, Any]], object], use: Use) -> None:
@@ -161,59 +163,55 @@ def _execute(run: Callable[[dict[str, Any]], object], use: Use) -> None:
             traceback = traceback.tb_next
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         sys.excepthook = lambda *arguments: None
-        if use.report is not None:
-            use.report()
+        if use.at_end is not None:
+            use.at_end()
         raise
 
 
-def _follow_spawned(settings: dict[str, Any]) -> None:
+def _follow_spawned(given: argparse.Namespace) -> None:
     """Let spawned processes find our loader, too: they run spawned.py, which runs the program's main module."""
 
     def with_settings(prepare: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
         data = prepare(name)
         main = {key: data.pop(key) for key in ("init_main_from_path", "init_main_from_name") if key in data}
         if main:
-            os.environ[SPAWNED] = json.dumps({"main": main} | settings)
+            os.environ[SPAWNED] = json.dumps({"main": main, "given": vars(given)})
             data["init_main_from_path"] = os.path.join(os.path.dirname(__file__), "spawned.py")
         return data
 
     replace_name("multiprocessing.spawn", "get_preparation_data", lambda prepare: partial(with_settings, prepare))
 
 
-def observe(everywhere: Everywhere, given: argparse.Namespace, options: dict[str, Any]) -> None:
+def observe(use: Everywhere, given: argparse.Namespace) -> None:
     """Have a process of the program print the verdicts of its epochs and report when it ends, and those that it starts."""
-    use = everywhere.use
     keep_log_apart(use, given.quiet)
     if not given.quiet:
-        use.on_epoch = EpochLines(use)
+        use.on_epoch = epoch_lines(use)
     if given.json or given.report:
-        use.write = partial(_write_files, everywhere, given, ended=False)
+        use.write = partial(_write_files, use, given, ended=False)
     use.traces = given.trace is not None
-    use.report = partial(_report, everywhere, given)
-    observed = {name: getattr(given, name) for name in ("quiet", "program", "arguments", *_FILES)}
-    _follow_spawned({"options": options, "observed": observed})
+    use.at_end = partial(_report, use, given)
+    _follow_spawned(given)
 
 
-def _report(everywhere: Everywhere, given: argparse.Namespace) -> None:
-    use = everywhere.use
+def _report(use: Everywhere, given: argparse.Namespace) -> None:
     if use.reports_in != os.getpid():  # it is that of a forked process, or has reported
         return
     use.reports_in, use.rank = 0, use.rank or ranks_here().rank
-    text = everywhere.report()
+    text = use.report()
     if use.process:
         text = text.replace("stocache:", f"stocache, {use.process}:", 1)
     elif not text:
-        text = everywhere.why_nothing()
+        text = use.why_nothing()
     if text and not given.quiet and use.rank == 0:
         say_apart(text)
-    _write_files(everywhere, given, ended=True)
+    _write_files(use, given, ended=True)
 
 
-def _write_files(everywhere: Everywhere, given: argparse.Namespace, ended: bool) -> None:
-    use = everywhere.use
+def _write_files(use: Everywhere, given: argparse.Namespace, ended: bool) -> None:
     process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
-        _write(given.json + process, json.dumps([lines.as_dict() for lines in everywhere.lines()]))
+        _write(given.json + process, json.dumps([lines.as_dict() for lines in use.lines()]))
     if given.trace and ended:
         _write(given.trace + process, json.dumps({"traceEvents": getattr(use.loaders, "events", [])}))
     if given.report:
@@ -221,7 +219,7 @@ def _write_files(everywhere: Everywhere, given: argparse.Namespace, ended: bool)
 
         root, ending = os.path.splitext(given.report)
         command = " ".join([given.program, *given.arguments])
-        _write(root + process + ending, page_of(everywhere.lines(), command, use.tried, ended))
+        _write(root + process + ending, page_of(use.lines(), command, use.tried, ended))
 
 
 def _write(path: str, text: str) -> None:

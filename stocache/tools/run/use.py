@@ -3,9 +3,12 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from stocache.loader.threads import METHODS
+
+LoaderName: TypeAlias = tuple[str, str, int | None]
+"""The place of a loader in the program, the class of its dataset, and the number of samples."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,13 @@ class Use:
     """The state of this process between `use_everywhere` and `Everywhere.undo`.
 
     Attributes:
-        on_epoch: called at the end of each epoch with the name of its loader (the place in the program, the class of its
-            dataset and the number of samples), and with the epoch's figures.
+        on_epoch: called at the end of each epoch with the name of its loader, and with the epoch's figures.
         write: writes the files of the report so far, for a program that ends without another word.
         traces: whether to note when batches came.
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
         loaders: the `ProgramLoaders`, from the first loader on.
-        report: prints the report at the end of a process; None if nobody asked for it.
+        at_end: prints the report at the end of a process; None if nobody asked for it.
         reports_in: the number of the process that is to call it.
         process: the name of this process, if the program has started it; "" for the first one.
         tried: the settings that were tried, with what was measured, and the warnings.
@@ -59,11 +61,11 @@ class Use:
     def __init__(self, options: ProgramOptions) -> None:
         self.options = options
         self.write: Callable[[], None] | None = None
-        self.on_epoch: Callable[[tuple[str, str, int | None], Any], None] | None = None
+        self.on_epoch: Callable[[LoaderName, Any], None] | None = None
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
         self.traces = self.without = False
         self.loaders: Any = None
-        self.report: Callable[[], None] | None = None
+        self.at_end: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""
         self.tried: list[str] = []

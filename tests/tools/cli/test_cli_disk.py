@@ -74,7 +74,7 @@ def test_a_disk_cache_in_use_is_listed(run, live):
     assert found.stats == live.stats()
     assert (found.stats.filled, found.stats.hits, found.stats.misses) == (FILLED, FILLED, 4)
     assert (found.limit_bytes, found.size_bytes) == (10**6, FILLED * ROOM)
-    assert [holder.pid for holder in found.holders] == [os.getpid()]
+    assert [holder["pid"] for holder in found.holders] == [os.getpid()]
     *_, row = run("ls").stdout.splitlines()
     size, limit = format_size(FILLED * ROOM), format_size(10**6)
     shown = rf"{re.escape(live.disk)} +disk +{size} +{limit} +60% +12 of 20 +75\.0% +live +yes +\d+ s +{os.getpid()} "

@@ -69,7 +69,7 @@ def test_find_returns_all_there_is_to_say(four):
     live, kept, dead, bad = listing.find()
     assert [cache.state for cache in (live, kept, dead, bad)] == ["live", "kept", "dead", "bad"]
     assert (live.name, live.alive, live.persistent, live.fingerprint, live.samples) == ("a-live", True, False, "v1", "uint8[4]")
-    assert [(holder.pid, sys.executable.split("/")[-1] in holder.command) for holder in live.holders] == [(os.getpid(), True)]
+    assert [(each["pid"], sys.executable.split("/")[-1] in each["command"]) for each in live.holders] == [(os.getpid(), True)]
     assert live.stats == four.stats()
     assert (live.stats.hits, live.stats.misses, live.stats.filled) == (3, 5, 5)
     assert live.memory_bytes == os.stat(live.path).st_blocks * 512

@@ -10,12 +10,17 @@ from stocache import DiskCache, SharedCacheDDP
 from stocache.cache.stats import CacheStats
 from stocache.tools.cli import output, top
 from stocache.tools.cli.app import app
-from stocache.tools.cli.listing import Holder, NamedCache
+from stocache.tools.cli.listing import NamedCache
 from tests.support.terminals import in_terminal, shown
 
 LONG = "imagenet-train-256-px-augmented-by-the-team-of-the-second-flo"  # 60 letters and one
 STATS = CacheStats(10**7, 1281167, 1281167, 0, 0, 0, 0, 1281167, 1281167, 1281167, 3072, 3072 * 1281167, 3072 * 1281167)
-HELD = {"memory_bytes": 4 * 10**9, "alive": True, "created": 1.0, "holders": [Holder(123456, "python " + "train.py " * 30)] * 3}
+HELD = {
+    "memory_bytes": 4 * 10**9,
+    "alive": True,
+    "created": 1.0,
+    "holders": [{"pid": 123456, "command": "python " + "train.py " * 30}] * 3,
+}
 IN_MEMORY = NamedCache(LONG, f"/dev/shm/{LONG}", stats=STATS, **HELD)
 CACHES = [
     IN_MEMORY,
