@@ -140,10 +140,11 @@ class SampleCache(LoadingCache[_T]):
         if outside and not allow_oob_idx:
             self._outside(idx, "get_slot")
         if not outside and not allow_empty_slot:
-            problem = "the slot is empty. Set it first, or pass allow_empty_slot=True."
             if self._store.unreadable and self.holds(idx):
-                problem = "the sample is of a class whose module is not imported here. Import it first."
-            raise SlotError(f"get_slot({idx}): {problem}")
+                raise SlotError(
+                    f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
+                )
+            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss([idx])
         return None
 

@@ -293,7 +293,7 @@ def _write(parts: list[_Part]) -> None:
     try:
         wanted = {idx: [data] for part in parts for idx, data in part.samples.items() if part.wanted(idx)}
         if wanted:
-            cache._publish(list(wanted), list(wanted.values()))  # at once: this thread does not serve
+            SampleCache._publish(cache, list(wanted), list(wanted.values()))  # at once, also where there is no thread for it
     finally:
         for part in parts:
             cache.end_loading(part.taken)
