@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stocache import BusyError, CachedDataset, RaggedCache, SharedCache, SharedCacheDDP, StorageError, prepare
-from stocache.cache import arena, columns, loading, records, slots, states
+from stocache.cache import arena, base, columns, loading, records, slots
 from stocache.cache.slots import SlotArrays
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
@@ -496,8 +496,8 @@ def test_readers_order_their_loads_where_the_processor_does_not(monkeypatch):
     fence()
     assert in_child(fence) == 0  # it takes no lock of others
     ordered = []
-    monkeypatch.setattr(states, "WEAKLY_ORDERED", True)
-    monkeypatch.setattr(states, "fence", lambda: ordered.append(1))
+    monkeypatch.setattr(base, "WEAKLY_ORDERED", True)
+    monkeypatch.setattr(base, "fence", lambda: ordered.append(1))
     with SharedCache(1, N, (4,)) as shared, RaggedCache("1MB", N) as ragged:
         for cache in (shared, ragged):
             cache.set_slots([1, 2], torch.stack(values([1, 2])) if cache is shared else ["a", "b"])
