@@ -203,7 +203,7 @@ def in_epochs(rank, meet, options, samples):
 @pytest.mark.parametrize(("options", "samples"), [
     ({"admission": "cost"}, "of one size"),
     ({"codec": "zstd"}, "without set_epoch"),
-    ({}, "split"),
+    ({"cut": "latest"}, "split"),  # whatever the times of the ranks
     ({"placement": Placement("scattered")}, "by place"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_admission_codecs_splits_and_samplers_work_on_the_shared_copy(options, samples):
