@@ -136,10 +136,12 @@ class SampleCache(LoadingCache[_T]):
         if value is not MISSING:
             return value
         idx = check_index(idx, self._dataset_len, "get_slot")
-        outside = self._states[idx] == OOB
-        if outside and not allow_oob_idx:
-            self._outside(idx, "get_slot")
-        if not outside and not allow_empty_slot:
+        if self._states[idx] == OOB:
+            if not allow_oob_idx:
+                self._outside(idx, "get_slot")
+            self._segment.count(MISSES)
+            return None
+        if not allow_empty_slot:
             if self._store.unreadable and self.holds(idx):
                 raise SlotError(
                     f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
