@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 from itertools import islice
 
 import pytest
@@ -16,7 +16,7 @@ if sys.version_info < (3, 11):
     pytest.skip("code has no qualified name", allow_module_level=True)
 
 WARM, SEEN = 8, 4  # batches of a worker that go before, and that are looked at
-NEW_BUFFER = {"Extents", "Layout"}  # which map a buffer that is used for the first time
+NEW_BUFFER = {"Extents", "FileLocks", "Layout"}  # which reserve and map a buffer that is used for the first time
 
 
 class Met:
@@ -48,10 +48,10 @@ def of_page():
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-@pytest.mark.linux
-def test_a_cached_batch_meets_the_classes_that_the_page_lists(tmp_path):
+def met(path):
+    """The classes that some batches of a warm epoch have met, in the worker and here."""
     images = [(torch.full((3, 64, 64), idx, dtype=torch.uint8), idx) for idx in range(256)]
-    in_worker, here = Met(tmp_path / "worker.json"), Met("")
+    in_worker, here = Met(path), Met("")
     with CachedDataset(images, "64MB", audit=0) as cached:
         cached.warm(progress=False)
         workers = {"num_workers": 2, "persistent_workers": True, "worker_init_fn": in_worker, "multiprocessing_context": "fork"}
@@ -68,5 +68,11 @@ def test_a_cached_batch_meets_the_classes_that_the_page_lists(tmp_path):
             sys.setprofile(None)
         deque(batches, 0)
         del batches, loader
-    classes = here.classes | set(json.loads((tmp_path / "worker.json").read_text()))
-    assert classes - NEW_BUFFER ^ of_page() == set()
+    return here.classes | set(json.loads(path.read_text()))
+
+
+@pytest.mark.linux
+def test_a_cached_batch_meets_the_classes_that_the_page_lists(tmp_path):
+    counts = Counter(name for number in range(3) for name in met(tmp_path / str(number)))
+    usual = {name for name, count in counts.items() if count > 1}  # not what a batch meets that came late, say
+    assert usual - NEW_BUFFER ^ of_page() == set()
