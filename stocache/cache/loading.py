@@ -340,12 +340,13 @@ class LoadingCache(Generic[_T]):
         if encode is None and not empty:
             return  # all are outside the cache
         encoded = (encode or self._store.encode_many)(values) if encode or len(values) > 1 else None
+        among = set(empty)
         if encoded is None:
             pairs = zip(items, values, strict=True)
-            encoded = [self._encode(item, value, strict) if item in empty else None for item, value in pairs]
+            encoded = [self._encode(item, value, strict) if item in among else None for item, value in pairs]
         encoded = self._with_costs(encoded, costs_s)
         if len(empty) < len(items) or None in encoded:
-            among, pairs = set(empty), zip(items, encoded, strict=True)
+            pairs = zip(items, encoded, strict=True)
             kept = {item: record for item, record in pairs if record is not None and item in among}
             items, encoded = list(kept), list(kept.values())
         if items:

@@ -147,9 +147,8 @@ class Order:
             progress.begun, progress.samplers, progress.epochs = self.rng_state(), self.sampler_states(), self.epochs()
             numbered = self._numbered(progress, self._begin_sampler())
         if (made := progress.workers_made) is not None:  # torch draws the seed of the workers now, and then begins again
-            progress.workers_made = (
-                self.rng_state() if self.context is None else None
-            )  # without workers it does not begin again
+            # without workers torch does not begin again
+            progress.workers_made = self.rng_state() if self.context is None else None
             self.restore(made)
         return numbered
 

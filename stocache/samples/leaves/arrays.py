@@ -222,9 +222,8 @@ class ScalarKind(ArrayKind):
 
     def maker(self, trusted: bool) -> Make:
         make = super().maker(trusted)
-        return lambda buffer, at, count, shape, copy=False: make(buffer, at, count, shape, True)[
-            ()
-        ]  # or records would be views
+        # always copied: records would be views
+        return lambda buffer, at, count, shape, copy=False: make(buffer, at, count, shape, True)[()]
 
     def text(self, shape: tuple[int, ...]) -> str:
         return f"{super().text(shape)} scalar"
