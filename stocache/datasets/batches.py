@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor | None]
 
 Load: TypeAlias = Callable[[list[int]], Iterable[Any]]
 """Called with indices. Returns, or yields, their samples."""
+
+LoadWith: TypeAlias = Callable[[Load, Sequence[int], list[int]], Iterable[object]]
+"""Called with a function that loads, the indices of a batch, and those to load."""
 
 _KINDS = {"dict", "list", "tuple", "namedtuple"}  # containers that do not depend on the size of the batch
 
@@ -58,6 +62,11 @@ class BatchSpec:
         leaves: Any = self.structure.leaves
         return [(leaf.shape[1:], leaf.kind.dtype) for leaf in leaves]
 
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one sample in a batch."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes)
+
     @classmethod
     def of(cls, cache: SharedCache) -> "BatchSpec | None":
         """Return the spec of batches from ``cache``; None if default_collate does more than stack the samples' bytes.
@@ -76,23 +85,31 @@ class BatchSpec:
         if any(leaf.order is not None for leaf in leaves):  # default_collate stacks in C order
             return None
         rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
+        spec, tensors = cls.collated(cache.samples_of(rows, 2)) or (None, [])
+        if len(tensors) != len(leaves):
+            return None
+        for tensor, leaf in zip(tensors, leaves, strict=True):
+            if tuple(tensor.shape) != (2, *leaf.shape) or tensor.nbytes != 2 * leaf.batch_bytes:
+                return None
+            if not (tensor.view(torch.uint8) == _PATTERN).all():
+                return None
+        return spec
+
+    @classmethod
+    def collated(cls, samples: list[Any]) -> "tuple[BatchSpec, list[Tensor]] | None":
+        """Return the spec and the tensors of a batch of samples; None if default_collate does more than stack tensors."""
+        functions = {kind: own if only_collates(own) else _refuse for kind, own in default_collate_fn_map.items()}
         try:
-            functions = {kind: own if only_collates(own) else _refuse for kind, own in default_collate_fn_map.items()}
-            batch = collate(cache.samples_of(rows, 2), collate_fn_map=functions)
+            batch = collate(samples, collate_fn_map=functions)
             structure = Structure.of(batch, exact=True)
             tensors = structure.columns(batch)
         except (SampleError, TypeError, RuntimeError, ValueError, AttributeError):  # it cannot collate these
             return None
-        if any(container.kind not in _KINDS for container in structure.containers) or len(tensors) != len(leaves):
+        if any(container.kind not in _KINDS for container in structure.containers):
             return None
-        for tensor, leaf in zip(tensors, leaves, strict=True):
-            if type(tensor) is not Tensor or tuple(tensor.shape) != (2, *leaf.shape):
-                return None
-            if not tensor.is_contiguous() or tensor.nbytes != 2 * leaf.batch_bytes:
-                return None
-            if not (tensor.view(torch.uint8) == _PATTERN).all():
-                return None
-        return cls(structure)
+        if not all(type(tensor) is Tensor and tensor.ndim and tensor.is_contiguous() for tensor in tensors):
+            return None
+        return cls(structure), tensors
 
     def empty(self, count: int, empty: Empty) -> list[Tensor] | None:
         """Return uninitialised tensors for ``count`` samples, made by ``empty``; None if it returns None."""
@@ -174,8 +191,60 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
     return parts if known else [part.view(tensor.dtype) for part in parts]
 
 
+class Rows:
+    """The samples of a batch that are of one source. The samples of this class are all there, as the rows of a table are.
+
+    Attributes:
+        indices: of the samples, in their source.
+        rows: of the samples in the batch; None if it has no others.
+        nbytes: of the samples in a collated batch.
+        gathers: whether the samples can be written into the rows of a batch.
+        found: whether all samples were found to be there.
+    """
+
+    indices: Any
+    rows: NDArray[np.int64] | None = None
+    nbytes: int
+    gathers = found = True
+
+    def claim_missing(self) -> list[int]:
+        """Claim the samples that are not there. Return their rows; see `LazyBatch.claim_missing`."""
+        return []
+
+    def find(self) -> bool:
+        """Return whether all samples are there."""
+        return True
+
+    def load_ahead(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+        """Load all samples, and add them to ``loaded``, without asking the cache."""
+
+    def take_loaded(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+        """Take the samples that were loaded ahead."""
+
+    def release_claims(self) -> None:
+        """Let others load the samples that were claimed and not cached."""
+
+    def load_with(self, load: "LoadWith", length: int) -> None:
+        """Load missing samples with ``load``; see `LazyBatch.load_with`. ``length``: of the batch."""
+
+    def load_as(self, other: Any) -> None:
+        """Load missing samples as other rows of the same source do."""
+
+    def read(self) -> list[Any]:
+        """Return the samples."""
+        raise NotImplementedError
+
+    def read_one(self, at: int) -> Any:
+        """Return one sample. If it is loaded in any case, no others are."""
+        return self.read()[at]
+
+    def fill(self, tensors: list[Tensor]) -> bool:
+        """Write the samples into the rows of a batch. Return False if one does not fit, and they have to be read."""
+        raise NotImplementedError
+
+
 @dataclass(eq=False)
-class CacheRows:
+class CacheRows(Rows):
     """The samples of a batch that are of one cache.
 
     Attributes:
@@ -202,6 +271,21 @@ class CacheRows:
     loaded: dict[int, Any] = field(default_factory=dict)
     samples: list[Any] | None = None
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the samples can be gathered. default_collate may have been extended since the batch was made."""
+        return not self.direct and self.samples is None and BatchSpec.of(self.cache) is not None
+
+    @property
+    def found(self) -> bool:
+        """Whether all samples were found to be cached."""
+        return self.hits is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples in a collated batch."""
+        return len(self.indices) * self.cache.slot_bytes
+
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return their rows; see `LazyBatch.claim_missing`."""
         if self.direct:
@@ -227,6 +311,32 @@ class CacheRows:
             index = check_indices(self.indices, self.cache.dataset_len, "batch")
             self.hits = index if self.cache.set_among(index).all() else None
         return self.hits is not None
+
+    def load_ahead(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+        """Load all samples, and add them to ``loaded``, without asking the cache."""
+        indices = [int(idx) for idx in self.indices]
+        samples = self.cache.load_ahead(indices, self.load)
+        loaded.setdefault(self.cache, {}).update(zip(indices, samples, strict=True))
+
+    def take_loaded(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+        """Take the samples that were loaded ahead."""
+        self.loaded.update(loaded.get(self.cache, {}))
+
+    def release_claims(self) -> None:
+        """Let others load the samples that were claimed and not cached."""
+        self.cache.end_loading(self.claimed)
+
+    def load_with(self, load: "LoadWith", length: int) -> None:
+        """Load missing samples with ``load``; see `LazyBatch.load_with`. ``length``: of the batch."""
+        indices: Any = self.indices
+        if self.rows is not None:
+            indices = np.full(length, -1)
+            indices[self.rows] = self.indices
+        self.load = partial(load, self.load, indices)
+
+    def load_as(self, other: "CacheRows") -> None:
+        """Load missing samples as other rows of the same cache do."""
+        self.load = other.load
 
     def load_rest(self, indices: list[int]) -> Iterable[Any]:
         """Load samples, those that were not loaded ahead."""
@@ -269,9 +379,10 @@ class LazyBatch:
         planned: what a GPU gathers, if all samples were found to be cached.
     """
 
-    def __init__(self, spec: BatchSpec, parts: list[CacheRows], length: int, planned: PlannedBatch | None = None) -> None:
+    def __init__(self, spec: BatchSpec, parts: Sequence[Rows], length: int, planned: PlannedBatch | None = None) -> None:
         self._spec, self.parts, self._length, self._planned = spec, parts, length, planned
         self._samples: list[Any] | None = None
+        self.before_each: Callable[[int], None] | None = None  # called before a sample is made by itself
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
         """Return batches of some sizes with the samples of this one, which a GPU gathers; together, if all are cached."""
@@ -301,7 +412,7 @@ class LazyBatch:
     @property
     def found_all(self) -> bool:
         """Whether `claim_missing`, or `cached`, has found all samples in the caches."""
-        return all(part.hits is not None for part in self.parts)
+        return all(part.found for part in self.parts)
 
     @property
     def cached(self) -> bool:
@@ -312,37 +423,31 @@ class LazyBatch:
         """Return the samples, by cache and index, without asking the caches. Another `LazyBatch` has claimed them."""
         loaded: dict[SharedCache, dict[int, Any]] = {}
         for part in self.parts:
-            indices = [int(idx) for idx in part.indices]
-            samples = part.cache.load_ahead(indices, part.load)
-            loaded.setdefault(part.cache, {}).update(zip(indices, samples, strict=True))
+            part.load_ahead(loaded)
         return loaded
 
     def take_loaded(self, samples: dict[SharedCache, dict[int, Any]]) -> None:
         """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
         for part in self.parts:
-            part.loaded.update(samples.get(part.cache, {}))
+            part.take_loaded(samples)
 
     def release_claims(self) -> None:
         """Let others load the samples that this batch has claimed and not cached."""
         for part in self.parts:
-            part.cache.end_loading(part.claimed)
+            part.release_claims()
 
-    def load_with(self, load: Callable[[Load, Sequence[int], list[int]], Iterable[object]]) -> None:
+    def load_with(self, load: LoadWith) -> None:
         """Load missing samples with ``load``.
 
         It gets the present function, the indices of the batch, and those to load. The index of a sample of another cache is -1.
         """
         for part in self.parts:
-            indices: Any = part.indices
-            if part.rows is not None:
-                indices = np.full(self._length, -1)
-                indices[part.rows] = part.indices
-            part.load = partial(load, part.load, indices)
+            part.load_with(load, self._length)
 
     def load_as(self, other: "LazyBatch") -> None:
         """Load missing samples as another batch of the same samples does."""
         for part, own in zip(self.parts, other.parts, strict=True):
-            part.load = own.load
+            part.load_as(own)
 
     def read(self) -> list[Any]:
         """Return the samples."""
@@ -359,11 +464,8 @@ class LazyBatch:
 
         If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PlannedBatch`.
         """
-        for part in self.parts:
-            if (
-                part.direct or part.samples is not None or BatchSpec.of(part.cache) is None
-            ):  # default_collate was extended since
-                return None
+        if not all(part.gathers for part in self.parts):
+            return None
         if self._spec.on_device:
             return self._load_missing(empty)
         tensors = self._spec.empty(self._length, empty) if self._length else None
@@ -401,7 +503,7 @@ class LazyBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of the collated batch."""
-        return sum(len(part.indices) * part.cache.slot_bytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts)
 
     def gather_parts(self, sizes: list[int], empty: Empty) -> list[Any] | None:
         """Return the result of `gather` for batches of some sizes with the samples of this one, after one gather of all.

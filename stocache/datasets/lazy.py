@@ -11,6 +11,7 @@ from torch.utils.data import ConcatDataset, Subset
 from stocache.cache.shared import SharedCache
 from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.cached import is_cache
+from stocache.datasets.table import LazyTable, lazy_table
 from stocache.system.walking import inner_datasets, passes_on, through_subsets
 
 
@@ -38,6 +39,11 @@ class LazyConcat(ConcatDataset[Any]):
         return LazyBatch(self._batch_spec, parts, len(indices))
 
 
+def returns_lazy_batches(dataset: Any) -> bool:
+    """Return whether the batches of a dataset, which `with_lazy_batches` may have returned, are each a `LazyBatch`."""
+    return isinstance(dataset, LazyConcat | LazyTable) or (is_cache(dataset) and dataset.is_lazy)
+
+
 def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
 
@@ -59,7 +65,9 @@ def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
         subset = copy.copy(dataset)
         subset.dataset = lazy[0]
         return subset
-    if not is_cache(dataset) or dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset.is_left:
+    if not is_cache(dataset):
+        return lazy_table(dataset)
+    if dataset.is_transformed or not isinstance(dataset.cache, SharedCache) or dataset.is_left:
         return None
     spec = BatchSpec.of(dataset.cache)
     on_device = on_device and not dataset.cache.structure.is_narrow  # a GPU would copy the bytes

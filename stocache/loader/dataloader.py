@@ -13,6 +13,7 @@ from stocache.loader.engine import SIGNATURE, LoaderEngine, engine_of, makes_ite
 from stocache.loader.epochs import LoaderStats
 from stocache.loader.sample_seed import SampleSeed
 from stocache.system.objects import TorchLoader
+from stocache.system.on_error import OnError
 
 logger = logging.getLogger("stocache")
 
@@ -66,6 +67,9 @@ class DataLoader(TorchLoader[_T]):
         sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
+        on_error: what happens when a sample cannot be made: a `Retry`, a `Skip`, or a list of one of each. Without it the error
+            is raised.
+
     A subclass may use any name for its attributes and methods, besides those of torch's DataLoader and ``_stocache``. If it
     overrides ``_get_iterator``, it iterates as it does with torch.
 
@@ -97,6 +101,7 @@ class DataLoader(TorchLoader[_T]):
         worker_method: str | None = None,
         device: Any = None,
         device_limit_gib: float | str = 0,
+        on_error: "OnError | None" = None,
         **kwargs: Any,
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
@@ -109,6 +114,7 @@ class DataLoader(TorchLoader[_T]):
         super().__init__(dataset, *args, **kwargs)
         own: dict[str, Any] = {"snapshot_every_n_steps": snapshot_every_n_steps, "sample_seed": sample_seed}
         own |= {"worker_method": worker_method, "device": device, "device_limit_gib": device_limit_gib}
+        own |= {"on_error": on_error}
         engine = vars(self)["_stocache"] = LoaderEngine(self, DataLoader, **own)
         named = inspect.signature(type(self).__init__).parameters
         for name in own.keys() & named.keys():  # as attributes, from which trainers make a loader again

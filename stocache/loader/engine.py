@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stocache.datasets.cached import CachedDataset
+from stocache.datasets.failing import Guard, guarded
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError
 from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
@@ -88,6 +89,7 @@ class LoaderEngine(ResumableEngine):
         worker_method: str | None,
         device: Any,
         device_limit_gib: float | str,
+        on_error: Any,
     ) -> None:
         self._begin_alone()
         self._loader, self._make_loader = weakref.ref(loader), make_loader
@@ -99,6 +101,7 @@ class LoaderEngine(ResumableEngine):
                 f"the sampler makes batches of {planned} samples, but batch_size={loader.batch_size}. Make them equal."
             )
         self.sample_seed = as_sample_seed(sample_seed, loader.dataset)
+        self.on_error, self._guard = on_error, None if on_error is None else Guard(on_error, loader.dataset)
         if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
@@ -197,6 +200,8 @@ class LoaderEngine(ResumableEngine):
         self._uses_threads = not alone and self._choose_method() == "thread"
         order = self._order()
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
+        if self._guard is not None:
+            self._guard.epoch, dataset = self._epoch or 0, guarded(dataset, self._guard)
         if seed is not None and self._uses_threads:
             dataset = SeededDataset(dataset, seed, lazy is not None)
         elif seed is not None:
@@ -209,6 +214,7 @@ class LoaderEngine(ResumableEngine):
         collate: Any
         if alone:
             collate = MainCollate(collate_fn, batched, self.record.main, stacking, self._pool)
+            order.arrays = lazy is not None
             # A state is that of the delivered batches
             if self.device is not None and lazy is not None and order.may_run_ahead and not self._keeps_states:
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1

@@ -120,6 +120,7 @@ class Order:
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
         at_once: how many batches an `AheadIterator` asks for at a time; 0 for another iterator.
+        arrays: whether batches of indices may be arrays.
         error: the error of the sampler; None without one.
     """
 
@@ -129,6 +130,7 @@ class Order:
     progress: Progress = field(default_factory=Progress)
     context: RequestContext | None = None
     at_once: int = 0
+    arrays: bool = False
     error: Exception | None = None
 
     def __len__(self) -> int:
@@ -153,7 +155,7 @@ class Order:
         return numbered
 
     def _begin_sampler(self) -> Iterator[Any]:
-        return begin(self.sampler, self.at_once > 1 or (self.context is not None and self.context.arrays))
+        return begin(self.sampler, self.arrays or (self.context is not None and self.context.arrays))
 
     def _numbered(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
         number, head = 0, []

@@ -15,7 +15,6 @@ from stocache.loader.sample_seed import SampleSeed
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.torchdata_state import from_torchdata, is_from_torchdata
 from stocache.loader.worker_group import WorkerGroup
-from stocache.loader.workers.requests import set_epoch
 from stocache.loader.workers.states import (
     StatefulCollate,
     StatefulDataPipe,
@@ -30,7 +29,7 @@ from stocache.samples.indices import length_of
 from stocache.system import generators as rng
 from stocache.system.objects import TorchLoader, attribute_of, has_state, takes_epoch, vars_of
 from stocache.system.state import STATE_TYPES, StateForm
-from stocache.system.walking import walk
+from stocache.system.walking import set_epoch, walk
 
 _FORM = StateForm(
     "DataLoader",

@@ -26,9 +26,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map  # documented
 
 from stocache.datasets.batches import Load, only_collates
 from stocache.datasets.cached import draws_nothing, is_cache
+from stocache.datasets.view import DatasetView, behind_views
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.info import CollateRng
-from stocache.loader.workers.requests import EpochIndices, answering, set_epoch
+from stocache.loader.workers.requests import EpochIndices, answering
 from stocache.system.generators import Kept, seed_all
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets, walk
@@ -154,38 +155,16 @@ def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool, b
     return SeededDataset(dataset, sample_seed, lazy), collate_fn
 
 
-class SeededDataset:
-    """A dataset whose samples are made with generators that were seeded for each; see NOTE [ Seeding samples ].
+class SeededDataset(DatasetView):
+    """A dataset whose samples are made with generators that were seeded for each; see NOTE [ Seeding samples ]."""
 
-    It has the attributes of the dataset, which ``worker_init_fn`` may read and set.
-    """
-
-    __slots__ = ("_lazy", "_sample_seed", "dataset")
-    _holds_dataset = True
+    __slots__ = ("_lazy", "_sample_seed")
 
     def __init__(self, dataset: Any, sample_seed: SampleSeed, lazy: bool) -> None:
         self.dataset, self._sample_seed, self._lazy = dataset, sample_seed, lazy
 
     def __reduce__(self) -> Any:
         return SeededDataset, (self.dataset, self._sample_seed, self._lazy)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in SeededDataset.__slots__ or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in SeededDataset.__slots__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.dataset, name, value)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset."""
-        set_epoch(self.dataset, epoch)
 
     def __getitem__(self, key: EpochIndices) -> Any:
         """Return a sample, for a loader that does not batch."""
@@ -200,6 +179,7 @@ class SeededDataset:
         if self._lazy:
             batch = self.dataset.__getitems__(indices)
             batch.load_with(partial(self._load_missing, epoch, indices))
+            batch.before_each = partial(self._seed, epoch, indices)
             return batch
         with self._seeding(epoch, indices) as before_each:
             samples = _get_batch(self.dataset, indices, before_each)
@@ -222,16 +202,19 @@ class SeededDataset:
     def _seeding(self, epoch: int, indices: Sequence[object]) -> Iterator[_BeforeEach | None]:
         """Yield a function that seeds the generators for the sample at a position of ``indices``; None if none draws."""
         seed = self._sample_seed
-        if not seed.hooks and draws_nothing(self.dataset):
+        if not seed.hooks and draws_nothing(behind_views(self.dataset)):
             yield None
             return
         with _kept_here():
-            yield lambda position: seed_here(seed.numbers(epoch, indices[position]), seed.hooks)
+            yield partial(self._seed, epoch, indices)
+
+    def _seed(self, epoch: int, indices: Sequence[object], position: int) -> None:
+        seed_here(self._sample_seed.numbers(epoch, indices[position]), self._sample_seed.hooks)
 
 
 def _is_left(dataset: object) -> bool:
     """Whether a cache is not served any more, because loads draw random numbers, say."""
-    return any(is_cache(each) and each.is_left for each in walk(dataset))
+    return any(is_cache(each) and each.is_left for each in walk(behind_views(dataset)))
 
 
 def _kept_here() -> Any:

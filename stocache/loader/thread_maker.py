@@ -10,10 +10,10 @@ import numpy as np
 from torch.utils.data._utils import pin_memory as torch_pinning
 
 from stocache.datasets.cached import is_cache
-from stocache.datasets.lazy import LazyConcat
+from stocache.datasets.lazy import returns_lazy_batches
+from stocache.datasets.view import behind_views
 from stocache.errors import StocacheError
 from stocache.loader.collate import as_is
-from stocache.loader.sample_seed import SeededDataset
 from stocache.loader.threads.batches import Batch, Group, Part
 from stocache.loader.threads.crew import Crew, ThreadWorker
 from stocache.loader.torch_iterators import DatasetKind
@@ -45,8 +45,8 @@ class ThreadMaker:
         self.crew, self._pin, self.record = crew, pin, loader._stocache.record
         self._kind, self._batched, self._drop_last = loader._dataset_kind, loader._auto_collation, loader.drop_last
         dataset, collate_fn = crew.workers[0].dataset, crew.workers[0].collate_fn
-        inner, _ = through_subsets(dataset.dataset if type(dataset) is SeededDataset else dataset)
-        singly, is_lazy = _makes_singly(inner), isinstance(inner, LazyConcat) or (is_cache(inner) and inner.is_lazy)
+        inner, _ = through_subsets(behind_views(dataset))
+        singly, is_lazy = _makes_singly(inner), returns_lazy_batches(inner)
         may_change = crew.arrays.copied and loader.persistent_workers  # samples may depend on what a worker has changed
         self.is_bound = (
             self._kind == DatasetKind.Iterable
@@ -56,7 +56,7 @@ class ThreadMaker:
         )
         self.shares = self._batched and not self.is_bound and singly
         self._is_lazy = self.shares and is_lazy
-        self._audits = [cached._audit for cached in walk(dataset) if is_cache(cached)]
+        self._audits = [cached._audit for cached in walk(behind_views(dataset)) if is_cache(cached)]
         self._cost_s = 0.0  # of a sample, as the last parts have shown
         self.in_loop = not (self._is_lazy or getattr(collate_fn, "collate", collate_fn).is_pure)
         if self.in_loop:
@@ -260,4 +260,4 @@ def _makes_singly(dataset: Any) -> bool:
     """Whether a dataset, inside Subsets, makes the samples of a batch singly, so that threads can share them."""
     if is_cache(dataset):
         return not (dataset.transforms_batches or (dataset.is_left and get_many_of(dataset.dataset)))
-    return isinstance(dataset, LazyConcat) or not attribute_of(dataset, "__getitems__")
+    return returns_lazy_batches(dataset) or not attribute_of(dataset, "__getitems__")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from stocache.system.objects import is_module_of_library, vars_of
+from stocache.system.objects import is_module_of_library, takes_epoch, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
 
@@ -62,6 +62,13 @@ def walk(dataset: object, through: Callable[[Any], bool] = lambda dataset: True)
             seen.add(id(found))
             yield found
             waiting += reversed(inner_datasets(found) if through(found) else [])
+
+
+def set_epoch(dataset: object, epoch: int) -> None:
+    """Set the epoch of a dataset; or where it has no ``set_epoch``, of the outermost datasets within it that have one."""
+    for found in walk(dataset, through=lambda wrapper: not takes_epoch(wrapper)):
+        if takes_epoch(found):
+            found.set_epoch(epoch)
 
 
 def makers(dataset: object) -> list[Any]:

@@ -42,7 +42,6 @@ from torch.utils.data._utils.worker import WorkerInfo, _generate_state  # torch'
 from stocache.errors import ClosedError, DatasetError, WorkerError
 from stocache.loader.threads.info import CollateRng, Generators, WorkerRng, answer_in_threads, set_worker_info, worker_info
 from stocache.loader.threads.workers import Tasks
-from stocache.loader.workers.requests import set_epoch
 from stocache.loader.workers.states import StatefulCollate
 from stocache.system.generators import Kept, read, restore_all
 from stocache.system.loading.arrays import Arrays
@@ -55,6 +54,7 @@ from stocache.system.loading.copies import (
     holds_environment,
     holds_generator,
 )
+from stocache.system.walking import set_epoch
 
 logger = logging.getLogger("stocache")
 

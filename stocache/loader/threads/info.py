@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info and the class of its results
 
+from stocache.system.generators import read_generator, restore_generator
+
 
 class _InfoHere(threading.local):
     info: Any = None
@@ -86,10 +88,18 @@ class Generators:
         finally:
             self.rewind()
 
+    def kept_now(self) -> "KeptGenerators":
+        """Return the states of the generators, to restore them."""
+        return KeptGenerators(self, list(self._due))
+
     @property
     def were_asked(self) -> bool:
         """Whether a generator was used since they were seeded."""
         return not all(self._due)
+
+    def each(self) -> tuple[Any, ...]:
+        """Return the generators, seeded or not."""
+        return self._python, self._numpy, self._torch
 
     def itself(self) -> "Generators":
         """Return these generators: the ``draws`` of a `WorkerRng` whose samples need not wait."""
@@ -118,6 +128,21 @@ class Generators:
             self._due[2] = False
             self._torch.manual_seed(self._numbers[2])
         return self._torch
+
+
+class KeptGenerators:
+    """The states of `Generators` at one moment. A generator that was not used is seeded again when it is."""
+
+    def __init__(self, generators: Generators, due: list[bool]) -> None:
+        self._of, self._due = generators, due
+        self._states = [None if is_due else read_generator(each) for is_due, each in zip(due, generators.each(), strict=True)]
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        for generator, state in zip(self._of.each(), self._states, strict=True):
+            if state is not None:
+                restore_generator(generator, state)
+        self._of._due[:] = self._due
 
 
 class WorkerRng:

@@ -11,8 +11,7 @@ from torch.utils.data import get_worker_info
 from stocache.observe.recording.record import record_here, row_here
 from stocache.samples.indices import as_array
 from stocache.shm.ring.ring import Ring, ring_of
-from stocache.system.objects import takes_epoch
-from stocache.system.walking import walk
+from stocache.system.walking import set_epoch
 
 
 @dataclass
@@ -127,10 +126,3 @@ def _pack_indices(index: Any) -> tuple[Any, str]:
         return index, ""
     packed = numbers.astype(np.min_scalar_type(numbers.view(np.uint64).max()))  # a negative one is huge
     return packed.tobytes(), packed.dtype.char
-
-
-def set_epoch(dataset: object, epoch: int) -> None:
-    """Set the epoch of a dataset; or where it has no ``set_epoch``, of the outermost datasets within it that have one."""
-    for found in walk(dataset, through=lambda wrapper: not takes_epoch(wrapper)):
-        if takes_epoch(found):
-            found.set_epoch(epoch)

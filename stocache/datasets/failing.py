@@ -1,0 +1,309 @@
+"""Go on when samples of a dataset cannot be loaded: `Failures`, which all workers share, and the dataset of a loader.
+
+NOTE [ Samples that fail ]
+    The guard stands around the whole making of a sample, also around a cache: what is cached is loaded as always, and a
+    substitute is the sample of its own index. So nothing is cached under the index of a sample that failed. A batch is made in
+    one step as without the guard. If that fails, its samples are made one by one, and only those that fail are loaded again or
+    replaced. The random generators are set back before each attempt: a sample that loads at the second attempt is equal to one
+    that loaded at the first, and the following samples draw the same numbers.
+"""
+
+import logging
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any, TypeVar
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from stocache.cache.shared import SharedCache
+from stocache.datasets.batches import Empty, LazyBatch
+from stocache.datasets.view import DatasetView
+from stocache.errors import DatasetError, SampleError
+from stocache.samples.indices import length_of
+from stocache.shm.tables.arrays import new_segment
+from stocache.system.generators import Kept, in_worker_thread
+from stocache.system.objects import attribute_of
+from stocache.system.on_error import may_go_on, parse_on_error
+
+logger = logging.getLogger("stocache")
+
+_T = TypeVar("_T")
+
+_LISTED, _TEXT_BYTES = 3, 256  # failures whose errors are kept, and the room for each text
+_HEAD_BYTES = 8 + _LISTED * (8 + _TEXT_BYTES)
+_MOST_LISTED = 1000
+_MOST_SUBSTITUTES = 8  # of one sample, each of which fails
+
+
+class Failures:
+    """Which samples have failed, and how often one was loaded again. Shared by all processes that have this object.
+
+    Without shared memory each process counts its own.
+
+    Args:
+        length: number of samples.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        try:
+            self._segment: Any = new_segment(_HEAD_BYTES + length)
+        except SampleError:
+            self._segment = None
+        self._open()
+
+    def _open(self) -> None:
+        self._guard, nbytes = threading.Lock(), _HEAD_BYTES + self._length
+        memory: Any = bytearray(nbytes) if self._segment is None else self._segment.view(0, nbytes)
+        self._retried, self._failed = np.frombuffer(memory, np.int64, 1), np.frombuffer(memory, np.uint8, offset=_HEAD_BYTES)
+        self._texts = memoryview(memory)[8:_HEAD_BYTES]
+
+    def __getstate__(self) -> tuple[int, Any]:
+        return self._length, self._segment
+
+    def __setstate__(self, state: tuple[int, Any]) -> None:
+        self._length, self._segment = state
+        self._open()
+
+    def _locked(self, work: Callable[[], _T], late: _T) -> _T:
+        if self._segment is None:
+            with self._guard:
+                return work()
+        with self._segment.guard:
+            return self._segment.run_locked(0, work, late)  # type: ignore[no-any-return]
+
+    def note_retry(self) -> None:
+        """Count a sample, or a batch, that is loaded again."""
+        self._locked(partial(operator.iadd, self._retried, 1), None)
+
+    def note_failed(self, index: int, error: BaseException) -> int:
+        """Note that a sample was replaced. Return how many samples were, so far."""
+        if not self._failed[index]:
+            self._locked(partial(self._write, index, f"{type(error).__name__}: {error}"), None)
+        return int(np.count_nonzero(self._failed))
+
+    def _write(self, index: int, text: str) -> None:
+        number = int(np.count_nonzero(self._failed))
+        if number < _LISTED and not self._failed[index]:
+            at = number * (8 + _TEXT_BYTES)
+            encoded = text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+            self._texts[at : at + 8 + _TEXT_BYTES] = index.to_bytes(8, "little") + encoded
+        self._failed[index] = 1
+
+    @property
+    def retried(self) -> int:
+        """How often a sample was loaded again."""
+        return int(self._retried[0])
+
+    def indices(self) -> tuple[int, ...]:
+        """Return the samples that were replaced, in order, at most 1000."""
+        return tuple(np.flatnonzero(self._failed)[:_MOST_LISTED].tolist())
+
+    def text(self) -> str:
+        """Return how many samples were replaced, and the first three with their errors; empty if none was."""
+        count = int(np.count_nonzero(self._failed))
+        if not count:
+            return ""
+        first = []
+        for at in range(0, min(count, _LISTED) * (8 + _TEXT_BYTES), 8 + _TEXT_BYTES):
+            index = int.from_bytes(self._texts[at : at + 8], "little")
+            said = bytes(self._texts[at + 8 : at + 8 + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
+            first.append(f"{index} ({said})")
+        return f"{count} of {self._length} samples could not be loaded, and others took their places: {', '.join(first)}" + (
+            ", ..." if count > _LISTED else ""
+        )
+
+
+class Guard:
+    """Makes samples of a dataset, and goes on when one fails; see NOTE [ Samples that fail ].
+
+    Args:
+        on_error: as a user gives it.
+        dataset: has the samples.
+
+    Attributes:
+        epoch: chooses the substitutes of this epoch.
+        failures: those so far, of all processes.
+
+    Raises:
+        LimitError: ``on_error`` is not a `Retry`, a `Skip`, or one of each.
+        DatasetError: there are substitutes, and the dataset has no length.
+    """
+
+    def __init__(self, on_error: Any, dataset: Any) -> None:
+        self.retry, self.skip = parse_on_error(on_error)
+        length, self.epoch = length_of(dataset), 0
+        if length is None:
+            raise DatasetError(
+                f"on_error needs a map-style dataset: {type(dataset).__name__} has no length. Catch the errors in its iterator."
+            )
+        self._length, self.failures, self._warned = length, Failures(length), False
+
+    def one(self, get: Callable[[int], _T], index: Any) -> _T:
+        """Return ``get(index)``, or of a substitute."""
+        kept = _kept_here()
+        try:
+            return self._try(partial(get, index), kept)
+        except Exception as error:
+            return self._replace(get, index, error, kept)
+
+    def each(
+        self, get: Callable[[Any], Any], indices: Sequence[Any], before_each: Callable[[int], None] | None = None
+    ) -> list[Any]:
+        """Return the samples of a batch, each made by itself, after a call of ``before_each`` with its position."""
+        samples = []
+        for position, index in enumerate(indices):
+            if before_each is not None:
+                before_each(position)
+            samples.append(self.one(get, index))
+        return samples
+
+    def many(self, get_many: Callable[[Any], Any], get: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
+        """Return ``get_many(indices)``; after an error, the samples one by one."""
+        kept = _kept_here()
+        try:
+            batch = get_many(indices)
+            if isinstance(batch, LazyBatch):
+                return GuardedBatch(batch, self, get, indices)
+            return list(batch) if isinstance(batch, Iterator) else batch
+        except Exception as error:
+            if not self.helps(error):
+                raise
+        kept.restore()
+        return self.each(get, indices)
+
+    def helps(self, error: Exception) -> bool:
+        """Return whether samples that failed with an error are loaded again, or replaced."""
+        return may_go_on(error) and (self.skip is not None or (self.retry is not None and self.retry.covers(error)))
+
+    def _try(self, load: Callable[[], _T], kept: Any) -> _T:
+        if self.retry is None:
+            return load()
+        return self.retry.call(load, lambda: (kept.restore(), self.failures.note_retry()))
+
+    def _replace(self, get: Callable[[int], _T], index: Any, error: Exception, kept: Any) -> _T:
+        if self.skip is None or not may_go_on(error):
+            raise error
+        at = operator.index(index) % max(1, self._length)
+        self._note(at, error)
+        for other in islice(self.skip.substitutes(self.epoch, at, self._length), _MOST_SUBSTITUTES):
+            kept.restore()
+            try:
+                return self._try(partial(get, other), kept)
+            except Exception as again:
+                if not may_go_on(again):
+                    raise
+                self._note(other, again)
+        raise DatasetError(
+            f"sample {at} cannot be loaded, and neither can {_MOST_SUBSTITUTES} samples that were tried in its place: "
+            f"{self.failures.text()}"
+        ) from error
+
+    def _note(self, index: int, error: Exception) -> None:
+        assert self.skip is not None
+        most = -int(-self.skip.at_most * self._length // 1)
+        if self.failures.note_failed(index, error) > most:
+            raise DatasetError(
+                f"{self.failures.text()}. {type(self.skip).__name__}(at_most={self.skip.at_most}) allows {most}. Mend these "
+                f"samples, or allow more."
+            ) from error
+
+    def warn(self) -> None:
+        """Warn of the samples that were replaced, once in this process."""
+        if not self._warned and (text := self.failures.text()):
+            self._warned = True
+            logger.warning("%s. stats() lists them.", text)
+
+
+class GuardedBatch(LazyBatch):
+    """A `LazyBatch` whose samples are read one by one if one of them fails.
+
+    Args:
+        batch: the batch.
+        guard: goes on when a sample fails.
+        get: returns one sample.
+        indices: of the samples.
+    """
+
+    def __init__(self, batch: LazyBatch, guard: Guard, get: Callable[[Any], Any], indices: Sequence[Any]) -> None:
+        vars(self).update(vars(batch))
+        self._guard, self._get, self._indices = guard, get, indices
+
+    def _try(self, work: Callable[[], _T]) -> _T | None:
+        """Return ``work()``; None if a sample failed: then the samples have been read one by one."""
+        kept = _kept_here()
+        try:
+            return work()
+        except Exception as error:
+            if not self._guard.helps(error):
+                raise
+        kept.restore()
+        self._samples = self._guard.each(self._get, self._indices, self.before_each)
+        return None
+
+    def gather(self, empty: Empty, joined: bool = True) -> Any:
+        """Return what `LazyBatch.gather` returns; None if a sample failed, so that the batch is read."""
+        return None if self._samples is not None else self._try(partial(super().gather, empty, joined))
+
+    def read(self) -> list[Any]:
+        """Return the samples."""
+        return self._samples or self._try(super().read) or self._samples or []
+
+    def load_all(self) -> dict[SharedCache, dict[int, Any]]:
+        """Return what `LazyBatch.load_all` returns; nothing if a sample failed, which fails again when the batch is gathered."""
+        try:
+            return super().load_all()
+        except Exception as error:
+            if not self._guard.helps(error):
+                raise
+            return {}
+
+    def split(self, sizes: list[int]) -> list[LazyBatch]:
+        """Return what `LazyBatch.split` returns, as batches that are read one by one if a sample fails."""
+        ends = accumulate(sizes)
+        parts = [self._indices[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [GuardedBatch(batch, self._guard, self._get, part) for batch, part in zip(super().split(sizes), parts, strict=True)]
+
+
+class GuardedDataset(DatasetView):
+    """A dataset of a loader that goes on when samples fail. One that makes whole batches becomes a `GuardedBatches`."""
+
+    __slots__ = ("guard",)
+
+    def __init__(self, dataset: Any, guard: Guard) -> None:
+        self.dataset, self.guard = dataset, guard
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.dataset, self.guard)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.guard.one(self.dataset.__getitem__, index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset, and of the substitutes."""
+        self.guard.epoch = epoch
+        super().set_epoch(epoch)
+
+
+class GuardedBatches(GuardedDataset):
+    """A `GuardedDataset` that makes whole batches."""
+
+    __slots__ = ()
+
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        """Return the samples of a batch, or a `GuardedBatch`."""
+        return self.guard.many(self.dataset.__getitems__, self.dataset.__getitem__, indices)
+
+
+def guarded(dataset: Any, guard: Guard) -> GuardedDataset:
+    """Return a dataset for a loader that goes on when samples of ``dataset`` fail."""
+    return (GuardedBatches if attribute_of(dataset, "__getitems__") else GuardedDataset)(dataset, guard)
+
+
+def _kept_here() -> Any:
+    """Return the states of the generators from which samples draw: the global ones, or in a worker thread those of the thread."""
+    return get_worker_info().rng.own.kept_now() if in_worker_thread() else Kept()  # type: ignore[union-attr]

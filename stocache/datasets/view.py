@@ -1,0 +1,44 @@
+"""The dataset that a loader iterates in place of the user's: `DatasetView`."""
+
+from typing import Any
+
+from stocache.system.walking import set_epoch
+
+
+class DatasetView:
+    """Stands in for a dataset within a loader. It has the attributes of the dataset, which ``worker_init_fn`` may read and set."""
+
+    __slots__ = ("dataset",)
+    _holds_dataset = True
+    is_lazy = False  # whether its batches are each a `LazyBatch`
+
+    dataset: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if _is_own(type(self), name) or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if _is_own(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset."""
+        set_epoch(self.dataset, epoch)
+
+
+def _is_own(cls: type, name: str) -> bool:
+    return any(name in vars(base).get("__slots__", ()) for base in cls.__mro__)
+
+
+def behind_views(dataset: Any) -> Any:
+    """Return the dataset behind the views of a loader: that of the user, or the one that returns each `LazyBatch`."""
+    while isinstance(dataset, DatasetView) and not dataset.is_lazy:
+        dataset = dataset.dataset
+    return dataset

@@ -1,0 +1,179 @@
+"""Batches of tables in memory, gathered by columns, are those of torch's DataLoader."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader as TorchLoader
+
+from stocache import CachedDataset, DataLoader
+from stocache.datasets.batches import LazyBatch
+from stocache.datasets.lazy import with_lazy_batches
+from tests.support.equality import identical
+
+ROWS = 103
+DTYPES = torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64
+
+
+def table(rows=ROWS):
+    return TensorDataset(torch.rand(rows, 3), torch.arange(rows), torch.rand(rows, 2, 2) < 0.5)
+
+
+def parted(dataset):
+    return random_split(dataset, [0.7, 0.3], generator=torch.Generator().manual_seed(1))[0]
+
+
+def arrow(kind, *left_out):
+    datasets = pytest.importorskip("datasets")
+    values = np.random.default_rng(0).normal(size=(ROWS, 2))
+    columns = {"a": values[:, 0], "b": values.astype(np.float32), "n": np.arange(ROWS), "flag": np.arange(ROWS) % 3 == 0}
+    columns = {name: column for name, column in columns.items() if name not in left_out}
+    return datasets.Dataset.from_dict(columns).with_format(kind).select(range(1, ROWS))
+
+
+TABLES = {
+    "plain": table,
+    "dtypes": lambda: TensorDataset(*(torch.randint(0, 2, (ROWS, 2)).to(dtype) for dtype in DTYPES)),
+    "columns of one number": lambda: TensorDataset(torch.rand(ROWS)),
+    "a view": lambda: TensorDataset(torch.rand(ROWS, 8)[:, 2:6]),
+    "channels_last": lambda: TensorDataset(torch.rand(ROWS, 3, 4, 4).to(memory_format=torch.channels_last)),
+    "Subset": lambda: Subset(table(), range(ROWS - 1, 0, -2)),
+    "random_split": lambda: parted(table()),
+    "ConcatDataset": lambda: ConcatDataset([table(), table(7)]),
+    "with a cache": lambda: ConcatDataset([table(), CachedDataset(table(11), "1MB")]),
+    "StackDataset": lambda: StackDataset(table(), TensorDataset(torch.rand(ROWS))),
+    "StackDataset of names": lambda: StackDataset(x=table(), y=TensorDataset(torch.rand(ROWS))),
+    "Hugging Face, torch": lambda: arrow("torch"),
+    "Hugging Face, numpy": lambda: arrow("numpy", "a"),
+}
+
+
+def played(kind, dataset, **options):
+    torch.manual_seed(5)
+    random.seed(5)
+    batches = [batch for _ in range(2) for batch in kind(dataset, batch_size=16, shuffle=True, **options)]
+    return batches, torch.rand(2), random.random()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}], ids=["main", "processes", "threads"]
+)
+@pytest.mark.parametrize("make", TABLES.values(), ids=TABLES)
+def test_batches_of_a_table_are_those_of_torch(make, options):
+    dataset = make()
+    ours = played(DataLoader, dataset, **options)
+    own = {name: value for name, value in options.items() if name != "worker_method"}
+    expected = played(TorchLoader, dataset, **own)
+    assert isinstance(with_lazy_batches(dataset).__getitems__([3, 1]), LazyBatch)
+    assert identical(ours, expected)
+
+
+class Own(TensorDataset):
+    """Makes rows in its own way."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + 1
+
+
+class OwnTensor(torch.Tensor):
+    """A subclass, whose rows are of it."""
+
+
+NO_TABLES = {
+    "a subclass": lambda: Own(torch.rand(ROWS, 2)),
+    "a subclass of Tensor": lambda: TensorDataset(torch.rand(ROWS, 2).as_subclass(OwnTensor)),
+    "gradients": lambda: TensorDataset(torch.rand(ROWS, 2, requires_grad=True)),
+    "sparse": lambda: TensorDataset(torch.eye(ROWS).to_sparse()),
+    "quantized": lambda: TensorDataset(torch.quantize_per_tensor(torch.rand(ROWS, 2), 0.1, 0, torch.quint8)),
+    "no rows": lambda: TensorDataset(torch.rand(0, 2)),
+    "meta": lambda: TensorDataset(torch.rand(ROWS, 2, device="meta")),
+    "text": lambda: arrow("torch").add_column("text", ["a"] * (ROWS - 1)),
+    "rows of float64 in batches of float32": lambda: arrow("numpy"),
+    "without a format": lambda: arrow(None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("make", NO_TABLES.values(), ids=NO_TABLES)
+def test_other_tables_are_made_as_torch_makes_them(make):
+    assert with_lazy_batches(make()) is None
+
+
+def test_a_conjugate_column_is_resolved_as_by_torch():
+    dataset = TensorDataset(torch.rand(ROWS, 2, dtype=torch.complex64).conj())
+    assert identical(played(DataLoader, dataset), played(TorchLoader, dataset))
+
+
+def test_a_column_may_change_between_batches():
+    dataset = table()
+    batches = iter(DataLoader(dataset, batch_size=4))
+    next(batches)
+    dataset.tensors[0][:] = 7
+    assert (next(batches)[0] == 7).all()
+    dataset.tensors = tuple(torch.ones(ROWS, 1, dtype=torch.int32) for _ in range(3))
+    for _ in range(2):
+        changed = next(batches)
+        assert [column.dtype for column in changed] == [torch.int32] * 3
+        assert [column.shape for column in changed] == [(4, 1)] * 3
+    dataset.tensors = dataset.tensors[:2]
+    assert len(next(batches)) == 2
+
+
+@pytest.mark.parametrize("indices", [[0, -1], [-ROWS], [np.int64(3), 2], [torch.tensor(5)]], ids=str)
+def test_indices_mean_what_they_mean_to_torch(indices):
+    dataset = table()
+    ours, expected = (list(kind(dataset, batch_sampler=[indices])) for kind in (DataLoader, TorchLoader))
+    assert identical(ours, expected)
+
+
+@pytest.mark.parametrize("indices", [[ROWS], [3, -ROWS - 1]], ids=str)
+def test_an_index_outside_is_the_error_of_torch(indices):
+    with pytest.raises(IndexError) as expected:
+        list(TorchLoader(table(), batch_sampler=[indices]))
+    with pytest.raises(IndexError, match=str(expected.value).replace("(", "\\(")):
+        list(DataLoader(table(), batch_sampler=[indices]))
+
+
+def test_a_batch_is_memory_of_its_own():
+    dataset = table()
+    batch = next(iter(DataLoader(dataset, batch_size=ROWS)))
+    batch[0][:] = -1
+    assert (dataset.tensors[0] >= 0).all()
+
+
+def test_a_collate_function_of_the_user_gets_the_rows():
+    rows = next(iter(DataLoader(table(), batch_size=3, collate_fn=list)))
+    assert [type(row) for row in rows] == [tuple] * 3
+
+
+def test_a_worker_sees_the_attributes_of_its_dataset():
+    dataset = table()
+    dataset.scale = 3
+
+    def init(worker):
+        assert torch.utils.data.get_worker_info().dataset.scale == 3
+
+    assert len(list(DataLoader(dataset, batch_size=50, num_workers=1, worker_method="thread", worker_init_fn=init))) == 3
+
+
+def test_a_resumed_loader_continues_a_table():
+    dataset = table()
+    torch.manual_seed(2)
+    loader = DataLoader(dataset, batch_size=16, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    state, expected = loader.state_dict(), list(batches)
+    resumed = DataLoader(dataset, batch_size=16, shuffle=True)
+    resumed.load_state_dict(state)
+    assert identical(list(resumed), expected)
+
+
+def test_seeded_samples_of_a_table_draw_nothing():
+    dataset: Dataset = table()
+    before = torch.get_rng_state()
+    list(DataLoader(dataset, batch_size=16, sample_seed=3))
+    list(DataLoader(dataset, batch_size=16))
+    assert identical(played(DataLoader, dataset, sample_seed=1)[0][0], played(TorchLoader, dataset)[0][0])
+    assert not torch.equal(before, torch.get_rng_state())
