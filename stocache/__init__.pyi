@@ -30,6 +30,7 @@ from .storage.storage import DataStorage as DataStorage, OnDiskBlockDataStorage 
 # Loading
 from .loader.dataloader import DataLoader as DataLoader
 from .loader.sample_seed import SampleSeed as SampleSeed
+from .system.on_error import Retry as Retry, Skip as Skip
 from .loader.samplers.block import BlockSampler as BlockSampler
 from .loader.samplers.distributed import StatefulDistributedSampler as StatefulDistributedSampler
 from .loader.samplers.locality import LocalityDistributedSampler as LocalityDistributedSampler

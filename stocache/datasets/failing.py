@@ -205,7 +205,7 @@ class Guard:
 
     def _note(self, index: int, error: Exception) -> None:
         assert self.skip is not None
-        most = -int(-self.skip.at_most * self._length // 1)
+        most = self.skip.most(self._length)
         if self.failures.note_failed(index, error) > most:
             raise DatasetError(
                 f"{self.failures.text()}. {type(self.skip).__name__}(at_most={self.skip.at_most}) allows {most}. Mend these "
@@ -266,7 +266,9 @@ class GuardedBatch(LazyBatch):
         """Return what `LazyBatch.split` returns, as batches that are read one by one if a sample fails."""
         ends = accumulate(sizes)
         parts = [self._indices[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return [GuardedBatch(batch, self._guard, self._get, part) for batch, part in zip(super().split(sizes), parts, strict=True)]
+        return [
+            GuardedBatch(batch, self._guard, self._get, part) for batch, part in zip(super().split(sizes), parts, strict=True)
+        ]
 
 
 class GuardedDataset(DatasetView):

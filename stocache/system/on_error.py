@@ -1,5 +1,6 @@
 """What happens when a sample cannot be loaded: `Retry` loads it again, `Skip` takes a different sample in its place."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ class Retry:
         if type(self.times) is not int or not 1 <= self.times <= _MOST_TIMES:
             raise LimitError(f"times={self.times!r:.100} is not a number of attempts. Use an int from 1 to {_MOST_TIMES}.")
         if not isinstance(self.backoff_s, int | float) or not 0 <= self.backoff_s <= _LONGEST_S:
-            raise LimitError(f"backoff_s={self.backoff_s!r:.100} is not a time to wait. Use seconds from 0 to {_LONGEST_S:.0f}.")
+            raise LimitError(
+                f"backoff_s={self.backoff_s!r:.100} is not a time to wait. Use seconds from 0 to {_LONGEST_S:.0f}."
+            )
         only = self.only if isinstance(self.only, tuple) else (self.only,)
         if not only or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in only):
             raise LimitError(f"only={self.only!r:.100} does not hold classes of exceptions. Use only=(OSError,).")
@@ -89,6 +92,10 @@ class Skip:
             raise LimitError(f"at_most={self.at_most!r:.100} is not a share of the samples. Use a number above 0, up to 1.")
         if type(self.seed) is not int:
             raise LimitError(f"seed={self.seed!r:.100} is not an int.")
+
+    def most(self, length: int) -> int:
+        """Return how many samples of ``length`` may fail."""
+        return math.ceil(self.at_most * length)
 
     def substitutes(self, epoch: int, index: int, length: int) -> Iterator[int]:
         """Yield the samples to take in place of sample ``index``, one after the other, if these fail as well."""

@@ -6,11 +6,13 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any
 
 from stocache.errors import DamagedError, StreamError
 from stocache.storage.urls import file_system, is_url
 from stocache.system.hashing import checksum
+from stocache.system.on_error import Retry
 from stocache.text.open_file import CompressedFile, OpenFile
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -69,19 +71,23 @@ class FileReader:
 
     _open: tuple[int, OpenFile] | None  # with its number
 
-    def __init__(self, files: Sequence[TextFile]) -> None:
-        self._files = files
+    def __init__(self, files: Sequence[TextFile], retry: Retry | None = None) -> None:
+        self._files, self._retry = files, retry
         self._reset()
 
     def read_at(self, number: int, offset: int, nbytes: int) -> tuple[bytes, str | None]:
         """Return bytes of a file, and the damage if the file ends before them because of it."""
         with self._locked():
-            if self._open is None or self._open[0] != number:
-                self._close()
-                self._open = number, self._files[number].open()
-            file = self._open[1]
-            data = file.read_at(offset, nbytes)
-            return data, file.damage if len(data) < nbytes else None
+            read = partial(self._read_at, number, offset, nbytes)
+            return read() if self._retry is None else self._retry.call(read, self._close)
+
+    def _read_at(self, number: int, offset: int, nbytes: int) -> tuple[bytes, str | None]:
+        if self._open is None or self._open[0] != number:
+            self._close()
+            self._open = number, self._files[number].open()
+        file = self._open[1]
+        data = file.read_at(offset, nbytes)
+        return data, file.damage if len(data) < nbytes else None
 
     def close(self) -> None:
         """Close the open file. Reading opens it again."""
@@ -98,15 +104,15 @@ class FileReader:
         self._open = None
 
     def _close(self) -> None:
-        if self._open is not None:
-            self._open[1].close()
-            self._open = None
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
 
-    def __getstate__(self) -> Sequence[TextFile]:
-        return self._files
+    def __getstate__(self) -> tuple[Sequence[TextFile], Retry | None]:
+        return self._files, self._retry
 
-    def __setstate__(self, files: Sequence[TextFile]) -> None:
-        self._files = files
+    def __setstate__(self, state: tuple[Sequence[TextFile], Retry | None]) -> None:
+        self._files, self._retry = state
         self._reset()
 
 

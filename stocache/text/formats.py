@@ -17,6 +17,7 @@ import torch
 from stocache.errors import StreamError
 from stocache.system.hashing import callable_text
 from stocache.system.limits import parse_size
+from stocache.system.on_error import OnError, Retry, Skip, parse_on_error
 from stocache.text.lines import Lines
 from stocache.text.options import check_choice, check_integer
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, RowParser, Target, fields_of, numpy_dtype
@@ -47,7 +48,9 @@ class TextFormat(ABC):
         skip_header: lines at the beginning of each file that are not rows.
         comments: marker of a comment; None for no comments. In delimited text a comment may follow the fields of a row; in
             other formats it is a line of its own.
-        on_error: "raise" stops at a bad line. "skip" leaves bad lines out, counts them and reports them.
+        on_error: "raise" stops at a bad line. "skip" leaves bad lines out, counts them and reports them; a `Skip` does so for
+            up to a share of the lines of an epoch, which is checked at its end. A `Retry` reads a file again that could not be
+            read. A list has one of each.
         max_line_bytes: limit for the length of a line, as a number of bytes or a size such as "64MiB". Comments, blank lines
             and headers are limited, too. A longer line is a bad line; in a header it is always an error. Reading a buffer
             takes about 16 MiB and a few lines of this length.
@@ -61,14 +64,16 @@ class TextFormat(ABC):
 
     skip_header: int = 0
     comments: str | None = "#"
-    on_error: Literal["raise", "skip"] = "raise"
+    on_error: Literal["raise", "skip"] | OnError = "raise"
     max_line_bytes: int | str = _LONGEST_LINE
 
     def __post_init__(self) -> None:
         check_integer("skip_header", self.skip_header, 0)
         if self.comments is not None and not (isinstance(self.comments, str) and self.comments.strip()):
             raise StreamError(f"comments={self.comments!r} marks nothing. Use None for no comments.")
-        check_choice("on_error", self.on_error, ("raise", "skip"))
+        if isinstance(self.on_error, str):
+            check_choice("on_error", self.on_error, ("raise", "skip"))
+        parse_on_error(() if isinstance(self.on_error, str) else self.on_error)
         _line_limit(self.max_line_bytes)
 
     @abstractmethod
@@ -82,7 +87,17 @@ class TextFormat(ABC):
     @property
     def skips(self) -> bool:
         """Whether bad lines are left out."""
-        return self.on_error == "skip"
+        return self.on_error == "skip" or self.skip is not None
+
+    @property
+    def skip(self) -> Skip | None:
+        """How many bad lines may be left out; None if that is not limited, or none may."""
+        return None if isinstance(self.on_error, str) else parse_on_error(self.on_error)[1]
+
+    @property
+    def retry(self) -> Retry | None:
+        """When a file that could not be read is read again; None for never."""
+        return None if isinstance(self.on_error, str) else parse_on_error(self.on_error)[0]
 
     @property
     def line_limit(self) -> int:
@@ -110,7 +125,8 @@ class TextFormat(ABC):
     def skip_identity(self) -> str:
         """A text that identifies the lines that are left out. It has a line limit of the user's only if lines are skipped."""
         limited = self.skips and self.line_limit != _line_limit(_LONGEST_LINE)
-        return f"{self.on_error} {self.line_limit}" if limited else self.on_error
+        kind = "skip" if self.skips else "raise"
+        return f"{kind} {self.line_limit}" if limited else kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from stocache.errors import StreamError
+from stocache.system.on_error import Retry
 from stocache.text.files import FileReader, TextFile
 from stocache.text.rows import FoundRows, LineNumbers, RowFinder, find_long_line, join_rows
 
@@ -90,6 +91,7 @@ class Lines:
         rank, world_size: see NOTE [ Ranks ].
         max_line_bytes: limit of a line, without its newline.
         skip_long: True makes a longer line a row with a fault; False makes it an error.
+        retry: when a file that could not be read is read again; None for never.
 
     Raises:
         StreamError: a line is too long, and is in a header or at an end of the share.
@@ -112,11 +114,12 @@ class Lines:
         world_size: int,
         max_line_bytes: int = _LONGEST,
         skip_long: bool = False,
+        retry: Retry | None = None,
     ) -> None:
         self.files, self.buffer_size = list(files), buffer_size
-        self._finder, self._reader = RowFinder(comments, delimiter), FileReader(self.files)
+        self._finder, self._reader = RowFinder(comments, delimiter), FileReader(self.files, retry)
         self._skip_header = skip_header
-        self._max_line_bytes, self._skip_long = max_line_bytes, skip_long
+        self._max_line_bytes, self._skip_long, self._retry = max_line_bytes, skip_long, retry
         self._headers: dict[int, tuple[int, int]] = {}
         self._bounds = [0, *accumulate(file.size for file in self.files)]  # where each file begins among all bytes
         self.total_bytes = self._bounds[-1]
@@ -142,7 +145,7 @@ class Lines:
     def share_of(self, rank: int, world_size: int) -> "Lines":
         """Return the share of another rank."""
         other = copy.copy(self)
-        other._reader = FileReader(self.files)
+        other._reader = FileReader(self.files, self._retry)
         try:
             other._set_share(rank, world_size)
         except BaseException:

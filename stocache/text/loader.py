@@ -199,7 +199,7 @@ class StreamLoader(IterableDataset[Any]):
             raise StreamError(f"{empty} is empty: a file of at least one line was expected.")
         form, shard = self._format, (self._rank, self._world_size)
         marks = form.comments, form.white_delimiter
-        lines = Lines(full, self._buffer_size, form.skip_header, *marks, *shard, form.line_limit, form.skips)
+        lines = Lines(full, self._buffer_size, form.skip_header, *marks, *shard, form.line_limit, form.skips, form.retry)
         with contextlib.closing(lines):
             if lines.compressed and self._order_options["shuffle"] == "buffers":
                 packed = next(file for file in full if file.compression)
@@ -333,6 +333,11 @@ class StreamLoader(IterableDataset[Any]):
         if counts["skipped"] + counts["dropped"] == counts["rows"] > 0 and get_worker_info() is None:
             lost = f"{counts['skipped']} of {counts['rows']} lines were left out, and the others fill no batch"
             raise StreamError(f"{self._paths}{rank}: {lost}. The first: {self._fault}")
+        if (skip := self._format.skip) is not None and counts["skipped"] > (most := skip.most(counts["rows"])):
+            raise StreamError(
+                f"{self._paths}{rank}: {counts['skipped']} of {counts['rows']} lines were left out, more than the {most} that "
+                f"on_error allows. The first: {self._fault}"
+            )
         if is_first_rank():
             logger.info("epoch %d: %d rows in %d batches", epoch, counts["rows"], counts["batches"])
         if counts["skipped"]:

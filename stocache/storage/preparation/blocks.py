@@ -1,5 +1,6 @@
 """Load the samples of a dataset block by block, and write the blocks, in any process."""
 
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from stocache.system.hashing import BytesLike
 from stocache.system.loading.children import pack_error
 from stocache.system.loading.fallback import in_children_or_here
 from stocache.system.objects import attribute_of, newer_of
+from stocache.system.on_error import Retry
 
 _LONGEST_REASON = 500  # characters
 
@@ -38,6 +40,7 @@ class DatasetBlocks:
         dataset: a map-style dataset.
         plan: how it is prepared.
         writer: writes the blocks.
+        retry: when samples that failed are loaded again; None for never.
         skip: report the samples that cannot be loaded; without it, the error is raised.
         known: samples that cannot be loaded, by index. They are not loaded to estimate the size of blocks.
 
@@ -46,9 +49,15 @@ class DatasetBlocks:
     """
 
     def __init__(
-        self, dataset: Any, plan: dict[str, Any], writer: BlockFolderWriter, skip: bool, known: dict[int, SkippedSample]
+        self,
+        dataset: Any,
+        plan: dict[str, Any],
+        writer: BlockFolderWriter,
+        retry: Retry | None,
+        skip: bool,
+        known: dict[int, SkippedSample],
     ) -> None:
-        self.dataset, self._writer, self._skip, self._known = dataset, writer, skip, known
+        self.dataset, self._writer, self._retry, self._skip, self._known = dataset, writer, retry, skip, known
         length, seed = len(dataset), plan["shuffle_seed"]
         self._all = np.arange(length) if seed is None else np.random.default_rng(seed).permutation(length)
         self._order = self._all
@@ -107,7 +116,7 @@ class DatasetBlocks:
                 with _seeded(number):
                     return list(together(indices)), []
             except Exception as error:
-                if not self._skip or isinstance(error, MemoryError):
+                if not self._goes_on_after(error) and not (self._retry and self._retry.covers(error)):
                     raise
         with _seeded(number):
             loaded, failures = self._load_each(indices)
@@ -122,14 +131,21 @@ class DatasetBlocks:
                 failures.append(self._known[idx])
                 continue
             try:
-                loaded[idx] = self.dataset[idx]
+                loaded[idx] = self._load_one(idx)
             except Exception as error:
-                if not self._skip or isinstance(error, MemoryError):
+                if not self._goes_on_after(error):
                     raise
                 failures.append(
                     SkippedSample(idx, self._name_of(idx), " ".join(pack_error(error)[1].split())[:_LONGEST_REASON])
                 )
         return loaded, failures
+
+    def _load_one(self, idx: int) -> Any:
+        load = partial(operator.getitem, self.dataset, idx)
+        return load() if self._retry is None else self._retry.call(load, rng.Kept().restore)
+
+    def _goes_on_after(self, error: Exception) -> bool:
+        return self._skip and not isinstance(error, MemoryError)
 
     def _name_of(self, idx: int) -> str | None:
         """Return the dataset's name of a sample; None if it gives no name."""

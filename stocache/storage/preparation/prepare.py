@@ -22,6 +22,7 @@ from stocache.storage.storage import OnDiskBlockDataStorage
 from stocache.storage.urls import is_url
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.loading.fallback import in_children_or_here
+from stocache.system.on_error import OnError, Retry, Skip, parse_on_error
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -41,7 +42,7 @@ def prepare(
     progress: bool = True,
     resume: bool = True,
     again: bool = False,
-    on_error: Literal["stop", "skip"] = "stop",
+    on_error: Literal["stop", "skip"] | OnError = "stop",
     engine: Literal["local", "ray"] = "local",
     address: str | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -70,7 +71,8 @@ def prepare(
         on_error: "skip" leaves out the samples of a dataset that raise an Exception, and lists them in skipped.json, see
             `OnDiskBlockDataStorage.load_skipped`. The last samples in order take their places. Samples that were skipped are
             not loaded again when a preparation continues. With "stop" the error ends the preparation, as do MemoryErrors,
-            samples that cannot be stored, workers that die, and a source of which no sample can be loaded any more.
+            samples that cannot be stored, workers that die, and a source of which no sample can be loaded any more. A `Retry`
+            loads samples again before that; a `Skip` skips up to a share of the samples; a list has one of each.
         engine: "ray" makes the tasks of a Ray cluster write blocks, and load them if ``source`` is a dataset. All nodes must
             see the folder, the files of the dataset, and its modules. When a worker or node dies, other workers repeat only
             the blocks that it worked on.
@@ -103,12 +105,11 @@ def prepare(
         (10, (tensor(7),))
     """
     nbytes = check_block_bytes(block_size, block_bytes)
-    if on_error not in ("stop", "skip"):
-        raise LimitError(f"on_error={on_error!r} is unknown. Use 'stop' or 'skip'.")
+    retry, skip = _parse_on_error(on_error)
     ray = _import_ray(engine, address)
     if ray is not None and not is_url(str(folder)):
         folder = os.path.abspath(folder)  # Ray's workers run in other directories
-    preparer = _check_source(source, str(folder), shuffle_seed, on_error)
+    preparer = _check_source(source, str(folder), shuffle_seed, retry or skip)
     plan = {
         "source": type(source).__name__,
         "samples": None if preparer else len(source),
@@ -123,7 +124,7 @@ def prepare(
         folder, block_size, block_bytes=nbytes, allow_pickle=allow_pickle, storage_options=storage_options
     )
     with writer.folder.locked():
-        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, on_error == "skip")
+        job = _Preparation(writer, plan, num_workers, progress and is_first_rank(), ray, retry, skip)
         if job.has_work(storage, again):
             with nullcontext() if ray is None else ray.connected(address, num_workers):
                 job.begin(resume)
@@ -173,16 +174,16 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return found
 
 
-def _check_source(source: object, folder: str, shuffle_seed: int | None, on_error: str) -> DataPreparer[Any, Any] | None:
+def _check_source(source: object, folder: str, shuffle_seed: int | None, on_error: object) -> DataPreparer[Any, Any] | None:
     """Return the source if it is a preparer, None if it is a dataset."""
     if not isinstance(source, DataPreparer):
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise DatasetError(f"prepare takes a DataPreparer or a map-style dataset, not a {type(source).__name__}.")
         return None
-    if on_error == "skip":
+    if on_error is not None:
         raise DatasetError(
-            f"on_error='skip' is for datasets, whose samples are loaded one by one: {type(source).__name__} yields them, and "
-            f"an error ends it. Leave out on_error='skip' (--on-error skip)."
+            f"on_error is for datasets, whose samples are loaded one by one: {type(source).__name__} yields them, and "
+            f"an error ends it. Leave out on_error (--on-error)."
         )
     if shuffle_seed is not None and is_url(folder):
         raise StorageError(
@@ -190,6 +191,15 @@ def _check_source(source: object, folder: str, shuffle_seed: int | None, on_erro
             f"shuffle_seed, or prepare a local folder and copy it there."
         )
     return source
+
+
+def _parse_on_error(on_error: Any) -> tuple[Retry | None, Skip | None]:
+    """Return what happens when a sample cannot be loaded."""
+    if isinstance(on_error, str) and on_error not in ("stop", "skip"):
+        raise LimitError(f"on_error={on_error!r} is unknown. Use 'stop' or 'skip', a Retry or a Skip.")
+    if isinstance(on_error, str):
+        return None, Skip(at_most=1.0) if on_error == "skip" else None
+    return parse_on_error(on_error)
 
 
 def _import_ray(engine: str, address: str | None) -> ModuleType | None:
@@ -220,7 +230,8 @@ class _Preparation:
     _num_workers: int
     _progress: bool
     _ray: ModuleType | None
-    _skip: bool
+    _retry: Retry | None
+    _skip: Skip | None
 
     def __post_init__(self) -> None:
         self._skipped = SkippedSamples(self._writer.folder)
@@ -271,6 +282,17 @@ class _Preparation:
                     bar.update(result.samples)
                 else:
                     self._skipped.note(result)
+                    self._check_share()
+
+    def _check_share(self) -> None:
+        """Raise StorageError if more samples cannot be loaded than may be skipped."""
+        failed, samples = self._skipped.known, self._plan["samples"]
+        if self._skip is not None and len(failed) > (most := self._skip.most(samples)):
+            said = "; ".join(f"{sample.index}: {sample.reason}" for sample in list(failed.values())[:3])
+            raise StorageError(
+                f"{len(failed)} of {samples} samples cannot be loaded, more than the {most} that on_error allows: {said}. "
+                f"{self._writer.path}/{SKIPPED} lists them."
+            )
 
     def _start_again(self, source: str) -> None:
         """Forget the blocks of an interrupted preparation: the source gives other samples for one of them now."""
@@ -316,7 +338,7 @@ class _Preparation:
             StorageError: a sample of it cannot be loaded now.
         """
         known = self._skipped.known if self._skip else {}
-        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._skip, known)
+        blocks = DatasetBlocks(dataset, self._plan, self._writer, self._retry, self._skip is not None, known)
         blocks.leave_out(self._skipped.left_out)
         if self._found:
             last = max(self._found)

@@ -157,8 +157,8 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(tmp_path, capsys):
     (Images(), {"block_size": 0}, LimitError, "block_size=0"),
     (Images(), {"block_bytes": "x"}, LimitError, "x"),
     (iter([1, 2]), {}, DatasetError, "prepare takes a DataPreparer or a map-style dataset"),
-    (Preparer(), {"on_error": "skip"}, DatasetError, "on_error='skip' is for datasets, .*: Preparer yields them, and an error"),
-    (Images(), {"on_error": "ignore"}, LimitError, "on_error='ignore' is unknown. Use 'stop' or 'skip'."),
+    (Preparer(), {"on_error": "skip"}, DatasetError, "on_error is for datasets, .*: Preparer yields them, and an error"),
+    (Images(), {"on_error": "ignore"}, LimitError, "on_error='ignore' is unknown. Use 'stop' or 'skip', a Retry or a Skip."),
     (Images(), {"engine": "spark"}, LimitError, r"engine='spark' is unknown\. Use 'local' or 'ray'\."),
     (Images(), {"address": "auto"}, LimitError, r"address='auto' is that of a Ray.* Use engine='ray'\."),
 ])  # fmt: skip

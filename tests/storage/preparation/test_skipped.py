@@ -99,7 +99,7 @@ def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_pat
 def test_only_blocks_with_other_samples_change(length, size, data):
     subsets = st.sets(st.integers(0, length - 1))
     plan = {"shuffle_seed": data.draw(st.sampled_from([None, 5])), "block_size": size, "block_bytes": 1}
-    blocks = DatasetBlocks(range(length), plan, None, False, {})
+    blocks = DatasetBlocks(range(length), plan, None, None, False, {})
     before = dense(length, (), plan["shuffle_seed"])
     for left_out in data.draw(st.lists(subsets, max_size=4)):
         now = dense(length, left_out, plan["shuffle_seed"])
