@@ -116,6 +116,8 @@ class DatasetStats:
         ranks: how many ranks of this job on this machine use the cache. All counts are of all of them.
         cut: which lines of the dataset's program are cached, and which run each time; empty if whole samples are cached.
         decoders: if samples are not cached: how many results of decoders came from memory, of each library.
+        retried: how often samples were loaded again after an error, by all processes. See ``on_error``.
+        failed: the samples that could not be loaded, and were replaced, at most 1000.
     """
 
     total: CacheStats
@@ -126,6 +128,8 @@ class DatasetStats:
     ranks: int = 1
     cut: str = ""
     decoders: str = ""
+    retried: int = 0
+    failed: tuple[int, ...] = ()
 
     def flat(self, prefix: str = "cache") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.
@@ -133,6 +137,7 @@ class DatasetStats:
         ``cache/hits`` is in total, ``cache/epoch_hits`` of the last epoch, and ``cache/disk_hits`` of the disk.
         """
         numbers = self.total.flat(prefix) | {f"{prefix}/compared": self.compared, f"{prefix}/left": int(self.left)}
+        numbers |= {f"{prefix}/retried": self.retried, f"{prefix}/failed": len(self.failed)}
         if self.epochs:
             epoch = self.epochs[-1]
             numbers |= flat_numbers(f"{prefix}/epoch_", epoch, {"hit_rate": epoch.hit_rate})

@@ -24,6 +24,7 @@ from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
 from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
 from stocache.datasets.decoders.cache import decoders_job
+from stocache.datasets.failing import Guard
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader
 from stocache.datasets.proxy import DatasetProxy, cut_of, decoders_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
@@ -34,6 +35,7 @@ from stocache.samples.indices import check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import newer_of, static_attribute, takes_epoch
+from stocache.system.on_error import OnError
 from stocache.system.ranks import is_first_rank
 from stocache.system.walking import passes_on, walk
 
@@ -69,6 +71,8 @@ class CachedDataset(DatasetProxy[_T]):
             ``{"image": augment}``.
         share: True wraps a copy of the dataset whose lists, dicts and arrays of 1 MiB and more lie in shared memory
             (`stocache.share`).
+        on_error: what happens when a sample cannot be loaded: a `Retry`, a `Skip`, or a list of one of each. Without it the
+            error is raised.
         objects: `CacheOptions` (also in place of the size), `SampleOptions` and `AuditOptions`. Their options can be spelled
             out instead, as arguments of their own.
 
@@ -124,6 +128,7 @@ class CachedDataset(DatasetProxy[_T]):
         *objects: CacheOptions | SampleOptions | AuditOptions,
         transform: Callable[[Any], Any] | Mapping[Any, Any] | None = None,
         share: bool = False,
+        on_error: OnError | None = None,
         **options: Any,
     ) -> None:
         from stocache.datasets.wrapping import Wrapper, check_dataset  # here: loaders start faster
@@ -148,6 +153,7 @@ class CachedDataset(DatasetProxy[_T]):
         wrapper = Wrapper(dataset, self._len, where, samples)
         wrapper.cut()
         self._take(wrapper)
+        self._guard = None if on_error is None else Guard(on_error, dataset)
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
@@ -223,16 +229,25 @@ class CachedDataset(DatasetProxy[_T]):
                 with contextlib.suppress(TypeError):  # the dataset takes only int
                     sample = self.dataset[asked]
                     return sample if self.after_cache is None else self.after_cache(sample)
-        if not self._serves((idx,)):
+        served = self._serves((idx,))
+        sample = self.cache.hit(idx, self._copies or self.is_transformed) if served else MISSING
+        if sample is MISSING:
+            make = partial(self._make, served)
+            return make(asked) if self._guard is None else self._guard.one(make, asked)
+        if self._split is not None:
+            sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
+        return sample if self.after_cache is None else self.after_cache(sample)
+
+    def _make(self, served: bool, asked: Any) -> Any:
+        """Return a sample that is not in the cache. If the cache is not ``served``, the dataset makes it."""
+        idx = self._check_index(asked)
+        if not served:
             sample = self.dataset[idx]
         else:
-            copy = self._copies or self.is_transformed
-            sample = self.cache.hit(idx, copy)
-            if sample is MISSING:
-                load = self._audit.watched(self._loader.load)
-                sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
+            load, copy = self._audit.watched(self._loader.load), self._copies or self.is_transformed
+            sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
             if self._split is not None:
-                sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
+                sample = self._split.finish(asked if asked == idx else idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
 
     def __iter__(self) -> Iterator[Any]:
@@ -255,6 +270,11 @@ class CachedDataset(DatasetProxy[_T]):
         """
         if newer_of(self) is None:  # a subclass has a __getitem__ of its own
             return list(map(self.__getitem__, _calling(before_each, indices)))
+        if self._guard is not None:
+            return self._guard.many(partial(self._get_many, before_each=before_each), self.__getitem__, indices, before_each)
+        return self._get_many(indices, before_each)
+
+    def _get_many(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> list[Any] | LazyBatch:
         return self._read(indices, before_each) if self._batch_spec is None else self._gather(indices, self._batch_spec)
 
     def _gather(self, indices: Sequence[Any], spec: BatchSpec) -> LazyBatch:
@@ -390,7 +410,8 @@ class CachedDataset(DatasetProxy[_T]):
         total, disk = self._tiers.stats()
         epochs = self._epochs.stats(self.cache.counts())
         audit, texts = self._audit, (cut_of(self), decoders_of(self))
-        return DatasetStats(total, epochs, disk, audit.compared, audit.changed, self.cache.ranks, *texts)
+        counts = (0, ()) if self._guard is None else self._guard.failures.counts()
+        return DatasetStats(total, epochs, disk, audit.compared, audit.changed, self.cache.ranks, *texts, *counts)
 
     def begin_loop(self, loader: object, looped: bool) -> None:
         """Note that a loop over a loader begins. ``looped``: whether the last one got batches. `DataLoader` calls it."""
@@ -404,6 +425,8 @@ class CachedDataset(DatasetProxy[_T]):
         A `stocache.DataLoader` begins epochs by itself.
         """
         self._epochs.epoch_is_set(self.cache.counts(), epoch, expected=not self._audit.changed)
+        if self._guard is not None:
+            self._guard.begin_epoch(epoch)
         if takes_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()
@@ -412,6 +435,8 @@ class CachedDataset(DatasetProxy[_T]):
         """Close the cache. May be called twice."""
         if isinstance(self._loader, BlockLoader):
             self._loader.close()
+        if self._guard is not None:
+            self._guard.warn()
         if not self.cache.closed:
             super().__setattr__("_last_stats", self.stats())
         self._tiers.close()

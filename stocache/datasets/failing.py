@@ -27,7 +27,7 @@ from stocache.samples.indices import length_of
 from stocache.shm.tables.arrays import new_segment
 from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.objects import attribute_of
-from stocache.system.on_error import may_go_on, parse_on_error
+from stocache.system.on_error import TooManyFailed, may_go_on, parse_on_error
 
 logger = logging.getLogger("stocache")
 
@@ -42,11 +42,13 @@ _MOST_SUBSTITUTES = 8  # of one sample, each of which fails
 class Failures:
     """Which samples have failed, and how often one was loaded again. Shared by all processes that have this object.
 
-    Without shared memory each process counts its own.
+    Without shared memory each process counts its own. Threads may use it at the same time.
 
     Args:
         length: number of samples.
     """
+
+    thread_safe = True
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -102,6 +104,10 @@ class Failures:
     def indices(self) -> tuple[int, ...]:
         """Return the samples that were replaced, in order, at most 1000."""
         return tuple(np.flatnonzero(self._failed)[:_MOST_LISTED].tolist())
+
+    def counts(self) -> tuple[int, tuple[int, ...]]:
+        """Return how often samples were loaded again, and the samples that were replaced."""
+        return self.retried, self.indices()
 
     def text(self) -> str:
         """Return how many samples were replaced, and the first three with their errors; empty if none was."""
@@ -162,7 +168,13 @@ class Guard:
             samples.append(self.one(get, index))
         return samples
 
-    def many(self, get_many: Callable[[Any], Any], get: Callable[[Any], Any], indices: Sequence[Any]) -> Any:
+    def many(
+        self,
+        get_many: Callable[[Any], Any],
+        get: Callable[[Any], Any],
+        indices: Sequence[Any],
+        before_each: Callable[[int], None] | None = None,
+    ) -> Any:
         """Return ``get_many(indices)``; after an error, the samples one by one."""
         kept = _kept_here()
         try:
@@ -174,7 +186,8 @@ class Guard:
             if not self.helps(error):
                 raise
         kept.restore()
-        return self.each(get, indices)
+        self.failures.note_retry()
+        return self.each(get, indices, before_each)
 
     def helps(self, error: Exception) -> bool:
         """Return whether samples that failed with an error are loaded again, or replaced."""
@@ -198,7 +211,7 @@ class Guard:
                 if not may_go_on(again):
                     raise
                 self._note(other, again)
-        raise DatasetError(
+        raise TooManyFailed(
             f"sample {at} cannot be loaded, and neither can {_MOST_SUBSTITUTES} samples that were tried in its place: "
             f"{self.failures.text()}"
         ) from error
@@ -207,10 +220,15 @@ class Guard:
         assert self.skip is not None
         most = self.skip.most(self._length)
         if self.failures.note_failed(index, error) > most:
-            raise DatasetError(
+            raise TooManyFailed(
                 f"{self.failures.text()}. {type(self.skip).__name__}(at_most={self.skip.at_most}) allows {most}. Mend these "
                 f"samples, or allow more."
             ) from error
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Choose the substitutes of an epoch."""
+        self.epoch = epoch
+        self.warn()
 
     def warn(self) -> None:
         """Warn of the samples that were replaced, once in this process."""
@@ -242,6 +260,8 @@ class GuardedBatch(LazyBatch):
             if not self._guard.helps(error):
                 raise
         kept.restore()
+        self.release_claims()  # else the samples would be waited for below
+        self._guard.failures.note_retry()
         self._samples = self._guard.each(self._get, self._indices, self.before_each)
         return None
 
@@ -260,6 +280,7 @@ class GuardedBatch(LazyBatch):
         except Exception as error:
             if not self._guard.helps(error):
                 raise
+            self._guard.failures.note_retry()
             return {}
 
     def split(self, sizes: list[int]) -> list[LazyBatch]:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.failing import Guard, guarded
+from stocache.datasets.failing import Failures, Guard, guarded
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError
 from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
@@ -201,6 +201,7 @@ class LoaderEngine(ResumableEngine):
         order = self._order()
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
         if self._guard is not None:
+            self.log.guard = self._guard
             self._guard.epoch, dataset = self._epoch or 0, guarded(dataset, self._guard)
         if seed is not None and self._uses_threads:
             dataset = SeededDataset(dataset, seed, lazy is not None)
@@ -326,7 +327,13 @@ class LoaderEngine(ResumableEngine):
         """Return the counts and times of the loader so far."""
         is_open = any(not cached.cache.closed for cached in self._cached_datasets)
         device = None if self._stage is None else self._stage.stats()
-        return LoaderStats.of(self._record, self._ring, self.log.epochs(), is_open, device)
+        return LoaderStats.of(self._record, self._ring, self.log.epochs(), is_open, device, self._failures)
+
+    @property
+    def _failures(self) -> Failures | None:
+        """The failures of the loader's samples, or of its first cached dataset."""
+        guards = [self._guard, *(cached._guard for cached in self._cached_datasets)]
+        return next((guard.failures for guard in guards if guard is not None), None)
 
     @property
     def _cached_datasets(self) -> list[CachedDataset]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
+from stocache.datasets.failing import Failures, Guard
 from stocache.datasets.proxy import rest_of_cut
 from stocache.observe.recording.epochs import EpochStats
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
@@ -52,6 +53,8 @@ class LoaderStats:
         device: where the samples came from that a GPU has gathered; None without ``device``.
         epochs: the figures of each epoch, in order, of the last 1000; the last one may still be running.
         verdict: why the trainer waited in the last epoch that has ended; None if it hardly waited.
+        retried: how often samples were loaded again after an error. See ``on_error``.
+        failed: the samples that could not be loaded, and were replaced, at most 1000.
     """
 
     batches: int
@@ -68,6 +71,8 @@ class LoaderStats:
     device: "DeviceStats | None" = None
     epochs: tuple[LoaderEpochStats, ...] = ()
     verdict: Verdict | None = None
+    retried: int = 0
+    failed: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -77,6 +82,7 @@ class LoaderStats:
         epochs: tuple[LoaderEpochStats, ...],
         is_open: bool,
         device: "DeviceStats | None",
+        failures: "Failures | None" = None,
     ) -> "LoaderStats":
         """Return the statistics of a loader. ``is_open``: whether it has an open cache."""
         counted = (record or TimingRecord(0, shared=False)).read()
@@ -91,6 +97,8 @@ class LoaderStats:
             ring_occupancy=None if ring is None else ring.occupancy,
             device=device,
             epochs=epochs,
+            retried=0 if failures is None else failures.retried,
+            failed=() if failures is None else failures.indices(),
             verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
             **times,
         )
@@ -102,7 +110,7 @@ class LoaderStats:
         ``loader/epoch_worker_0_wait_p95_s`` of worker 0 in it. Counts of batches by reason add up to ``loader/fallbacks``.
         """
         own = {item.name: getattr(self, item.name) for item in fields(self)}
-        own |= {"fallbacks": sum(self.fallbacks.values()), "verdict": None}
+        own |= {"fallbacks": sum(self.fallbacks.values()), "verdict": None, "failed": len(self.failed)}
         if not self.epochs:
             return flat_numbers(prefix, own)
         epoch = self.epochs[-1]
@@ -239,6 +247,7 @@ class EpochLog:
         self._done: deque[LoaderEpochStats] = deque(maxlen=_KEPT)
         self._running: RunningEpoch | None = None
         self._count = 0
+        self.guard: Guard | None = None
         self.on_epoch: Callable[[LoaderEpochStats], None] | None = None
         """Called with the figures of each epoch that has ended."""
         self.on_batch: Callable[..., None] | None = None
@@ -265,6 +274,8 @@ class EpochLog:
         if epoch is not self._running:
             return
         self._running = None
+        if self.guard is not None:
+            self.guard.warn()
         if not epoch.batches:
             return
         stats = epoch.figures(at_ns or time.perf_counter_ns(), judged=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
-from stocache.errors import LimitError, WorkerError
+from stocache.errors import DatasetError, LimitError, WorkerError
 
 _T = TypeVar("_T")
 
@@ -106,7 +106,7 @@ class Skip:
             number += 1
 
 
-OnError: TypeAlias = "Retry | Skip | list[Retry | Skip] | tuple[Retry | Skip, ...]"
+OnError: TypeAlias = Retry | Skip | list[Retry | Skip] | tuple[Retry | Skip, ...]
 
 
 def parse_on_error(value: Any) -> tuple[Retry | None, Skip | None]:
@@ -123,9 +123,14 @@ def parse_on_error(value: Any) -> tuple[Retry | None, Skip | None]:
     return retries[0] if retries else None, skips[0] if skips else None
 
 
+class TooManyFailed(DatasetError):
+    """More samples cannot be loaded than `Skip` allows."""
+
+
 def may_go_on(error: BaseException) -> bool:
     """Return whether an error is one of a sample: not an interrupt, an exit, or the death of a worker."""
-    return isinstance(error, Exception) and not any(isinstance(each, WorkerError) for each in causes_of(error))
+    ends = WorkerError, TooManyFailed
+    return isinstance(error, Exception) and not any(isinstance(each, ends) for each in causes_of(error))
 
 
 def causes_of(error: BaseException) -> list[BaseException]:

@@ -76,9 +76,9 @@ WRONG = {
     "times=True": lambda: Retry(times=True),
     "backoff_s=nan": lambda: Retry(backoff_s=float("nan")),
     "backoff_s=-1": lambda: Retry(backoff_s=-1),
-    "only=()": lambda: Retry(only=()),
+    r"only=\(\)": lambda: Retry(only=()),
     r"only=\(<class 'KeyboardInterrupt'": lambda: Retry(only=(KeyboardInterrupt,)),
-    r"only=\('OSError',\)": lambda: Retry(only="OSError"),
+    r"only=.OSError": lambda: Retry(only="OSError"),
     "at_most=0": lambda: Skip(at_most=0),
     "at_most=1.5": lambda: Skip(at_most=1.5),
     "at_most=nan": lambda: Skip(at_most=float("nan")),
@@ -91,7 +91,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("text", "make"), WRONG.items(), ids=WRONG)
 def test_a_wrong_argument_is_named(text, make):
-    with pytest.raises(LimitError, match=text.replace("only=()", r"only=\(\)")):
+    with pytest.raises(LimitError, match=text):
         make()
 
 
