@@ -197,15 +197,25 @@ class Rows:
     Attributes:
         indices: of the samples, in their source.
         rows: of the samples in the batch; None if it has no others.
-        nbytes: of the samples in a collated batch.
-        gathers: whether the samples can be written into the rows of a batch.
-        found: whether all samples were found to be there.
     """
 
     indices: Any
     rows: NDArray[np.int64] | None = None
-    nbytes: int
-    gathers = found = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples in a collated batch."""
+        raise NotImplementedError
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the samples can be written into the rows of a batch."""
+        return True
+
+    @property
+    def found(self) -> bool:
+        """Whether all samples were found to be there."""
+        return True
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not there. Return their rows; see `LazyBatch.claim_missing`."""
@@ -386,7 +396,7 @@ class LazyBatch:
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
         """Return batches of some sizes with the samples of this one, which a GPU gathers; together, if all are cached."""
-        (whole,) = self.parts
+        (whole,) = cast("Sequence[CacheRows]", self.parts)
         plan = GatherPlan(cast("NDArray[np.int64]", whole.hits), sizes) if whole.find() else None
         batches = []
         for number, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
@@ -473,8 +483,8 @@ class LazyBatch:
             return None
         return self._spec.join(tensors) if joined else tensors
 
-    def _fill(self, part: CacheRows, tensors: list[Tensor]) -> bool:
-        """Write the samples of a cache into their rows of the batch. Return False if they have to be read."""
+    def _fill(self, part: Rows, tensors: list[Tensor]) -> bool:
+        """Write the samples of a source into their rows of the batch. Return False if they have to be read."""
         if part.rows is None:
             return part.fill(tensors)
         own = cast("list[Tensor]", self._spec.empty(len(part.indices), _new))
@@ -485,7 +495,7 @@ class LazyBatch:
 
     def _load_missing(self, empty: Empty) -> PlannedBatch | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
-        (part,) = self.parts
+        (part,) = cast("Sequence[CacheRows]", self.parts)
         index = check_indices(part.indices, part.cache.dataset_len, "batch") if part.hits is None else part.hits
         positions: Any = np.flatnonzero(~part.cache.set_among(index)) if part.hits is None else ()
         part.cache.count_hits(len(index) - len(positions))

@@ -271,7 +271,9 @@ class CachedDataset(DatasetProxy[_T]):
         if newer_of(self) is None:  # a subclass has a __getitem__ of its own
             return list(map(self.__getitem__, _calling(before_each, indices)))
         if self._guard is not None:
-            return self._guard.many(partial(self._get_many, before_each=before_each), self.__getitem__, indices, before_each)
+            get_many = partial(self._get_many, before_each=before_each)
+            samples: list[Any] | LazyBatch = self._guard.many(get_many, self.__getitem__, indices, before_each)
+            return samples
         return self._get_many(indices, before_each)
 
     def _get_many(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> list[Any] | LazyBatch:

@@ -196,7 +196,11 @@ class Guard:
     def _try(self, load: Callable[[], _T], kept: Any) -> _T:
         if self.retry is None:
             return load()
-        return self.retry.call(load, lambda: (kept.restore(), self.failures.note_retry()))
+        return self.retry.call(load, partial(self._begin_again, kept))
+
+    def _begin_again(self, kept: Any) -> None:
+        kept.restore()
+        self.failures.note_retry()
 
     def _replace(self, get: Callable[[int], _T], index: Any, error: Exception, kept: Any) -> _T:
         if self.skip is None or not may_go_on(error):
@@ -274,7 +278,7 @@ class GuardedBatch(LazyBatch):
         return self._samples or self._try(super().read) or self._samples or []
 
     def load_all(self) -> dict[SharedCache, dict[int, Any]]:
-        """Return what `LazyBatch.load_all` returns; nothing if a sample failed, which fails again when the batch is gathered."""
+        """Return what `LazyBatch.load_all` returns; nothing if a sample failed: it fails again later, when the batch is gathered."""
         try:
             return super().load_all()
         except Exception as error:
@@ -328,5 +332,5 @@ def guarded(dataset: Any, guard: Guard) -> GuardedDataset:
 
 
 def _kept_here() -> Any:
-    """Return the states of the generators from which samples draw: the global ones, or in a worker thread those of the thread."""
+    """Return the states of the generators from which samples draw: the global ones, or those of a worker thread."""
     return get_worker_info().rng.own.kept_now() if in_worker_thread() else Kept()  # type: ignore[union-attr]

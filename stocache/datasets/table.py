@@ -1,10 +1,13 @@
 """Batches of tables in memory, gathered by whole columns: of torch's TensorDataset, and of Hugging Face's tables of numbers.
 
 NOTE [ Tables ]
-    default_collate makes a batch of a table from one Python tuple for each row, and stacks these. The same bytes are one
-    ``index_select`` of each column. Two rows are tried both ways first: the table is gathered only if dtypes, shapes, strides and
-    bytes are equal. A column that has changed its shape or dtype since, or an index that is not one of a row, has the batch made
-    as torch makes it.
+    torch makes a batch of a table from one Python tuple for each row, which default_collate stacks. One ``index_select`` of each
+    column returns the same bytes. Two rows are made both ways first: a table is gathered only if the dtypes, shapes and bytes
+    are equal. If a column has a different shape or dtype later, or an index is not the number of a row, the batch is made as
+    torch makes it.
+
+    A gather of some rows takes less time than a worker process takes to send them. So a loader of a table with workers says
+    once how long a batch takes without them.
 """
 
 from collections.abc import Callable, Sequence

@@ -6,7 +6,7 @@ from stocache.system.walking import set_epoch
 
 
 class DatasetView:
-    """Stands in for a dataset within a loader. It has the attributes of the dataset, which ``worker_init_fn`` may read and set."""
+    """Stands in for a dataset within a loader. ``worker_init_fn`` may read and set the attributes of the dataset here."""
 
     __slots__ = ("dataset",)
     _holds_dataset = True
