@@ -191,7 +191,7 @@ def _split(tensor: Tensor, starts: list[int], ends: list[int]) -> list[Tensor]:
     return parts if known else [part.view(tensor.dtype) for part in parts]
 
 
-class Rows:
+class BatchRows:
     """The samples of a batch that are of one source. The samples of this class are all there, as the rows of a table are.
 
     Attributes:
@@ -254,7 +254,7 @@ class Rows:
 
 
 @dataclass(eq=False)
-class CacheRows(Rows):
+class CacheRows(BatchRows):
     """The samples of a batch that are of one cache.
 
     Attributes:
@@ -389,7 +389,7 @@ class LazyBatch:
         planned: what a GPU gathers, if all samples were found to be cached.
     """
 
-    def __init__(self, spec: BatchSpec, parts: Sequence[Rows], length: int, planned: PlannedBatch | None = None) -> None:
+    def __init__(self, spec: BatchSpec, parts: Sequence[BatchRows], length: int, planned: PlannedBatch | None = None) -> None:
         self._spec, self.parts, self._length, self._planned = spec, parts, length, planned
         self._samples: list[Any] | None = None
         self.before_each: Callable[[int], None] | None = None  # called before a sample is made by itself
@@ -483,7 +483,7 @@ class LazyBatch:
             return None
         return self._spec.join(tensors) if joined else tensors
 
-    def _fill(self, part: Rows, tensors: list[Tensor]) -> bool:
+    def _fill(self, part: BatchRows, tensors: list[Tensor]) -> bool:
         """Write the samples of a source into their rows of the batch. Return False if they have to be read."""
         if part.rows is None:
             return part.fill(tensors)

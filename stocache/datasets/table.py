@@ -5,9 +5,6 @@ NOTE [ Tables ]
     column returns the same bytes. Two rows are made both ways first: a table is gathered only if the dtypes, shapes and bytes
     are equal. If a column has a different shape or dtype later, or an index is not the number of a row, the batch is made as
     torch makes it.
-
-    A gather of some rows takes less time than a worker process takes to send them. So a loader of a table with workers says
-    once how long a batch takes without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
 from stocache.cache.columns import as_bytes
-from stocache.datasets.batches import BatchSpec, LazyBatch, Rows
+from stocache.datasets.batches import BatchSpec, LazyBatch, BatchRows
 from stocache.datasets.view import DatasetView
 from stocache.samples.indices import as_array, length_of
 from stocache.system.objects import get_many_of
@@ -57,7 +54,7 @@ class LazyTable(DatasetView):
 
 
 @dataclass(eq=False)
-class TableRows(Rows):
+class TableRows(BatchRows):
     """The samples of a batch that are rows of one table.
 
     Attributes:

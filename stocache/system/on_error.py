@@ -29,6 +29,15 @@ class Retry:
         only: classes of errors. An error counts if it is of such a class, or an error that caused it is. A `WorkerError`, and
             what is no Exception (KeyboardInterrupt, SystemExit), never counts.
 
+    Examples:
+        >>> attempts = iter([False, True])
+        >>> def request():
+        ...     if not next(attempts):
+        ...         raise ConnectionError("refused")
+        ...     return "sample"
+        >>> Retry(backoff_s=0).call(request, lambda: None)
+        'sample'
+
     Raises:
         LimitError: ``times`` or ``backoff_s`` is not such a number, or ``only`` does not hold classes of exceptions.
     """
@@ -79,6 +88,16 @@ class Skip:
         at_most: the share of the dataset's samples that may fail, rounded up to whole samples. The next sample that fails ends
             the epoch with a `DatasetError` that names the samples.
         seed: chooses the substitutes.
+
+    Examples:
+        >>> class Images(TensorDataset):
+        ...     def __getitem__(self, idx):
+        ...         if idx == 2:
+        ...             raise ValueError("truncated")
+        ...         return super().__getitem__(idx)
+        >>> loader = DataLoader(Images(torch.arange(6)), batch_size=6, on_error=Skip(at_most=0.2))
+        >>> [len(batch) for (batch,) in loader], loader.stats().failed
+        ([6], (2,))
 
     Raises:
         LimitError: ``at_most`` is not a share above 0, or ``seed`` is not an int.

@@ -25,7 +25,7 @@ from stocache.reading.graph.seeds import holds_no_generator
 from stocache.reading.graph.sharding import CountedPipe, Shard
 
 
-class Skip(IterDataPipe[Any]):
+class SkipFirst(IterDataPipe[Any]):
     """All but the first ``count`` elements of a pipe."""
 
     def __init__(self, datapipe: DataPipe, count: int) -> None:
@@ -66,8 +66,8 @@ def fast_forward(datapipe: DataPipe, count: int) -> DataPipe:
     if not dropped or isinstance(source, Feed):
         return datapipe
     if len(path) == 1:
-        return Skip(source, dropped)
-    relink(path[-2][0], source, Skip(source, dropped))
+        return SkipFirst(source, dropped)
+    relink(path[-2][0], source, SkipFirst(source, dropped))
     return datapipe
 
 
@@ -76,7 +76,7 @@ def rewind(datapipe: DataPipe) -> DataPipe:
     for pipe in pipes_of(datapipe):
         if isinstance(pipe, Shard | CountedPipe | Numbered | Feed):
             pipe.skipped = 0
-        elif isinstance(pipe, Skip):
+        elif isinstance(pipe, SkipFirst):
             datapipe = removed(datapipe, pipe)
     return datapipe
 
