@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stocache.samples.leaves.plain_kinds import member_bytes
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, enum_class, member_of, name_of, resolve
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, enum_class, find_class, member_of, name_of
 from stocache.samples.pytree import Container, check_class, check_image, is_image, is_namedtuple, state_of
 from stocache.system.objects import attribute_of, base_of, slots_of, static_attribute, vars_of
 
@@ -163,14 +163,14 @@ def name_container(container: Container, parts: object) -> str:
     return name
 
 
-def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, parts: int, trusted: bool) -> Container:
-    """Return the container that stored data describes, of ``parts`` parts; ``trusted`` as in `type_lookup.resolve`.
+def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, parts: int) -> Container:
+    """Return the container that stored data describes, of ``parts`` parts.
 
     Raises:
         Unresolved: its class is not here, has changed, or may not be used so.
         ValueError, TypeError: it is not a container.
     """
-    cls = resolve(name, trusted)
+    cls = find_class(name)
     if len(keys) != parts:
         raise ValueError("a container has more or fewer keys than parts")
     hash(keys)
@@ -197,15 +197,15 @@ def keys_to_literals(keys: tuple[object, ...]) -> tuple[tuple[Any, ...], tuple[s
     return tuple(map(_to_literal, keys)), ("coded",)
 
 
-def keys_from_literals(keys: Any, coded: bool, trusted: bool) -> tuple[Any, ...]:
-    """Undo `keys_to_literals`; ``trusted`` as in `type_lookup.resolve`.
+def keys_from_literals(keys: Any, coded: bool) -> tuple[Any, ...]:
+    """Undo `keys_to_literals`.
 
     Raises:
         LookupError, ValueError, TypeError: they are not such keys.
         Unresolved: the class of an enum member is not here.
     """
     if coded:
-        return tuple(_from_literal(key, trusted) for key in keys)
+        return tuple(map(_from_literal, keys))
     if type(keys) is not tuple or not set(map(type, keys)) <= _PLAIN_KEYS:
         raise ValueError(f"{keys!r:.80} are not keys")
     return keys
@@ -222,10 +222,10 @@ def _to_literal(key: object) -> Any:
     return type(key).__name__, _CODECS[type(key)][0](key)
 
 
-def _from_literal(code: Any, trusted: bool) -> Any:
+def _from_literal(code: Any) -> Any:
     kind, value, *rest = code
     if kind == "tuple":
-        return tuple(_from_literal(part, trusted) for part in value)
+        return tuple(map(_from_literal, value))
     if kind == "enum":
-        return member_of(enum_class(value, trusted), *rest)
+        return member_of(enum_class(value), *rest)
     return _READERS[kind](value)

@@ -124,6 +124,19 @@ def test_a_treedef_that_cannot_be_read_says_why_and_imports_nothing(text, messag
     assert "antigravity" not in sys.modules
 
 
+def test_modules_of_classes_are_imported_only_if_pickles_are_allowed(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("import enum\nColour = enum.Enum('Colour', 'RED BLUE')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SegmentError, match="Import imported_later first, or pass allow_pickle=True"):
+        reader_of_cache(b"('enum', 'imported_later:Colour')", allow_pickle=False)
+    assert "imported_later" not in sys.modules
+    data = bytearray(b"BLUE\4")
+    reader = reader_of_cache(b"('enum', 'imported_later:Colour')", allow_pickle=True)
+    assert reader.read(memoryview(data), 0, 4, pack_integers([4])[1], True) is sys.modules.pop("imported_later").Colour.BLUE
+    with pytest.raises(SegmentError, match="classes of no_such_module, which is not here: No module named"):
+        reader_of_cache(b"('enum', 'no_such_module:Kind')", allow_pickle=True)
+
+
 def forged(sample, text=None, integers=None, data=None, codec=None, packed=None):
     """Read a record that says something else than the sample's."""
     read = pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").read_record

@@ -74,7 +74,7 @@ class TensorKind(DenseKind):
 
         return write if self.order is None and dtype is not None else rest
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         dtype, known, itemsize, back = self.dtype, self.array_dtype, self.itemsize, self.back
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Tensor:
@@ -173,7 +173,7 @@ class ArrayKind(DenseKind):
 
         return write if self.order is None and dtype.kind in "biufc" else rest  # others need not be buffers
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         dtype, back = self.dtype, self.back
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
@@ -220,8 +220,8 @@ class ScalarKind(ArrayKind):
     def writer(self, description: Description) -> Write:
         return Kind.writer(self, description)
 
-    def maker(self, trusted: bool) -> Make:
-        make = super().maker(trusted)
+    def maker(self) -> Make:
+        make = super().maker()
         # always copied: records would be views
         return lambda buffer, at, count, shape, copy=False: make(buffer, at, count, shape, True)[()]
 

@@ -165,16 +165,16 @@ class Kind(ABC):
 
         return write
 
-    def step(self, trusted: bool) -> Step:
-        """Return how a leaf is read from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
-        return self.stream, self.dims, self.itemsize, self.maker(trusted)
+    def step(self) -> Step:
+        """Return how a leaf is read from a record. Raises Unresolved as `maker`."""
+        return self.stream, self.dims, self.itemsize, self.maker()
 
     @abstractmethod
-    def maker(self, trusted: bool) -> Make:
-        """Return the function that makes a leaf of bytes; ``trusted`` as in `type_lookup.resolve`.
+    def maker(self) -> Make:
+        """Return the function that makes a leaf of bytes.
 
         Raises:
-            Unresolved: its class is not here, or may not be used.
+            Unresolved: its class is not here.
         """
 
     @property
@@ -240,7 +240,7 @@ class Leaf:
 
     def decoder(self) -> Callable[..., Any]:
         """Return the function that makes a value, given a buffer, the position of its bytes there, and whether to copy them."""
-        make, count, stored = self.kind.maker(True), math.prod(self.stored), self.stored
+        make, count, stored = self.kind.maker(), math.prod(self.stored), self.stored
         return lambda buffer, at, copy: make(buffer, at, count, stored, copy)
 
     def __str__(self) -> str:

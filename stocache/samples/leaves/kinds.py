@@ -129,8 +129,8 @@ class NarrowKind(DenseKind):
 
         return write
 
-    def maker(self, trusted: bool) -> Make:
-        make_wide, wide, stored, share = self.wide.maker(trusted), self.wide.array_dtype, self.dtype, self.narrowing.share
+    def maker(self) -> Make:
+        make_wide, wide, stored, share = self.wide.maker(), self.wide.array_dtype, self.dtype, self.narrowing.share
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
             out = np.empty(count, wide)

@@ -25,7 +25,7 @@ from stocache.samples.leaves.kind import (
     no_bytes,
 )
 from stocache.samples.leaves.texts import TEXT_NAMES, TEXTS
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, a, enum_class, member_name, member_of, name_of
+from stocache.samples.leaves.type_lookup import Unfit, a, enum_class, member_name, member_of, name_of
 from stocache.system.objects import is_decoder
 
 
@@ -85,12 +85,12 @@ class NumberKind(Kind):
 
         return super().writer(description) if number is complex else write
 
-    def step(self, trusted: bool) -> Step:
+    def step(self) -> Step:
         if self.type is complex:
-            return super().step(trusted)
+            return super().step()
         return self.stream, NUMBER, self.itemsize, NUMBERS[self.type].codec.unpack_from
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         unpack = NUMBERS[self.type].codec.unpack_from
         if self.type is complex:
             return lambda buffer, at, count, shape, copy=False: complex(*unpack(buffer, at))
@@ -138,7 +138,7 @@ class NumbersKind(Kind):
     def holds(self, value: Any) -> bool:
         return type(value) is self._class and bool(value)
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         cls, dtype = self._class, self._dtype
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
@@ -182,7 +182,7 @@ class TextKind(Kind):
 
         return super().writer(description) if cls is int else write  # an int may be of the kind "number"
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         return self._from_bytes
 
 
@@ -202,8 +202,8 @@ class EnumKind(Kind):
         owner, data = member_bytes(value)
         return ("enum", owner), BYTES, data, (len(data),)
 
-    def maker(self, trusted: bool) -> Make:
-        cls = enum_class(self._class, trusted)
+    def maker(self) -> Make:
+        cls = enum_class(self._class)
         return lambda data: member_of(cls, str(data, "utf-8"))
 
 
@@ -254,7 +254,5 @@ class PickleKind(Kind):
             raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
         return ("pickle",), BYTES, data, (len(data),)
 
-    def maker(self, trusted: bool) -> Make:
-        if not trusted:
-            raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
+    def maker(self) -> Make:
         return pickle.loads

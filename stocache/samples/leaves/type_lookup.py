@@ -3,7 +3,7 @@
 NOTE [ Names in data ]
     Blocks and records name classes and dtypes, and they may be damaged or forged. So a name is looked up, and nothing else: no
     module is imported, no attribute hook, property or descriptor runs, and a class is called only as its kind says below. With
-    ``allow_pickle=True`` names are ``trusted``: then a module is imported, as pickle would.
+    ``allow_pickle=True`` a reader first imports the modules, as pickle would.
 
     A class is one of Python's own, or of a module that this process has imported anyway. Its method resolution order says
     whether it may be of a kind:
@@ -21,7 +21,6 @@ NOTE [ Names in data ]
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
 
-import importlib
 import itertools
 import re
 import sys
@@ -95,12 +94,14 @@ def derives(cls: type, base: type) -> bool:
     return base in mro(cls)
 
 
-def find_class(name: str) -> type | None:
-    """Return the class of a name, "module:qualname"; None where it is missing, or not a class. Imports and calls nothing.
+def find_class(name: object) -> type | None:
+    """Return the class of a name, "module:qualname"; None if it is missing, or not a class. Import and call nothing.
 
     Raises:
-        Unresolved: the module is not imported.
+        Unresolved: the module is not imported, or ``name`` is not a str.
     """
+    if type(name) is not str:
+        raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
     if name == "builtins:NoneType":
         return type(None)
     module, _, path = name.partition(":")
@@ -117,43 +118,11 @@ def find_class(name: str) -> type | None:
     return found  # type: ignore[no-any-return]
 
 
-def import_class(name: str) -> Any:
-    """Return the class or function of a name; imports its module, as pickle would. Only for names that are trusted.
-
-    Raises:
-        ImportError, AttributeError, ValueError: it is missing.
-    """
-    if name == "builtins:NoneType":
-        return type(None)
-    module, _, path = name.partition(":")
-    return reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-def resolve(name: object, trusted: bool) -> Any:
-    """Return the class of a name; None where it is not a class. If ``trusted``, import its module, and return functions, too.
-
-    Raises:
-        Unresolved: its module is not here.
-    """
-    if type(name) is not str:
-        raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
-    try:
-        found = find_class(name)
-    except Unresolved:
-        if not trusted:
-            raise
-        found = None
-    try:
-        return import_class(name) if found is None and trusted else found
-    except Exception as error:  # whatever its module raises
-        raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
-
-
 _classes: dict[str, Any] = {}
 
 
 def name_of(cls: Any) -> str:
-    """Return the name by which every process finds a class or a function.
+    """Return the name by which every process finds a class.
 
     Raises:
         Unfit: it does not have such a name: it was defined within a function, or replaced.
@@ -162,8 +131,8 @@ def name_of(cls: Any) -> str:
     name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # as spawn calls the script in a child
     if _classes.get(name) is not cls:
         try:
-            found = find_class(name) if is_class(cls) else import_class(name)
-        except (Unresolved, ImportError, AttributeError, ValueError):
+            found = find_class(name)
+        except Unresolved:
             found = None
         if found is not cls:
             raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
@@ -171,13 +140,13 @@ def name_of(cls: Any) -> str:
     return name
 
 
-def enum_class(name: object, trusted: bool) -> Any:
+def enum_class(name: object) -> Any:
     """Return the enum class of a name.
 
     Raises:
         Unresolved: it is not here, or not an enum.
     """
-    cls = resolve(name, trusted)
+    cls = find_class(name)
     if not (is_class(cls) and derives(cls, Enum)):
         raise Unresolved(f"its samples have members of {name}, which is not an enum.")
     return cls
@@ -313,6 +282,6 @@ def check_size(size: Any, limit: int = 2**63) -> int:
 
 
 def class_text(cls: Any) -> str:
-    """Return the name of a class or function; with its module unless it is one of Python's own types."""
+    """Return the name of a class; with its module unless it is one of Python's own types."""
     module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
     return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"
