@@ -1,8 +1,8 @@
 """Take the containers of a sample apart, and put them together again as they were.
 
-A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass or None; a subclass of Tensor
-(MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it
-pickles, and Exif data; a memmap of numpy, whose part is the array.
+A container is a dict, OrderedDict, list, tuple, namedtuple, dataclass or None; a subclass of Tensor (MetaTensor, tv_tensors),
+whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it pickles, and Exif data; a
+memmap of numpy, whose part is the array.
 
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
@@ -11,7 +11,7 @@ import json
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, check_size, class_text, derives, is_class, is_shape
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, check_size, class_text, derives, is_class
 from stocache.system.objects import static_attribute
 
 DEEP = 60
@@ -36,13 +36,11 @@ class Container:
     Attributes:
         kind: the way to put it together, a key of `_KINDS`.
         keys: one for each part.
-        extra: the batch size of a TensorDict; of others ().
     """
 
     kind: str
     cls: Any
     keys: tuple[Any, ...]
-    extra: tuple[Any, ...] = ()
 
     def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
@@ -53,8 +51,8 @@ class Container:
 
     @property
     def identity(self) -> str:
-        """Its class and extra as text, with the modules of classes that are not Python's own types."""
-        return class_text(self.cls) + (f"[{', '.join(map(repr, self.extra))}]" if self.extra else "")
+        """Its class as text, with the modules of classes that are not Python's own types."""
+        return class_text(self.cls)
 
     def __str__(self) -> str:
         return str(self.cls.__name__)
@@ -73,15 +71,6 @@ def key_text(key: Any) -> str:
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
-def state_of(value: object, container: Container) -> dict[str, Any]:
-    """Return the attributes of a container, without those that hold its parts."""
-    return {
-        name: attribute
-        for name, attribute in getattr(value, "__dict__", {}).items()
-        if not (isinstance(attribute, Mapping) and tuple(attribute) == container.keys)
-    }
-
-
 def _make_tuple(container: Container, parts: list[Any]) -> Any:
     """Make a subclass without its own code, unless that is written in C: `torch.Size` and the like need it."""
     new: Any = static_attribute(container.cls, "__new__")
@@ -95,11 +84,6 @@ def _make_namedtuple(container: Container, parts: list[Any]) -> Any:
     if len(parts) != len(container.keys):
         raise ValueError(f"a {container} of {len(parts)} parts has {len(container.keys)} fields")
     return tuple.__new__(container.cls, parts)
-
-
-def _make_mapping(container: Container, parts: list[Any]) -> Any:
-    options = {"batch_size": container.extra} if container.kind == "tensordict" else {}
-    return container.cls(dict(zip(container.keys, parts, strict=True)), **options)
 
 
 def _make_dataclass(container: Container, parts: list[Any]) -> Any:
@@ -125,10 +109,6 @@ def _make_image(container: Container, parts: list[Any]) -> Any:
     if has_exif:
         image.getexif().update(parts[-1])
     return image
-
-
-def _is_mapping(cls: type) -> bool:
-    return derives(cls, dict) or derives(cls, Mapping)
 
 
 def is_namedtuple(cls: type) -> bool:
@@ -162,10 +142,6 @@ _KINDS: dict[str, _ContainerKind] = {
     "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _make_tuple),
     "none": _ContainerKind(lambda cls: cls is type(None), lambda container, parts: None, 0),
     "namedtuple": _ContainerKind(is_namedtuple, _make_namedtuple),
-    "mapping": _ContainerKind(_is_mapping, _make_mapping),
-    "tensordict": _ContainerKind(
-        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _make_mapping
-    ),
     "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _make_dataclass),
     "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _make_tensor, 2),
     "image": _ContainerKind(is_image, _make_image),
@@ -173,8 +149,8 @@ _KINDS: dict[str, _ContainerKind] = {
 }
 
 
-def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra: Any) -> None:
-    """Raise Unresolved unless a class may be a container of a kind, with these keys and this extra.
+def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...]) -> None:
+    """Raise Unresolved unless a class may be a container of a kind, with these keys.
 
     See NOTE [ Names in data ].
     """
@@ -191,10 +167,6 @@ def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra:
     if kind == "dataclass":
         for key in keys:
             check_attribute(cls, name, key)
-    if type(extra) not in (tuple, list) or (extra and kind != "tensordict"):
-        raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
-    if kind == "tensordict" and not is_shape(extra):
-        raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
 
 
 def check_attribute(cls: type, name: str, key: object) -> None:

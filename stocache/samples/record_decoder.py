@@ -195,9 +195,9 @@ class _Program:
         if type(treedef) is not tuple or not treedef or depth > _LEVELS:
             raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
         if treedef[0] == "in":
-            _, kind, name, keys, extra, children, *coded = treedef
+            _, kind, name, keys, _, children, *coded = treedef  # an empty tuple lies behind the keys
             keys = keys_from_literals(keys, bool(coded))
-            container = container_of(kind, name, keys, extra, len(children))
+            container = container_of(kind, name, keys, len(children))
             parts = []
             for position, child in enumerate(children):
                 parts.append(self._tree(child, depth + 1))

@@ -14,7 +14,7 @@ NOTE [ Records ]
     dimensions, and the order of these where it is not that of C (then shapes are stored as the values lie in memory). It is
     stored once for all of them (see arena.py), as a nested tuple, written as a Python literal:
 
-        ("in", kind, class, keys, extra, children)    a container; with "coded" at the end where types of keys are written
+        ("in", kind, class, keys, (), children)       a container; with "coded" at the end where types of keys are written
         ("items", "list" or "tuple", kinds)           a list of any length; items of several kinds each name theirs by number
         ("tensor", "float32", 2), ("str",) ...        a leaf; see NOTE [ Kinds of leaves ]
 
@@ -116,7 +116,7 @@ class EncodedSample(Leaves):
                     raise error.within(container, key) from error.__cause__
         finally:
             self._allow_pickle = pickles
-        return ("in", container.kind, name, keys, container.extra, tuple(children), *coded)
+        return ("in", container.kind, name, keys, (), tuple(children), *coded)
 
     def _take_leaf(self, encoded: Encoded) -> TreeDef:
         treedef, stream, data, shape = narrowed(encoded) if self._narrow else encoded
@@ -207,7 +207,7 @@ def _compile(treedef: TreeDef) -> Write:
 
 
 def _write_container(treedef: TreeDef) -> Write:
-    _, kind, name, keys, extra, children, *coded = treedef
+    _, kind, name, keys, _, children, *coded = treedef
     writes = [_compile(child) for child in children]
     types, literals = list(map(type, keys)), (keys, tuple(coded))
 
@@ -228,7 +228,7 @@ def _write_container(treedef: TreeDef) -> Write:
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
         container, parts = parted
-        if (name_container(container, parts), container.extra) != (name, extra) or keys_to_literals(container.keys) != literals:
+        if name_container(container, parts) != name or keys_to_literals(container.keys) != literals:
             raise Differs
         for write, part in zip(writes, parts, strict=True):
             write(part, leaves)

@@ -216,7 +216,8 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
     alike = _keys_alike(container, wanted)
     if container != wanted or not alike:
         if container.cls is not dict or not alike:
-            raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
+            entries, held = list(container.keys), list(wanted.keys)
+            raise Unfit(f"has the entries {entries}, the cache holds the entries {held}")
         parts = [sample[key] for key in wanted.keys]
     for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
         try:
@@ -259,11 +260,6 @@ def _keys_alike(container: Container, wanted: Container) -> bool:
         return len(container.keys) == len(wanted.keys)
     own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))
     return own == others
-
-
-def _contents(container: Container) -> str:
-    entries = f"the entries {list(container.keys)}"
-    return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype:

@@ -277,5 +277,6 @@ def stream_of(dtype: Any) -> int:
 def no_bytes(value: object) -> Unfit:
     """Return the error of a value that is not of any kind that can be stored."""
     return Unfit(
-        f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
+        f"is {a(value)}, which has no bytes of its own",
+        "Turn it into tensors, arrays, numbers, str or bytes, in dicts, lists, tuples or dataclasses, before the cache",
     )

@@ -2,7 +2,7 @@
 
 NOTE [ Names in data ]
     Blocks and records name classes and dtypes, and they may be damaged or forged. So a name is looked up, and nothing else: no
-    module is imported, no attribute hook, property or descriptor runs, and a class is called only as its kind says below. With
+    module is imported, no attribute hook, property or descriptor runs, and no constructor written in Python. With
     ``allow_pickle=True`` a reader first imports the modules, as pickle would.
 
     A class is one of Python's own, or of a module that this process has imported anyway. Its method resolution order says
@@ -13,8 +13,6 @@ NOTE [ Names in data ]
     namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
     dataclass    made by ``object.__new__``, its attributes set without properties
     tensor       a subclass of Tensor, made by ``as_subclass``
-    mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
-    tensordict   the same, with a ``batch_size``, which is passed as well
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
     enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
 
