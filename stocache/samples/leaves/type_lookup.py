@@ -19,10 +19,9 @@ NOTE [ Names in data ]
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
 
-import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, EnumMeta, Flag, IntFlag
 from functools import reduce
 from types import ModuleType
@@ -223,13 +222,13 @@ _PLAIN_DTYPE = re.compile(
     r"[|<>]?b1|[|<>]?[iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32)|[|<>]?[SUV]\d{1,10}"
     r"|[<>][Mm]8(\[(\d{1,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)(/\d{1,9})?\])?"
 )
-_MAX_FIELDS, _MAX_LEVELS, _MAX_ITEMSIZE = 10_000, 16, 1 << 24
+_MAX_ITEMSIZE = 1 << 24
 MAX_DIMS = 64
 
 
 def numpy_dtype(descr: Any) -> np.dtype[Any]:
-    """Return the numpy dtype of a description: a str; or a tuple or list of fields, each a name (or a title and a name), a
-    description, and perhaps a shape.
+    """Return the numpy dtype of a description: a str; or a tuple of fields, each a name (or a title and a name), a description,
+    and perhaps a shape. numpy checks the fields, as those of the header of a .npy file.
 
     It is a dtype of numbers, bool, str, bytes, void, dates or time differences, or of records of these; never of objects.
 
@@ -237,35 +236,21 @@ def numpy_dtype(descr: Any) -> np.dtype[Any]:
         ValueError: it is not the description of such a dtype.
     """
     try:
-        dtype = descr_to_dtype(_checked_descr(descr, itertools.count(1), 0))
+        dtype = descr_to_dtype(_in_lists(descr))
     except (TypeError, ValueError, LookupError, OverflowError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"{descr!r:.80} is not a dtype: {error}") from None
-    if dtype.itemsize > _MAX_ITEMSIZE:
-        raise ValueError(f"{descr!r:.80} is a dtype of {dtype.itemsize} bytes, more than {_MAX_ITEMSIZE}")
+    if dtype.hasobject or dtype.itemsize > _MAX_ITEMSIZE:
+        raise ValueError(f"{descr!r:.80} is a dtype of objects, or of more than {_MAX_ITEMSIZE} bytes")
     return dtype
 
 
-def _checked_descr(descr: Any, count: Iterator[int], level: int) -> Any:
-    """Return a description with its fields in lists, as numpy wants it. Raises ValueError or TypeError where it is not one."""
-    if level > _MAX_LEVELS or next(count) > _MAX_FIELDS:
-        raise ValueError(f"a dtype has more than {_MAX_LEVELS} levels or {_MAX_FIELDS} fields")
+def _in_lists(descr: Any) -> Any:
+    """Return a description with its fields in lists, as numpy wants it. Raises ValueError where it is not one."""
     if type(descr) is str and _PLAIN_DTYPE.fullmatch(descr):
         return descr
-    if type(descr) not in (tuple, list):
+    if type(descr) is not tuple:
         raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
-    fields = []
-    for name, inner, *shape in descr:  # with at most one shape
-        names = name if type(name) in (tuple, list) else ("", name)
-        sizes = [(each,) if type(each) is int else each for each in shape]
-        if len(names) != 2 or set(map(type, names)) != {str} or len(sizes) > 1 or not all(map(is_shape, sizes)):
-            raise ValueError(f"{name!r:.80}, {shape!r:.80} are not the name and the shape of a field of a dtype")
-        fields.append((name if names is not name else tuple(name), _checked_descr(inner, count, level + 1), *map(tuple, sizes)))
-    return fields
-
-
-def is_shape(shape: Any) -> bool:
-    """Return whether a value is a list of at most 64 sizes from 0 to 2^63 - 1."""
-    return type(shape) in (tuple, list) and len(shape) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+    return [(name, _in_lists(inner), *shape) for name, inner, *shape in descr]
 
 
 def check_size(size: Any, limit: int = 2**63) -> int:
