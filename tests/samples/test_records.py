@@ -176,8 +176,9 @@ def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     changes = {"integers": integers, "codec": installed(codec), "packed": pack_integers(integers)[1] | 4}
     assert forged(sample, data=compress(codec, data), **changes) == "equal"
     huge = (b"\xff\xff\xff\x7f" if codec == "lz4" else b"\x28\xb5\x2f\xfd\xe0" + (2**50).to_bytes(8, "little")) + bytes(20)
-    refused(sample, "compressed data claims 67108864 bytes, where 600", data=compress(codec, bytes(64 << 20)), **changes)
-    refused(sample, "compressed data claims", data=huge, **changes)
+    large = compress(codec, bytes(64 << 20))
+    refused(sample, "compressed data is damaged: it claims 67108864 bytes, where 600", data=large, **changes)
+    refused(sample, "compressed data is damaged: it claims", data=huge, **changes)
     for cut in (compress(codec, data)[:-3], b""):
         refused(sample, "compressed data", data=cut, **changes)
     refused(sample, "the cache is damaged", data=compress(codec, data), **changes | {"integers": [], "packed": 4})
