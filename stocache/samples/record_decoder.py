@@ -16,7 +16,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.containers import container_of, keys_from_literals
 from stocache.samples.leaves.kind import BARE_NODES, BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
 from stocache.samples.leaves.kinds import kind_of
-from stocache.samples.leaves.plain_kinds import PickleKind, sequence_class
+from stocache.samples.leaves.plain_kinds import SEQUENCES, PickleKind
 from stocache.samples.leaves.type_lookup import NotImported, Unresolved
 from stocache.samples.pytree import DEEP, Tree, joiner_of
 from stocache.samples.record_encoder import COMPRESSED, EncodedRecord, RecordEncoder, bare_nodes, integers_codec, parse_treedef
@@ -207,7 +207,7 @@ class _Program:
         if treedef[0] == "items":
             programs = [_Program(item, self._allow_pickle, self._streams, depth + 1) for item in treedef[2]]
             bare = max(map(bare_nodes, treedef[2]))
-            self.steps.append((BYTES, ITEMS, 0, _Items(sequence_class(treedef[1]), programs, bare)))
+            self.steps.append((BYTES, ITEMS, 0, _Items(SEQUENCES[treedef[1]], programs, bare)))
         else:
             kind = kind_of(treedef)
             if type(kind) is PickleKind and not self._allow_pickle:

@@ -41,7 +41,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.containers import flatten_one, keys_to_literals, name_container
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
 from stocache.samples.leaves.kinds import ENCODERS, encode_other, kind_of, narrowed
-from stocache.samples.leaves.plain_kinds import NUMBERS, NumbersKind, PickleKind, sequence_class
+from stocache.samples.leaves.plain_kinds import NUMBERS, SEQUENCES, NumbersKind, PickleKind
 from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.pytree import DEEP, Container, sample_error
 
@@ -239,24 +239,19 @@ def _write_container(treedef: TreeDef) -> Write:
 
 
 def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
-    cls: Any = sequence_class(treedef[1])
+    cls: Any = SEQUENCES[treedef[1]]
     bare = max(map(bare_nodes, treedef[2]))
+    first, *others = writes
 
-    def write_alike(value: Any, leaves: Leaves) -> None:
+    def write_items(value: Any, leaves: Leaves) -> None:
         if type(value) is not cls or not value:
             raise Differs
         leaves.bare += len(value) * bare
         leaves.integers.append(len(value))
-        (write,) = writes
-        for part in value:
-            write(part, leaves)
-
-    def write_mixed(value: Any, leaves: Leaves) -> None:
-        if type(value) is not cls or not value:
-            raise Differs
-        leaves.bare += len(value) * bare
-        leaves.integers.append(len(value))
-        if {write_one(part, leaves) for part in value} != set(range(len(writes))):
+        if not others:
+            for part in value:
+                first(part, leaves)
+        elif {write_one(part, leaves) for part in value} != set(range(len(writes))):
             raise Differs  # it has fewer kinds
 
     def write_one(part: object, leaves: Leaves) -> int:
@@ -271,7 +266,7 @@ def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
                 return number
         raise Differs
 
-    return write_alike if len(writes) == 1 else write_mixed
+    return write_items
 
 
 class EncodedRecord(NamedTuple):

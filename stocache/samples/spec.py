@@ -27,7 +27,7 @@ from stocache.errors import SampleError
 from stocache.samples.containers import flatten_one
 from stocache.samples.leaves.arrays import TensorKind
 from stocache.samples.leaves.kind import Leaf
-from stocache.samples.leaves.kinds import NarrowKind, array_dtype_of, leaf_of, numbers_of
+from stocache.samples.leaves.kinds import NarrowKind, leaf_of, numbers_of
 from stocache.samples.leaves.narrow import Narrowing, find
 from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a
 from stocache.samples.pytree import Container, Tree, joiner_of, key_text, sample_error
@@ -186,7 +186,7 @@ def _text(node: Node, name: Callable[[Container], str] = str) -> str:
 
 def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
-    dtype, narrowing = array_dtype_of(leaf.kind), None
+    dtype, narrowing = leaf.kind.array_dtype, None
     if dtype is not None and leaf.nbytes:
         with contextlib.suppress(Unfit):  # a value is another one
             narrowing = _way_of_most([numbers_of(leaf.encode(value), dtype) for value in values], leaf.stored)
@@ -235,7 +235,7 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
         return None
     if kind in ("tuple", "list", "namedtuple") and set(map(len, samples)) == {len(keys)}:
         parts = zip(*samples, strict=True)
-    elif kind == "dict" and all(list(sample) == keys for sample in samples) and _are_str(chain(keys, *samples)):
+    elif kind == "dict" and all(list(sample) == keys for sample in samples) and set(map(type, chain(keys, *samples))) == {str}:
         parts = zip(*(sample.values() for sample in samples), strict=True)
     elif kind == "memmap":
         parts = [list(map(np.asarray, samples))]
@@ -248,10 +248,6 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
             return None
         columns += inner
     return columns
-
-
-def _are_str(keys: Iterable[object]) -> bool:
-    return set(map(type, keys)) == {str}
 
 
 def _keys_alike(container: Container, wanted: Container) -> bool:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 from stocache.samples.leaves.type_lookup import Unfit, a
 
@@ -122,6 +122,7 @@ class Kind(ABC):
         itemsize: bytes of one value.
         dims: how many sizes a record holds for each leaf.
         order: see NOTE [ Orders ].
+        array_dtype: the dtype that numpy has for the values of a tensor or array; None for a kind of other values.
     """
 
     name: ClassVar[str]
@@ -131,6 +132,7 @@ class Kind(ABC):
     itemsize: Any = 1
     dims: Any = 1
     order: Any = None
+    array_dtype: Any = None
 
     @classmethod
     def parse(cls, *facts: Any) -> "Kind":
@@ -148,7 +150,7 @@ class Kind(ABC):
 
     def holds(self, value: object) -> bool:
         """Return whether `encode` is for values of this type. They may be of another kind all the same."""
-        return type(value) in self.types
+        return type(value) in self.types or (self.base is not None and isinstance(value, self.base))
 
     def writer(self, description: Description) -> Write:
         """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
@@ -186,10 +188,6 @@ class Kind(ABC):
         """Return the bytes of a value, given its shape in memory."""
         return math.prod(stored) * int(self.itemsize)
 
-    def batch_bytes(self, stored: tuple[int, ...]) -> int:
-        """Return the bytes of a value in a batch: more than `nbytes` where it is made of small integers."""
-        return self.nbytes(stored)
-
     def pack(self, value: Any, leaf: "Leaf") -> Any:
         """Return the bytes of a value of a row, a buffer. Raises Unfit where it is not as its leaf says."""
         raise NotImplementedError
@@ -218,12 +216,6 @@ class Leaf:
         """The shape of a value."""
         return self.stored if self.kind.back is None else tuple(self.stored[dim] for dim in self.kind.back)
 
-    @property
-    def order(self) -> DimOrder:
-        """See NOTE [ Orders ]. Values of any order are taken."""
-        order: DimOrder = self.kind.order
-        return order
-
     @cached_property
     def nbytes(self) -> int:
         """Bytes of one value."""
@@ -231,8 +223,8 @@ class Leaf:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of one value in a batch."""
-        return int(self.kind.batch_bytes(self.stored))
+        """Bytes of one value in a batch: more than `nbytes` if it is made of small integers."""
+        return int(getattr(self.kind, "wide", self.kind).nbytes(self.stored))
 
     def encode(self, value: object) -> Any:
         """Return the bytes of a value, a buffer. Raises Unfit where it has another type, dtype or shape, or no data."""
@@ -265,6 +257,26 @@ class DenseKind(Kind):
     def stream(self) -> int:
         """The stream of values whose addresses should be multiples of the dtype's alignment."""
         return stream_of(self.dtype)
+
+    def writer(self, description: Description) -> Write:
+        """See `Kind.writer`. Most values are contiguous, and their own buffers."""
+        rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.array_dtype
+        is_array, cls = self.name == "array", cast(Any, self.base)
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if type(value) is cls:
+                try:
+                    array = value if is_array else value.numpy()
+                except (TypeError, RuntimeError):  # see tensor_bytes
+                    return rest(value, leaves)
+                if array.dtype == dtype and array.ndim == dims and array.flags.c_contiguous:
+                    leaves.streams[stream].append(array)
+                    leaves.integers.extend(array.shape)
+                    return None
+            return rest(value, leaves)
+
+        is_buffer = self.order is None and dtype is not None and dtype.kind in "biufc"  # other values need not be buffers
+        return write if is_buffer else rest
 
 
 def stream_of(dtype: Any) -> int:

@@ -44,6 +44,7 @@ NUMBERS: dict[type, _Number] = {
     bool: _Number("?", BYTES, struct.Struct("?")),
 }
 _NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
+SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class NumbersKind(Kind):
     name = "numbers"
 
     def __init__(self, class_name: Any, type_name: Any) -> None:
-        self._class, number = sequence_class(class_name), NUMBERS[_NUMBER_TYPES[type_name]]
+        self._class, number = SEQUENCES[class_name], NUMBERS[_NUMBER_TYPES[type_name]]
         self._dtype, self.stream, self.itemsize = np.dtype(number.dtype), number.stream, number.codec.size
 
     @classmethod
@@ -145,13 +146,6 @@ class NumbersKind(Kind):
             return cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
 
         return make
-
-
-def sequence_class(name: object) -> type:
-    """Return list or tuple. Raises ValueError where the name is another one."""
-    if name not in ("list", "tuple"):
-        raise ValueError(f"{name!r:.50} is not a list or tuple")
-    return list if name == "list" else tuple
 
 
 class TextKind(Kind):
@@ -194,9 +188,6 @@ class EnumKind(Kind):
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
 
-    def holds(self, value: object) -> bool:
-        return isinstance(value, Enum)
-
     @classmethod
     def encode(cls, value: object) -> Encoded:
         owner, data = member_bytes(value)
@@ -219,10 +210,6 @@ def member_bytes(member: object) -> tuple[str, bytes]:
     return name_of(type(member)), name.encode()
 
 
-class _LiveError(Unfit):
-    """The error of a decoder."""
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         """Refuse a decoder, whose pickle would hold a pointer."""
@@ -234,7 +221,7 @@ class _Pickler(pickle.Pickler):
 def decoder_error(value: object) -> Unfit:
     """Return the error of an object that decodes audio or video."""
     remedy = "Return the decoded data, or the bytes of the file, and decode these after the cache"
-    return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
+    return Unfit(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
 
 
 class PickleKind(Kind):
@@ -248,7 +235,7 @@ class PickleKind(Kind):
         try:
             _Pickler(buffer, protocol=5).dump(value)
             data = buffer.getvalue()
-        except _LiveError:
+        except Unfit:  # a decoder
             raise
         except Exception as error:  # whatever the class raises
             raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error

@@ -19,11 +19,12 @@ NOTE [ Names in data ]
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
 
+import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable
 from enum import Enum, EnumMeta, Flag, IntFlag
-from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -143,7 +144,7 @@ def enum_class(name: object) -> Any:
     Raises:
         Unresolved: it is not here, or not an enum.
     """
-    cls = find_class(name)
+    cls: Any = find_class(name)
     if not (is_class(cls) and derives(cls, Enum)):
         raise Unresolved(f"its samples have members of {name}, which is not an enum.")
     return cls
@@ -156,15 +157,13 @@ def member_of(cls: Any, name: Any) -> Any:
         ValueError: it has no such member.
     """
     members = attributes_of_class(cls).get("_member_map_", {})
-    if type(name) is str and name in members:
-        return members[name]
-    try:
-        if type(name) is not str or not _combines(cls):
-            raise KeyError(name)
-        values = [int(part) if part.lstrip("-").isdigit() else members[part]._value_ for part in name.split("|")]
-        return cls(reduce(int.__or__, values))
-    except (KeyError, ValueError, TypeError, OverflowError):
-        raise ValueError(f"{cls.__name__} has no member {name!r:.50}") from None
+    with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError, OverflowError):
+        if name in members:
+            return members[name]
+        if _combines(cls):
+            values = [int(part) if part.lstrip("-").isdigit() else members[part]._value_ for part in name.split("|")]
+            return cls(functools.reduce(int.__or__, values))
+    raise ValueError(f"{cls.__name__} has no member {name!r:.50}")
 
 
 def member_name(member: Any) -> str | None:
@@ -172,17 +171,14 @@ def member_name(member: Any) -> str | None:
 
     Combined flags have the name "A|B", with a number at the end for bits that have no name.
     """
-    cls, name = type(member), member._name_
+    cls, name, value = type(member), member._name_, member._value_
     try:
         if cls.__members__.get(name) is not member:
-            if not isinstance(member, Flag):
-                return None
-            value, rest, names = member._value_, member._value_, []
-            for name, single in cls.__members__.items():
-                if single._value_ and value & single._value_ == single._value_:
-                    names.append(name)
-                    rest &= ~single._value_
-            name = "|".join(names + [str(rest)] * bool(rest or not names))
+            parts = {
+                name: one._value_ for name, one in cls.__members__.items() if one._value_ and value & one._value_ == one._value_
+            }
+            rest = value & ~functools.reduce(int.__or__, parts.values(), 0)
+            name = "|".join([*parts] + [str(rest)] * bool(rest or not parts))
         again = member_of(cls, name)
     except Exception:  # the class makes its members in another way
         return None
@@ -226,6 +222,7 @@ _MAX_ITEMSIZE = 1 << 24
 MAX_DIMS = 64
 
 
+@functools.lru_cache(maxsize=1024)
 def numpy_dtype(descr: Any) -> np.dtype[Any]:
     """Return the numpy dtype of a description: a str; or a tuple of fields, each a name (or a title and a name), a description,
     and perhaps a shape. numpy checks the fields, as those of the header of a .npy file.
@@ -233,7 +230,7 @@ def numpy_dtype(descr: Any) -> np.dtype[Any]:
     It is a dtype of numbers, bool, str, bytes, void, dates or time differences, or of records of these; never of objects.
 
     Raises:
-        ValueError: it is not the description of such a dtype.
+        ValueError, TypeError: it is not the description of such a dtype.
     """
     try:
         dtype = descr_to_dtype(_in_lists(descr))
