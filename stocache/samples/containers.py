@@ -137,14 +137,14 @@ def name_container(container: Container, parts: object) -> str:
     return name
 
 
-def container_of(kind: Any, name: Any, keys: tuple[object, ...], parts: int) -> Container:
-    """Return the container that stored data describes, of ``parts`` parts.
+def container_of(kind: Any, name: Any, keys: Any, is_coded: bool, parts: int) -> Container:
+    """Return the container that stored data describes, of ``parts`` parts; ``keys`` as `keys_to_literals` writes them.
 
     Raises:
         Unresolved: its class is not here, has changed, or may not be used so.
         ValueError, TypeError: it is not a container.
     """
-    cls = find_class(name)
+    cls, keys = find_class(name), keys_from_literals(keys, is_coded)
     if len(keys) != parts:
         raise ValueError("a container has more or fewer keys than parts")
     hash(keys)

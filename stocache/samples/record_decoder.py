@@ -13,7 +13,7 @@ from typing import Any
 
 from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
-from stocache.samples.containers import container_of, keys_from_literals
+from stocache.samples.containers import container_of
 from stocache.samples.leaves.kind import BARE_NODES, BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
 from stocache.samples.leaves.kinds import kind_of
 from stocache.samples.leaves.plain_kinds import SEQUENCES, PickleKind
@@ -196,8 +196,7 @@ class _Program:
             raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
         if treedef[0] == "in":
             _, kind, name, keys, _, children, *coded = treedef  # an empty tuple lies behind the keys
-            keys = keys_from_literals(keys, bool(coded))
-            container = container_of(kind, name, keys, len(children))
+            container = container_of(kind, name, keys, bool(coded), len(children))
             parts = []
             for position, child in enumerate(children):
                 parts.append(self._tree(child, depth + 1))
@@ -211,7 +210,9 @@ class _Program:
         else:
             kind = kind_of(treedef)
             if type(kind) is PickleKind and not self._allow_pickle:
-                raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
+                raise Unresolved(
+                    "its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True."
+                )
             self.steps.append(kind.step())
             self._streams.add(self.steps[-1][0])
         return None

@@ -13,6 +13,7 @@ NOTE [ Rows ]
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -29,8 +30,8 @@ from stocache.samples.leaves.arrays import TensorKind
 from stocache.samples.leaves.kind import Leaf
 from stocache.samples.leaves.kinds import NarrowKind, leaf_of, numbers_of
 from stocache.samples.leaves.narrow import Narrowing, find
-from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a
-from stocache.samples.pytree import Container, Tree, joiner_of, key_text, sample_error
+from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a, class_text
+from stocache.samples.pytree import Container, Tree, containers_of, joiner_of, key_text, leaves_of, sample_error, with_leaves
 from stocache.samples.record_encoder import RecordEncoder
 
 Node: TypeAlias = Tree | Leaf
@@ -101,18 +102,17 @@ class Structure:
         values = self.part(samples)
         if not samples or values is None:
             return self
-        leaves = map(_narrowest, self.leaves, values)
-        return Structure(self.root.with_leaves(leaves) if isinstance(self.root, Tree) else next(leaves))
+        return Structure(with_leaves(self.root, map(_narrowest, self.leaves, values)))
 
     @property
     def leaves(self) -> list[Leaf]:
         """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
-        return list(self.root.leaves()) if isinstance(self.root, Tree) else [self.root]
+        return leaves_of(self.root)
 
     @property
     def containers(self) -> list[Container]:
         """The containers, from the outside in."""
-        return list(self.root.containers()) if isinstance(self.root, Tree) else []
+        return containers_of(self.root)
 
     @cached_property
     def nbytes(self) -> int:
@@ -170,18 +170,18 @@ class Structure:
 
         One exception: two classes that functions define under one name have the same text.
         """
-        return _text(self.root, lambda container: container.identity)
+        return _text(self.root, class_text)
 
     def __str__(self) -> str:
         return _text(self.root)
 
 
-def _text(node: Node, name: Callable[[Container], str] = str) -> str:
-    """Return a tree as text, given what to call its containers."""
+def _text(node: Node, name: Callable[[Any], str] = operator.attrgetter("__name__")) -> str:
+    """Return a tree as text, given what to call the classes of its containers."""
     if not isinstance(node, Tree):
         return str(node)
     parts = zip(map(key_text, node.container.keys), node.children, strict=True)
-    return f"{name(node.container)}({', '.join(f'{key}: {_text(child, name)}' for key, child in parts)})"
+    return f"{name(node.container.cls)}({', '.join(f'{key}: {_text(child, name)}' for key, child in parts)})"
 
 
 def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:

@@ -225,7 +225,7 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
     (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache gives ndarrays back\. Convert it first, or pass allow_pickle"),
     (lambda: 0, "value is a function, which has no bytes of its own"),
     (collections.defaultdict(list), "a defaultdict, which has no bytes of its own"),
-    (collections.Counter("ab"), "a Counter, which has no bytes of its own. Turn it into .*, in dicts, lists, tuples or dataclasses"),
+    (collections.Counter("ab"), "a Counter, which has no bytes of its own. Turn it into .*, in dicts, lists, tuples or data"),
     (torch.qint8, "value is a dtype, which has no bytes of its own"),
     (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
     (torch.zeros(2, device="meta"), "value is on meta"),
