@@ -1,6 +1,7 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from stocache.loader.threads.info import worker_info
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
-from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
+from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, RemoteCall, Ring, fallback
 from stocache.system.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
@@ -38,7 +39,7 @@ def stacks(collate_fn: object) -> bool:
 
 
 class RingCollate:
-    """The collate function of worker processes: it writes a batch into the ring, and returns a handle.
+    """The collate function of worker processes: it writes a batch into the ring, and returns a message.
 
     Args:
         collate_fn: the user's collate function.
@@ -51,7 +52,7 @@ class RingCollate:
         self._ring, self._iteration = ring, iteration
 
     def __call__(self, samples: object) -> Any:
-        """Return the handle to send for a list of samples, or for a `LazyBatch`."""
+        """Return the message to send for a list of samples, or for a `LazyBatch`."""
         keep_freed_memory()
         row = row_here()
         if row is None:
@@ -62,13 +63,12 @@ class RingCollate:
             batch, pack = self._collate(samples)
         collated_ns = _clock_ns()
         row.add_batch(made_ns, loaded_ns, collated_ns)
-        handle = pack(batch)
-        packing_ns = _clock_ns() - collated_ns
-        if not handle.note_packing(packing_ns):
-            row.add(HAND_OVER_NS, packing_ns)
-        return handle
+        message = pack(batch)
+        if message.function is pickle.loads:  # a small batch: the receiver does not note how long it took to pack
+            row.add(HAND_OVER_NS, _clock_ns() - collated_ns)
+        return message
 
-    def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
+    def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], RemoteCall]]:
         """Return the batch, and a function that packs it."""
         extend_default_collate()
         lane = self._ring.lane(self._iteration)

@@ -3,7 +3,7 @@
 NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from another
     loader, an `_IteratedLoader`, which has these arguments, some of them replaced. ``collate_fn`` becomes `RingCollate`, which
-    writes the batch into the ring and returns a handle; or `ThreadCollate`, if the workers are threads. The sampler becomes
+    writes the batch into the ring and returns a message; or `ThreadCollate`, if the workers are threads. The sampler becomes
     `Order`, which can be resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``,
     any dataset becomes a `SeededDataset`. Datasets that have a state get the wrappers of workers/states.py. The
     `_IteratedLoader` overrides torch's private ``_get_iterator``: it makes subclasses of torch's iterators. More private names
@@ -25,6 +25,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +45,7 @@ from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import AheadIterator, MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, try_to_start
 from stocache.loader.workers.requests import RequestContext
-from stocache.observe.recording.record import TimingRecord
+from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord
 from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
 from stocache.system.limits import parse_size
@@ -216,7 +217,7 @@ class LoaderEngine(ResumableEngine):
             order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
             collate = ThreadCollate(collate_fn, stacking, batched, self._pool, seed)
         if ring is not None:
-            ring.record = self.record
+            ring.record, ring.note_hand_over = self.record, partial(self.record.main.add_later, HAND_OVER_NS)
             collate = RingCollate(collate_fn, stacking, ring, iteration)
         replaced |= self._with_states(dataset, collate)
         if ring is None:

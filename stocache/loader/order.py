@@ -34,7 +34,7 @@ from torch.utils.data import (
 from stocache.errors import StateError
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
-from stocache.loader.workers.requests import BatchRequest, EpochIndices, RequestContext
+from stocache.loader.workers.requests import EpochIndices, RequestContext, request
 from stocache.system import generators as rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
@@ -184,7 +184,7 @@ class Order:
 
     def _request(self, progress: Progress, number: int, index: Any) -> Any:
         if self.context is not None:
-            return BatchRequest(self.context, number, index, progress.sample_epoch)
+            return request(self.context, number, index, progress.sample_epoch)
         return index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
 
     def _skip(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:

@@ -35,7 +35,7 @@ from stocache.loader.thread_maker import ThreadMaker
 from stocache.loader.threads.batches import Batch, Group
 from stocache.loader.threads.crew import Crew, graph_lock
 from stocache.loader.threads.workers import WorkerThreads
-from stocache.loader.torch_iterators import QuickIterator
+from stocache.loader.torch_iterators import BaseIterator, next_batch
 from stocache.observe.recording.gil import GilWatch
 
 _PATIENCE_S = 5.0  # for the beginning of the workers, and for running tasks when they are shut down
@@ -45,13 +45,18 @@ _GROUP_BYTES = 12 << 20  # of batches that are gathered together
 _MOST_IN_GROUP = 32
 
 
-class ThreadIterator(QuickIterator):
+class ThreadIterator(BaseIterator):  # type: ignore[misc]
     """An iterator over the batches of a DataLoader, made by threads; see NOTE [ Batches made by threads ].
 
     Args:
-        loader: torch's arguments, and a `LoaderEngine`. Its sampler yields a `BatchRequest` for each batch.
+        loader: torch's arguments, and a `LoaderEngine`. Its sampler yields a `ThreadRequest` for each batch.
+
+    Attributes:
+        last_worker: the number of the worker that made the last batch; None if the loop gathered it.
     """
 
+    __next__ = next_batch
+    last_worker: int | None = None
     _sampler_iter: Any
 
     def __init__(self, loader: Any) -> None:
@@ -70,6 +75,9 @@ class ThreadIterator(QuickIterator):
         self._threads = WorkerThreads(count, crew.begin, crew.release_all, _PATIENCE_S)
         crew.tasks = self._threads.tasks
         self._reset(loader, first_iter=True)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of its loader makes an iterator of its own
 
     def _reset(self, loader: object, first_iter: bool = False) -> None:
         if not first_iter:

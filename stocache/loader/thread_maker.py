@@ -196,7 +196,7 @@ class ThreadMaker:
             batch.finish(data, error)
 
     def _collated(self, batch: Batch, worker: ThreadWorker) -> Any:
-        batch.request.note(batch.index)
+        batch.request.note()
         if self._is_lazy:
             own = worker.dataset.__getitems__(batch.index)
             if batch.lazy is None:
@@ -215,7 +215,7 @@ class ThreadMaker:
             return
         row, data, error = self.record.main, batch.data, None
         row.begin_step()
-        batch.request.note(batch.index)
+        batch.request.note()
         self.crew.waiting = 0  # the function may draw random numbers
         try:
             with span(COLLATE), self.crew.turns:

@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 from stocache.datasets.batches import LazyBatch
 from stocache.loader.threads.crew import Crew, Stopped, ThreadWorker
 from stocache.loader.threads.info import Generators
-from stocache.loader.workers.requests import BatchRequest, EpochIndices, count_samples
+from stocache.loader.workers.requests import EpochIndices, ThreadRequest, count_samples
 
 
 class Batch:
@@ -36,9 +36,9 @@ class Batch:
         ended: whether the iterable dataset of the worker had no more samples.
     """
 
-    def __init__(self, crew: Crew, request: BatchRequest, number: int, worker: ThreadWorker, is_shared: bool) -> None:
+    def __init__(self, crew: Crew, request: ThreadRequest, number: int, worker: ThreadWorker, is_shared: bool) -> None:
         self.crew, self.request, self.number, self.worker = crew, request, number, worker
-        self.index = request.answer()
+        self.index = request.index
         indices = self.index.indices if isinstance(self.index, EpochIndices) else self.index
         self.count = len(indices) if is_shared else count_samples(indices)
         self.samples: Any = [None] * self.count
