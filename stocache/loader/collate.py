@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
-from stocache.loader.sample_seed import SampleSeed, is_pure, seed_here
+from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads.info import worker_info
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
@@ -92,26 +92,17 @@ class ThreadCollate:
 
     Args:
         collate_fn, stacking: as for `RingCollate`.
-        batched: whether the loader makes batches of samples.
-        sample_seed: seeds the generators of the thread for a ``collate_fn`` of the user; None does not.
+        pool: memory for the tensors.
 
     Attributes:
         is_pure: whether it may be called for any batch, by any thread.
     """
 
-    def __init__(
-        self,
-        collate_fn: Callable[[list[Any]], object],
-        stacking: bool,
-        batched: bool,
-        pool: Pool,
-        sample_seed: SampleSeed | None,
-    ) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], object], stacking: bool, pool: Pool) -> None:
         extend_default_collate()
-        self._collate_fn, self._batched, self._pool = collate_fn, batched, pool
+        self._collate_fn, self._pool = collate_fn, pool
         self.is_pure = is_pure(collate_fn)
         self._stacking = stacking and self.is_pure
-        self._sample_seed = None if self.is_pure else sample_seed
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of a list of samples, or of a `LazyBatch`."""
@@ -119,8 +110,6 @@ class ThreadCollate:
             return _gather(samples, self._pool)
         if self._stacking and stacks(self._collate_fn):
             return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
-        if self._sample_seed is not None:
-            seed_here(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
         return self._collate_fn(samples)
 
     def gather(self, lazy: LazyBatch, sizes: list[int]) -> list[Any] | None:

@@ -29,6 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.lazy import with_lazy_batches
@@ -38,7 +39,7 @@ from stocache.loader.epochs import EpochLog, LoaderStats, RunningEpoch
 from stocache.loader.iteration import Iteration, LateIteration
 from stocache.loader.order import Order, Progress, known_length, samplers_in
 from stocache.loader.resumable import ResumableEngine
-from stocache.loader.sample_seed import SampleSeed, SeededDataset, as_sample_seed, is_pure, seeded
+from stocache.loader.sample_seed import SampleSeed, as_sample_seed, is_pure, seeded
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
@@ -56,7 +57,6 @@ from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
 
 if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
-    from stocache.loader.choice.choice import MethodTrial
     from stocache.loader.device.batches import DeviceStage
 
 logger = logging.getLogger("stocache")
@@ -103,7 +103,10 @@ class LoaderEngine(ResumableEngine):
         if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
-        self._trial: MethodTrial | None = None  # of worker_method="auto"
+        if worker_method == "thread" and isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+            logger.warning("worker_method='thread' has no effect: a graph of DataPipes needs worker processes.")
+            self.worker_method = "multiprocessing"
+        self._chosen_method: str | None = None  # by worker_method="auto"
         if device is not None:
             from stocache.loader.device.cuda import as_device  # here: few loaders need a GPU
 
@@ -173,9 +176,12 @@ class LoaderEngine(ResumableEngine):
             length = known_length(self._index_source)
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
+        source = batches
         if self._stage is not None:
-            batches = self._stage.delivered(batches)
-        return Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self.log)
+            from stocache.loader.device.batches import DeviceBatches
+
+            source = DeviceBatches(batches, self._stage)
+        return Iteration(batches, source, progress, group, self._worker_states, self._in_order, epoch, self.log)
 
     def _begin_epoch(self) -> RunningEpoch:
         persistent = bool(self.loader.num_workers and self.loader.persistent_workers)
@@ -198,9 +204,7 @@ class LoaderEngine(ResumableEngine):
         self._uses_threads = not alone and self._choose_method() == "thread"
         order = self._order()
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
-        if seed is not None and self._uses_threads:
-            dataset = SeededDataset(dataset, seed, lazy is not None)
-        elif seed is not None:
+        if seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, batched)
         replaced: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
         if self.device is not None:
@@ -215,7 +219,7 @@ class LoaderEngine(ResumableEngine):
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
         else:
             order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-            collate = ThreadCollate(collate_fn, stacking, batched, self._pool, seed)
+            collate = ThreadCollate(collate_fn, stacking, self._pool)
         if ring is not None:
             ring.record, ring.note_hand_over = self.record, partial(self.record.main.add_later, HAND_OVER_NS)
             collate = RingCollate(collate_fn, stacking, ring, iteration)
@@ -240,14 +244,15 @@ class LoaderEngine(ResumableEngine):
         """Return "thread" or "multiprocessing" for the workers of the next iterator."""
         if self.worker_method != "auto":
             return self.worker_method
-        from stocache.loader.choice.choice import MethodTrial, choose_method
-        from stocache.loader.choice.measure import Study
+        if self._chosen_method is None:
+            from stocache.loader.choice.choice import choose_method
+            from stocache.loader.choice.measure import Study
 
-        loader, seed = self.loader, self.sample_seed
-        tried = (loader.num_workers,), (loader.batch_size,), ("multiprocessing", "thread")
-        study = Study(self._make_loader, *tried, collate_fn=loader.collate_fn)
-        self._trial = self._trial or MethodTrial(study, self._start_method == "fork")
-        return choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
+            loader, hooks = self.loader, self.sample_seed is not None and bool(self.sample_seed.hooks)
+            tried = (loader.num_workers,), (loader.batch_size,), ("multiprocessing", "thread")
+            study = Study(self._make_loader, *tried, collate_fn=loader.collate_fn)
+            self._chosen_method = choose_method(self.source, hooks, study, self._start_method == "fork")
+        return self._chosen_method
 
     def _open_device(self, lazy: Any) -> None:
         """Have batches delivered on the device; cached samples are gathered there if the dataset has lazy batches for it."""

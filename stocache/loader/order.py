@@ -73,6 +73,7 @@ class Progress:
         sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.
+        asked_for: the numbers of batches that are not delivered, and the states of the samplers after them, if any has one.
     """
 
     delivered: int = 0
@@ -90,11 +91,7 @@ class Progress:
     sample_epoch: int | None = None
     skip_rng_draw: bool = False
     workers_made: dict[str, Any] | None = None
-    _asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)  # batches, and the samplers' states after them
-
-    def drew(self, number: int, states: list[Any]) -> None:
-        """Note the states of the samplers after they gave the batch ``number``."""
-        self._asked_for.append((number, states))
+    asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def deliver(self, number: int | None = None) -> None:
         """Note that a batch was delivered: the next one, or ``number``."""
@@ -105,8 +102,8 @@ class Progress:
                 self.delivered += 1
         else:
             self.ahead.add(number)
-        while self._asked_for and self._asked_for[0][0] < self.delivered:
-            self.now = self._asked_for.popleft()[1]
+        while self.asked_for and self.asked_for[0][0] < self.delivered:
+            self.now = self.asked_for.popleft()[1]
 
 
 @dataclass
@@ -168,16 +165,13 @@ class Order:
             yield None  # after it skipped the delivered batches
         resumed = frozenset(progress.ahead)
         tracked = self._tracked(indices)
-        for index in self._noting_errors(chain(head, rest_of(indices))):
-            if tracked:
-                progress.drew(number, _states_of(tracked))
-            if number not in resumed:
-                yield self._request(progress, number, index)
-            number += 1
-
-    def _noting_errors(self, indices: Iterator[object]) -> Iterator[Any]:
         try:
-            yield from indices
+            for index in chain(head, rest_of(indices)):
+                if tracked:
+                    progress.asked_for.append((number, _states_of(tracked)))
+                if number not in resumed:
+                    yield self._request(progress, number, index)
+                number += 1
         except Exception as error:
             self.error = error
             raise

@@ -63,13 +63,11 @@ class ThreadMaker:
             for worker in crew.workers:
                 worker.leave_collating(as_is)
 
-    def begin_epoch(self, shared_seed: int | None) -> None:
+    def begin_epoch(self) -> None:
         """Have the workers begin again."""
         for worker in self.crew.workers:
             worker.fetcher = None
             worker.undone.clear()
-            if shared_seed is not None:
-                worker.reseed(shared_seed)
 
     def submit(self, batches: list[Batch]) -> list[Group]:
         """Have threads make batches. Return those that are wholly cached as groups, which are to be gathered."""

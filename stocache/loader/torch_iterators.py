@@ -82,7 +82,7 @@ class AheadIterator(MainIterator):
         ended: list[Exception] = []
         try:
             while len(lists) < self._at_once:
-                lists.append(self._next_index())  # type: ignore[no-untyped-call]
+                lists.append(next(self._sampler_iter))
         except Exception as error:
             if not lists:
                 raise
