@@ -46,7 +46,7 @@ from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import AheadIterator, MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, try_to_start
 from stocache.loader.workers.requests import RequestContext
-from stocache.observe.recording.record import HAND_OVER_NS, TimingRecord
+from stocache.observe.recording.record import HAND_OVER_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
 from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
 from stocache.system.limits import parse_size
@@ -143,12 +143,12 @@ class LoaderEngine(ResumableEngine):
         self._promised = self._loaded is not None
         if self._loaded is None:
             self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
-        loader, epochs = self.loader, order.epochs(every=True)
+        loader, epochs = self.loader, order.epochs()
         return LateIteration(lambda: engine_of(loader).begin(epochs))  # it holds the loader, which may have no other holder
 
     def begin(self, epochs: list[int | None] | None = None) -> "Iteration":
         """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `LateIteration`."""
-        if epochs is not None and epochs != self._order().epochs(every=True):
+        if epochs is not None and epochs != self._order().epochs():
             self._leave_resumed_epoch()
         progress = self._next_progress()
         if self._worker_group is not None and (self._worker_group.is_unfit or getattr(self.loader._iterator, "ended", False)):
@@ -324,9 +324,23 @@ class LoaderEngine(ResumableEngine):
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
+        counted = (self._record or TimingRecord(0, shared=False)).read()
+        times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
         is_open = any(not cached.cache.closed for cached in self._cached_datasets)
-        device = None if self._stage is None else self._stage.stats()
-        return LoaderStats.of(self._record, self._ring, self.log.epochs(), is_open, device)
+        ring, epochs = self._ring, self.log.epochs()
+        return LoaderStats(
+            batches=times["wait"].count,
+            waited_s=counted.sum(WAIT_NS) / 1e9,
+            ring=0 if ring is None else ring.received,
+            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
+            ring_bytes=0 if ring is None else ring.nbytes,
+            hit_rate=max(0, samples - times["load"].count) / max(1, samples) if is_open else None,
+            ring_occupancy=None if ring is None else ring.occupancy,
+            device=None if self._stage is None else self._stage.stats(),
+            epochs=epochs,
+            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
+            **times,
+        )
 
     @property
     def _cached_datasets(self) -> list[CachedDataset]:
@@ -356,9 +370,9 @@ def engine_of(loader: Any) -> LoaderEngine:
     return engine
 
 
-def makes_iterators(loader: TorchLoader[Any], base: type, *names: str) -> bool:
-    """Whether a subclass of ``base`` makes torch's iterators in its own way: it overrides one of these names of torch."""
-    return any(getattr(type(loader), name) is not getattr(base, name) for name in names or _MAKING)
+def makes_iterators(loader: TorchLoader[Any], base: type) -> bool:
+    """Whether a subclass of ``base`` makes torch's iterators in its own way."""
+    return any(getattr(type(loader), name) is not getattr(base, name) for name in _MAKING)
 
 
 def torch_loader_of(loader: Any, replaced: dict[str, Any], kind: type = TorchLoader) -> Any:

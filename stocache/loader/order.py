@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -236,15 +235,9 @@ class Order:
         ]
         return states or None
 
-    def epochs(self, every: bool = False) -> list[int | None]:
-        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state.
-
-        ``every``: also of those that keep it in their state.
-        """
-        return [
-            epoch_of(sampler) if every or not isinstance(sampler, ResumableSampler) else None
-            for sampler in samplers_in(self.sampler)
-        ]
+    def epochs(self) -> list[int | None]:
+        """Return the epoch of each sampler; None for those that do not have ``set_epoch``."""
+        return list(map(epoch_of, samplers_in(self.sampler)))
 
     @property
     def may_run_ahead(self) -> bool:
@@ -291,7 +284,7 @@ def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:
         and (BatchSampler.__iter__, RandomSampler.__iter__) == _ITERS
         and inner.generator is None
         and not inner.replacement
-        and len(inner.data_source)
+        and inner.num_samples == len(inner.data_source) > 0
     ):
         return _shuffled(sampler, inner, as_arrays)
     return iter(sampler)
@@ -303,18 +296,15 @@ _ITERS = BatchSampler.__iter__, RandomSampler.__iter__
 def _shuffled(sampler: BatchSampler, inner: RandomSampler, as_arrays: bool) -> Iterator[Any]:
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    rest, drop_last, size = np.empty(0, np.int64), sampler.drop_last, sampler.batch_size
-    count = len(inner.data_source)
-    for first in range(0, inner.num_samples, count):
-        order = torch.randperm(count, generator=generator, device="cpu").numpy()[: inner.num_samples - first]
-        order = np.concatenate((rest, order)) if len(rest) else order
-        begin = 0
-        while 0 < (size := size if drop_last else sampler.batch_size) <= len(order) - begin:  # the user may set it at any time
-            yield order[begin : begin + size] if as_arrays else order[begin : begin + size].tolist()
-            begin += size
-        rest = order[begin:]
-    if len(rest) and not drop_last:
-        yield rest if as_arrays else rest.tolist()
+    order = torch.randperm(len(inner.data_source), generator=generator, device="cpu").numpy()
+    begin, drop_last, size = 0, sampler.drop_last, sampler.batch_size
+    while True:
+        size = size if drop_last else sampler.batch_size  # which the user may set at any time
+        batch = order[begin : begin + size]
+        if len(batch) < (size if drop_last else 1):
+            return
+        yield batch if as_arrays else batch.tolist()
+        begin += size
 
 
 def _states_of(values: list[Any]) -> list[Any]:

@@ -81,7 +81,6 @@ class ThreadIterator(BaseIterator):  # type: ignore[misc]
             self._maker.begin_epoch()
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._batches: dict[int, Batch] = {}  # those that were asked for, in order
-        self._asked = 0
         self._streams = islice(cycle(range(self._num_workers)), self._index_sampler.progress.turn, None)
         self._active = set(range(self._num_workers))
         self._group_size, self._loading = 1, 0  # batches
@@ -118,10 +117,8 @@ class ThreadIterator(BaseIterator):  # type: ignore[misc]
         batches: list[Batch] = []
         try:
             while len(batches) < count and (stream := self._next_stream()) is not None:
-                worker = self._crew.workers[stream]
-                batch = Batch(self._crew, self._next_index(), self._asked, worker, self._maker.shares)
-                self._batches[self._asked] = batch
-                self._asked += 1
+                batch = Batch(self._crew, self._next_index(), self._crew.workers[stream], self._maker.shares)
+                self._batches[batch.number] = batch
                 batches.append(batch)
         except StopIteration:
             pass

@@ -7,6 +7,7 @@ NOTE [ Leases of forked children ]
 """
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -105,14 +106,11 @@ class _Pipe:
 _shared: "list[weakref.ref[LeaseTracker[Any]]]" = []
 _forking: dict[int, _Pipe] = {}  # by thread
 _writers: list[int] = []  # writing ends that this process inherited; never closed
-_watching = False
 
 
+@functools.cache
 def _watch_forks() -> None:
-    global _watching
-    if not _watching:
-        _watching = True
-        here.at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+    here.at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 def _before() -> None:
