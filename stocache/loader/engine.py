@@ -219,10 +219,11 @@ class LoaderEngine(ResumableEngine):
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
         else:
             order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-            collate = ThreadCollate(collate_fn, stacking, self._pool)
-        if ring is not None:
-            ring.record, ring.note_hand_over = self.record, partial(self.record.main.add_later, HAND_OVER_NS)
-            collate = RingCollate(collate_fn, stacking, ring, iteration)
+            if ring is None:
+                collate = ThreadCollate(collate_fn, stacking, self._pool)
+            else:
+                ring.record, ring.note_hand_over = self.record, partial(self.record.main.add_later, HAND_OVER_NS)
+                collate = RingCollate(collate_fn, stacking, ring, iteration)
         replaced |= self._with_states(dataset, collate)
         if ring is None:
             return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=loader.persistent_workers)
@@ -370,9 +371,9 @@ def engine_of(loader: Any) -> LoaderEngine:
     return engine
 
 
-def makes_iterators(loader: TorchLoader[Any], base: type) -> bool:
-    """Whether a subclass of ``base`` makes torch's iterators in its own way."""
-    return any(getattr(type(loader), name) is not getattr(base, name) for name in _MAKING)
+def makes_iterators(loader: TorchLoader[Any], base: type, *names: str) -> bool:
+    """Whether a subclass of ``base`` makes torch's iterators in its own way: it overrides one of these names of torch."""
+    return any(getattr(type(loader), name) is not getattr(base, name) for name in names or _MAKING)
 
 
 def torch_loader_of(loader: Any, replaced: dict[str, Any], kind: type = TorchLoader) -> Any:
