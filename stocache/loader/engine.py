@@ -103,8 +103,9 @@ class LoaderEngine(ResumableEngine):
         if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
-        if worker_method == "thread" and isinstance(loader.dataset, IterDataPipe | MapDataPipe):
-            logger.warning("worker_method='thread' has no effect: a graph of DataPipes needs worker processes.")
+        if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+            if worker_method == "thread":
+                logger.warning("worker_method='thread' has no effect: a graph of DataPipes needs worker processes.")
             self.worker_method = "multiprocessing"
         self._chosen_method: str | None = None  # by worker_method="auto"
         if device is not None:
