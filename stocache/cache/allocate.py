@@ -170,7 +170,7 @@ class CacheLayout:
             states = np.frombuffer(control, np.uint8, self.dataset_len)
             for start in range(0, self.dataset_len, _CHUNK):  # by numpy: torch's threads take 20 times as long for so few
                 indices = np.arange(start, min(start + _CHUNK, self.dataset_len))
-                states[start : start + _CHUNK][~np.asarray(chosen.resident(indices))] = OOB
+                states[start : start + _CHUNK][~chosen.resident(indices)] = OOB
 
 
 def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:

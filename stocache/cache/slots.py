@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.columns import ALIGNMENT, LARGE_VALUE, SCATTERED, Column, as_bytes, is_contiguous, make_column
-from stocache.cache.placement import BlockResidency, Residency
+from stocache.cache.placement import Residency
 from stocache.cache.stats import EMPTY, FILLS, REFUSED
 from stocache.cache.store import SampleStore
 from stocache.errors import SampleError
@@ -44,7 +44,7 @@ class SlotArrays(SampleStore):
     load: Callable[[int, bool], Any]
     encode: Callable[[Any, str], list[Any]]
 
-    def __init__(self, structure: Structure, segment: Segment, residency: Residency | BlockResidency) -> None:
+    def __init__(self, structure: Structure, segment: Segment, residency: Residency) -> None:
         self._structure, self.segment, self._residency = structure, segment, residency
         self._states = segment.control[: residency.dataset_len]
         leaves, slots = structure.leaves, residency.slot_count

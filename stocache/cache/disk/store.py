@@ -104,7 +104,7 @@ def _resident(placement: Placement, count: int, in_memory: int, slots: int) -> "
     """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
 
     def first(number: int) -> "NDArray[np.bool_]":
-        return np.asarray(residency(placement, count, min(count, number)).resident(np.arange(count)))
+        return residency(placement, count, min(count, number)).resident(np.arange(count))
 
     return (first(in_memory + slots) & ~first(in_memory)) | first(max(0, in_memory + slots - count))
 
