@@ -269,9 +269,6 @@ class DiskCache(SampleCache[_T]):
 
 def _room_in(folder: Folder, index: int, disk_limit: float | str, limit: int) -> int:
     """Return the bytes for samples on the disk of a folder, behind an index of ``index`` bytes; warn if ``limit`` has more."""
-    if not folder.writable:
-        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", folder.path)
-        return limit
     room = max(index, folder.at.free_bytes() + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index)))
     if room < limit:
         logger.warning("disk_limit=%s is more than %r has room for: %s.", disk_limit, folder.path, format_size(room))

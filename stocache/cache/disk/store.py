@@ -89,12 +89,9 @@ def _initialise(
     states, words, offsets, sizes = map(np.asarray, _parts_of(control, count))
     words[_USED] = load_index(folder, offsets, sizes, row_bytes)
     states[:] = np.where(offsets > 0, SET, EMPTY)
-    if not folder.writable:
-        states[states == EMPTY] = OOB
-    elif row_bytes is not None and count:
+    if row_bytes is not None and count:
         slots, in_memory = (capacity - DATA_OFFSET) // room_of(row_bytes), int(folder.manifest["facts"]["memory_slots"])
         states[(states == EMPTY) & ~_resident(placement, count, in_memory, min(count, slots))] = OOB
-    if row_bytes is not None:
         places, empty = free_rows(offsets, row_bytes, int(words[_USED])), np.flatnonzero(states == EMPTY)
         empty = empty[: len(places)]
         offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
@@ -152,7 +149,7 @@ class DiskStore:
 
     def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
-        if self._folder is None or not self._folder.writable:
+        if self._folder is None:
             return [REFUSED] * len(indices)
         packed = [samples_file.pack(buffers, seed_of(self._key, idx)) for idx, buffers in zip(indices, encoded, strict=True)]
         sizes = [nbytes for _, nbytes in packed]
@@ -210,7 +207,7 @@ class DiskStore:
 
     def refused(self, idx: int) -> bool:
         """Return whether the disk has refused a sample."""
-        return self._folder is None or not self._folder.writable or self._words[_FULL] != 0
+        return self._folder is None or self._words[_FULL] != 0
 
     def has_room_for(self, states: "NDArray[np.uint8]", expected: int | None = None) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
