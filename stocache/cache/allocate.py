@@ -259,56 +259,20 @@ def open_memory(
         MismatchError: the name is in use for other data.
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
     """
-    limit, name = options.size_limit_gib, options.name
     if not here.SHARES_MEMORY:
-        if name is not None:
+        if options.name is not None:
             raise CacheNameError(
-                f"name={name!r}: caches with a name are shared between processes, which works on Linux only. Leave the name "
-                f"out, and use worker_method='thread'. For later runs: disk=, disk_limit=, fingerprint=."
+                f"name={options.name!r}: caches with a name are shared between processes, which works on Linux only. Leave the "
+                f"name out, and use worker_method='thread'. For later runs: disk=, disk_limit=, fingerprint=."
             )
-        return open_own(layout, layout.affordable(limit, False))
-    if name is None:
+        return open_own(layout, layout.affordable(options.size_limit_gib, False))
+    if options.name is None:
         return _Opener(layout, options, proof, job or job_here()).open()
-    identity = {"dataset_len": layout.dataset_len, **layout.identity}
-    if limit != "auto":  # which differs from rank to rank: they look at different moments
-        identity[layout.unit] = layout.capacity_of(limit)
-    identity["fingerprint"] = options.fingerprint
-
-    def new() -> NewSegment | None:
-        capacity = layout.affordable(limit, True)
-        if capacity == 0:
-            return None
-        return layout.segment_layout(capacity, identity), partial(layout.mark_outsiders, capacity=capacity)
-
-    found = None
-    try:
-        found = named.join(name, identity, options.persist, new)
-    except BusyError as error:
-        if options.on_busy == "raise":
-            raise
-        logger.warning("cache %r holds nothing: %s", name, str(error))
-    except ForeignError as error:
-        return _Opener(layout, options, None, job_here()).open_part(str(error))
-    except SegmentError:
-        raise
-    except OSError as error:
-        if not os.path.isdir(limits.SHM_DIR):
-            return _Opener(layout, options, None, job_here()).open_part(f"There is no {limits.SHM_DIR}.")
-        remedy = f"In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… {limits.SHM_DIR}"
-        if error.errno in limits.EXHAUSTED:
-            remedy = "This process or the machine is at a limit, see: ulimit -a"
-        logger.warning("cache %r holds nothing: %s: %s. %s", name, limits.SHM_DIR, os.strerror(error.errno or 0), remedy)
-    if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
-        return open_own(layout, 0)
-    segment, descriptor = found
-    capacity = int(descriptor.facts["capacity"])
-    if not layout.fits(segment.layout, descriptor):
-        raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
-    return segment, capacity
+    return _Opener(layout, options, None, job_here()).open_named(options.name)
 
 
 class _Opener:
-    """Opens a cache without a name: that of another rank, or a new one. Its methods return the segment, and the capacity."""
+    """Opens a cache: that of its name, that of another rank, or a new one. Its methods return the segment, and the capacity."""
 
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
@@ -329,7 +293,7 @@ class _Opener:
         if self._job.alone:
             _warn_of_containers(self._job.ranks)
         if self._job.alone or not self._options.share_ranks:
-            return self.open_part("")
+            return self._open_part()
         if not self._job.launched:
             return registry.run_attaching(lambda: self._create(None))
         try:
@@ -338,14 +302,46 @@ class _Opener:
         except OSError as error:
             if isinstance(error, BusyError) and self._options.on_busy == "raise":
                 raise
-            return self.open_part(str(error))
+            return self._open_part(error)
         return segment, self._capacity if descriptor is None else int(descriptor.facts["capacity"])
 
-    def open_part(self, problem: str) -> tuple[Segment, int]:
+    def open_named(self, name: str) -> tuple[Segment, int]:
+        """Return the segment of a name, which may be one that exists. If it cannot be had, see `_open_part`."""
+        layout, options, size = self._layout, self._options, self._size
+        identity = {"dataset_len": layout.dataset_len, **layout.identity, "fingerprint": options.fingerprint}
+        if size != "auto":  # which differs from rank to rank: they look at different moments
+            identity[layout.unit] = layout.capacity_of(size)
+
+        def new() -> NewSegment | None:
+            capacity = layout.affordable(size, True)
+            if capacity == 0:
+                return None
+            return layout.segment_layout(capacity, identity), partial(layout.mark_outsiders, capacity=capacity)
+
+        found = None
+        try:
+            found = named.join(name, identity, options.persist, new)
+        except BusyError as error:
+            if options.on_busy == "raise":
+                raise
+            logger.warning("cache %r holds nothing: %s", name, str(error))
+        except OSError as error:
+            if isinstance(error, SegmentError) and not isinstance(error, ForeignError):
+                raise
+            return self._open_part(error)
+        if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
+            return open_own(layout, 0)
+        segment, descriptor = found
+        capacity = int(descriptor.facts["capacity"])
+        if not layout.fits(segment.layout, descriptor):
+            raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
+        return segment, capacity
+
+    def _open_part(self, problem: OSError | None = None) -> tuple[Segment, int]:
         """Return a segment for this rank alone, with its part of the limit."""
-        if problem:
+        if problem is not None:
             name = "The cache" if self._options.name is None else f"Cache {self._options.name!r}"
-            logger.warning("%s %s is not shared: this process has its own part of the limit.", problem, name)
+            logger.warning("%s is not shared: this process has its own part of the limit. %s", name, problem)
         self._identity["job"] = ""
         return registry.run_attaching(lambda: self._create(self._total() // self._job.ranks))
 
