@@ -16,12 +16,11 @@ from typing_extensions import TypeVar
 from stocache.cache.loading import LoadingCache, load_in_parts, nested, nesting, only
 from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.cache.store import SampleStore
-from stocache.errors import BusyError, SampleError, SampleIndexError, SlotError
+from stocache.errors import SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import BLOCKS
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
-from stocache.shm.siblings import count_ranks
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -142,11 +141,8 @@ class SampleCache(LoadingCache[_T]):
             self._segment.count(MISSES)
             return None
         if not allow_empty_slot:
-            if self._store.unreadable and self.holds(idx):
-                raise SlotError(
-                    f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
-                )
-            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
+            problem = "the slot is empty. Set it first, or pass allow_empty_slot=True."
+            raise SlotError(f"get_slot({idx}): {(self.holds(idx) and self._store.unreadable) or problem}")
         self._miss([idx])
         return None
 
@@ -392,22 +388,6 @@ class SampleCache(LoadingCache[_T]):
         finally:
             nesting.block = outer
             self.end_loading(taken)
-
-    def clear(self) -> None:
-        """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
-
-        Raises:
-            BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
-                cleared.
-        """
-        if self._segment.ranks > 1 and count_ranks(self._segment.key) > 1:
-            raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
-        super().clear()
-
-    def _drop(self) -> None:
-        states = self._aux.numpy()
-        states[states == SET] = EMPTY
-        super()._drop()
 
     def _empty(self, items: list[int]) -> list[int]:
         states = self._states

@@ -420,19 +420,18 @@ class LoadingCache(Generic[_T]):
         """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
 
         Raises:
-            BusyError: another process, which may be stopped, is writing a sample. Nothing is cleared.
+            BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
+                cleared.
         """
         if self._segment.backing == "none":
             return
-        if not wait_until(lambda: self._claims.run_unwritten(self._drop), LOCK_TIMEOUT_S):
+        if self.ranks > 1:
+            raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
+        if not wait_until(lambda: self._claims.run_unwritten(self._store.clear), LOCK_TIMEOUT_S):
             raise BusyError(
                 f"clear: {describe_process(self._segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or "
                 f"end it."
             )
-
-    def _drop(self) -> None:
-        """Drop all items. No process is writing."""
-        self._store.clear()
 
     @property
     def serves_ranks(self) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stocache.cache.columns import ALIGNMENT, LARGE_VALUE, SCATTERED, Column, as_bytes, is_contiguous, make_column
 from stocache.cache.placement import Residency
-from stocache.cache.stats import EMPTY, FILLS, REFUSED
+from stocache.cache.stats import EMPTY, FILLS, REFUSED, SET
 from stocache.cache.store import SampleStore
 from stocache.errors import SampleError
 from stocache.samples.spec import Structure
@@ -149,7 +149,9 @@ class SlotArrays(SampleStore):
         return any(self.segment.extents.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self.places)
 
     def clear(self) -> None:
-        """Zero all slots."""
+        """See `SampleStore`. All slots are zeroed."""
+        states = np.asarray(self._states)
+        states[states == SET] = EMPTY
         self.segment.extents.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:

@@ -353,13 +353,13 @@ class DiskStore:
     def clear(self) -> None:
         """Forget all samples, and give their room back to the disk. Raises OSError."""
         if self._folder is not None:
+            states = np.asarray(self._states)
+            states[states == SET if self._form.nbytes is not None else slice(None)] = EMPTY
             for numbers in (self._offsets, self._sizes):
                 np.frombuffer(numbers, np.uint64).fill(0)
             os.ftruncate(self._index, 0)
             os.ftruncate(self._samples, 0)
             self._words[_USED], self._words[_FULL] = DATA_OFFSET, 0
-            if self._form.nbytes is None:
-                np.asarray(self._states).fill(EMPTY)
 
     def amounts(self, filled: int) -> dict[str, int]:
         """See `SampleStore`."""
