@@ -21,6 +21,7 @@ from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import BLOCKS
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
+from stocache.system.limits import format_size
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -31,13 +32,10 @@ class SampleCache(LoadingCache[_T]):
 
     _store: SampleStore
 
-    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
-        """Set the attributes of all caches; again in each process, because they are not pickled.
-
-        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
-        """
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled. ``samples``: for messages."""
         self._attach(segment, store, dataset_len)
-        self._dataset_len, self._samples, self._room, self._slot = dataset_len, samples, room, store.slot
+        self._dataset_len, self._samples, self._slot = dataset_len, samples, store.slot
         self._states = segment.control[:dataset_len]
         self._aux = torch.from_numpy(np.asarray(self._states))
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
@@ -108,8 +106,7 @@ class SampleCache(LoadingCache[_T]):
 
     def _outside(self, idx: int, call: str) -> NoReturn:
         raise SampleIndexError(
-            f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
-            f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
+            f"{call}({idx}): the sample lies outside of {self!r}. Raise size_limit_gib, or pass allow_oob_idx=True."
         )
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> _T | None:
@@ -416,4 +413,5 @@ class SampleCache(LoadingCache[_T]):
         return int(np.count_nonzero(self._aux.numpy() == SET)), self._dataset_len
 
     def _describe(self, stats: CacheStats) -> str:
-        return f"{self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room}"
+        cached, room = f"{stats.filled} of {stats.dataset_len} samples cached", format_size(stats.capacity_bytes)
+        return f"{self._samples}: {cached}, room for {room}"

@@ -13,7 +13,6 @@ from stocache.cache.records import RecordStore, control_bytes
 from stocache.samples.indices import check_len
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
-from stocache.system.limits import format_size
 
 _T = TypeVar("_T", default=Any)  # the samples
 
@@ -85,7 +84,7 @@ class RaggedCache(SampleCache[_T]):
         self._options: CacheOptions = options
         self.may_admit_later = options.admission == "cost"
         self._records = RecordStore(segment, dataset_len, options)
-        self._share(segment, dataset_len, self._records, "samples of any size", format_size(segment.data_bytes))
+        self._share(segment, dataset_len, self._records, "samples of any size")
 
     @property
     def codec(self) -> str | None:

@@ -152,11 +152,7 @@ class DiskCache(SampleCache[_T]):
             "stocache writes to disk", _write, together=_TOGETHER, enough=_ENOUGH_BYTES, most=_MOST_BYTES, finishes=True
         )
         self._behind = threading.local()
-        samples, bytes_left = "values by key" if self._by_key else "samples of any size", max(0, capacity - DATA_OFFSET)
-        room = format_size(bytes_left)
-        if form.nbytes is not None:
-            samples, room = str(structure), f"{min(dataset_len, bytes_left // room_of(form.nbytes))} ({room})"
-        self._share(segment, dataset_len, store, samples, room)
+        self._share(segment, dataset_len, store, str(structure or "samples of any size"))
 
     @property
     def disk(self) -> str:
