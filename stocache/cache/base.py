@@ -335,10 +335,7 @@ class SampleCache(LoadingCache[_T]):
         missing = dict.fromkeys(indices[self._aux.numpy()[indices] != SET].tolist())
         loaded = dict(zip(missing, self.get_or_load_many(list(missing), load, copy=copy, strict=strict), strict=True))
         for idx in indices.tolist():
-            sample = loaded.pop(idx, MISSING)
-            if sample is MISSING:
-                sample = self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
-            yield sample
+            yield loaded.pop(idx) if idx in loaded else self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
 
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
         """Claim samples that are not cached; add to ``taken`` those that can be, and that nobody else is loading.

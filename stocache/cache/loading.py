@@ -223,13 +223,11 @@ class LoadingCache(Generic[_T]):
 
     def _load_one(self, item: Any, load: Callable[[], _T], copy: bool, strict: bool, timeout_s: float) -> _T:
         """Return an item that was not a hit; see `SampleCache.get_or_load`."""
-        outer, taken, words = nesting.samples, set[int](), self._words([item])
+        outer, taken = nesting.samples, set[int]()
         try:
             if self.fillable(item):
-                if outer or nesting.block:  # see NOTE [ Nested loads ]
-                    self._claims.to_load(words, taken)
-                else:
-                    self._claims.wait_to_load(words[0], taken, timeout_s, lambda: self.holds(item))
+                patience_s = 0.0 if outer or nesting.block else timeout_s  # see NOTE [ Nested loads ]
+                self._claims.wait_to_load(self._words([item])[0], taken, patience_s, lambda: self.holds(item))
             nesting.samples = outer or bool(taken)
             value: _T = self.find(item, copy)
             if value is MISSING:

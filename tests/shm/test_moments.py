@@ -444,7 +444,7 @@ def test_samples_that_need_each_other_or_themselves_are_loaded_at_once(waits):
         found = cache.get_or_load_many([2, 3], lambda indices: [cache.get_or_load_many([idx], values)[0] for idx in indices])
         assert [sample[0].item() for sample in found] == [3, 4]
         assert cache.stats().filled == 3
-    assert not waits
+    assert not any(waits)
 
 
 def test_a_thread_waits_again_once_its_load_has_failed(waits):
