@@ -160,13 +160,9 @@ class CacheLayout:
         return (layout.control_bytes, layout.data_bytes) == (self.all_control_bytes, data_bytes)
 
     def mark_outsiders(self, control: memoryview, capacity: int) -> None:
-        """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
-        if self.placement is None:
-            if capacity == 0:
-                control[: self.dataset_len] = bytes([OOB]) * self.dataset_len
-            return
-        chosen = residency(self.placement, self.dataset_len, capacity)
-        if capacity < self.dataset_len:
+        """Set the state bytes of all samples that have no slot to OOB. Before, all of ``control`` is zero."""
+        if self.placement is not None and capacity < self.dataset_len:
+            chosen = residency(self.placement, self.dataset_len, capacity)
             states = np.frombuffer(control, np.uint8, self.dataset_len)
             for start in range(0, self.dataset_len, _CHUNK):  # by numpy: torch's threads take 20 times as long for so few
                 indices = np.arange(start, min(start + _CHUNK, self.dataset_len))

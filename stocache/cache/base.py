@@ -106,7 +106,7 @@ class SampleCache(LoadingCache[_T]):
 
     def _outside(self, idx: int, call: str) -> NoReturn:
         raise SampleIndexError(
-            f"{call}({idx}): the sample lies outside of {self!r}. Raise size_limit_gib, or pass allow_oob_idx=True."
+            f"{call}({idx}): the sample lies outside the cache, {self!r}. Raise size_limit_gib, or pass allow_oob_idx=True."
         )
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> _T | None:
@@ -138,8 +138,9 @@ class SampleCache(LoadingCache[_T]):
             self._segment.count(MISSES)
             return None
         if not allow_empty_slot:
-            problem = "the slot is empty. Set it first, or pass allow_empty_slot=True."
-            raise SlotError(f"get_slot({idx}): {(self.holds(idx) and self._store.unreadable) or problem}")
+            if self._store.unreadable and self.holds(idx):
+                raise SlotError(self._store.unreadable)
+            raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss([idx])
         return None
 

@@ -448,7 +448,7 @@ class LoadingCache(Generic[_T]):
         """
         filled, dataset_len = self._count()
         sizes = {"dataset_len": dataset_len, "filled": filled, "reserved_bytes": self._segment.extents.reserved_bytes}
-        return CacheStats.of(self._segment.totals(), **sizes, **self._store.amounts(filled))
+        return CacheStats.of(self._segment.totals(), **(sizes | self._store.amounts(filled)))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""

@@ -1,6 +1,5 @@
 """DiskCache: keep samples in a folder on a local disk, for all processes of this machine and for later runs."""
 
-import dataclasses
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from stocache.cache.loading import nested, nesting, only
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.shared import SharedCache
-from stocache.cache.stats import HITS, CacheStats
+from stocache.cache.stats import HITS
 from stocache.errors import DiskError, LimitError, SegmentError
 from stocache.samples.indices import check_len
 from stocache.samples.spec import Structure
@@ -230,10 +229,6 @@ class DiskCache(SampleCache[_T]):
     def flush(self) -> None:
         """Wait until all samples that `serve` has loaded in this process are written; 60 seconds at most."""
         self._writer.flush()
-
-    def stats(self) -> CacheStats:
-        """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
-        return dataclasses.replace(super().stats(), reserved_bytes=max(0, self._disk.used - DATA_OFFSET))
 
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""

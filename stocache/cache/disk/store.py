@@ -362,7 +362,8 @@ class DiskStore:
             self._words[_USED], self._words[_FULL] = DATA_OFFSET, 0
 
     def amounts(self, filled: int) -> dict[str, int]:
-        """See `SampleStore`."""
+        """See `SampleStore`. The reserved bytes are those that are taken on the disk."""
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
-        slot_bytes = max(0, self.used - DATA_OFFSET) // max(1, filled)
-        return {"slots": slots, "slot_bytes": slot_bytes, "capacity_bytes": max(0, self._capacity - DATA_OFFSET)}
+        taken, capacity_bytes = max(0, self.used - DATA_OFFSET), max(0, self._capacity - DATA_OFFSET)
+        sizes = {"slot_bytes": taken // max(1, filled), "capacity_bytes": capacity_bytes, "reserved_bytes": taken}
+        return {"slots": slots, **sizes}

@@ -99,8 +99,6 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
     def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         self._disk: KeyedDisk | None = parts[1]
-        if segment.data_bytes == 0:  # where there is no room, these are the states of samples
-            segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
         store = KeyedStore(segment, parts[0])
         self._attach(segment, store, _CLAIMS)
         self._arena, self._slot = store.arena, store.find
