@@ -294,8 +294,7 @@ class LoadingCache(Generic[_T]):
         others = set[Any]()
         if len(taken) < len(words):
             others = {item for item, word in words.items() if word not in taken and self.fillable(item)}
-        is_unreadable = self._store.unreadable and not taken and not claimed
-        return [item for item in items if item not in others and (is_unreadable or not self.holds(item))]
+        return [item for item in items if item not in others and not self.holds(item)]
 
     def end_loading(self, taken: set[int]) -> None:
         """Release claims to load, and empty ``taken``."""
