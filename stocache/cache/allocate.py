@@ -127,15 +127,13 @@ class CacheLayout:
             limit = limits.recommended_limit(named, siblings.promised_bytes())
             if self.expected_bytes is not None:
                 limit = min(limit, max(limit // 2, 2 * self.expected_bytes + self.control_bytes))
-            limit = limit if most is None else min(limit, most)
-            capacity = self.capacity_within(limit)
-            if self.dataset_len and not capacity:
-                needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
-                logger.warning("size_limit_gib='auto' leaves no room for one sample%s. Nothing is cached.", needed)
         else:
-            limit, capacity = parse_size(size_limit_gib), self.capacity_of(size_limit_gib)
-            if most is not None:
-                capacity = min(capacity, self.capacity_within(most))
+            limit = parse_size(size_limit_gib)
+            self.capacity_of(size_limit_gib)  # or an error
+        capacity = self.capacity_within(limit if most is None else min(limit, most))
+        if (limit or size_limit_gib == "auto") and self.dataset_len and not capacity:
+            needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
+            logger.warning("size_limit_gib=%r leaves no room for one sample%s. Nothing is cached.", size_limit_gib, needed)
         fitting = min(capacity, self.capacity_within(limits.shared_memory_room(named)))
         if fitting < capacity:
             caching = format_size(fitting) if self.structure is None else f"{fitting} of {self.dataset_len} samples"
