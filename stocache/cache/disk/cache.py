@@ -94,6 +94,8 @@ class DiskCache(SampleCache[_T]):
         codec: Literal["zstd", "lz4"] | None = None,
         allow_pickle: bool = False,
     ) -> None:
+        if not disk:
+            raise DiskError(f"disk={disk!r} is not the path of a folder.")
         path, dataset_len, limit = os.path.abspath(disk), check_len(dataset_len), parse_size(disk_limit, "disk_limit")
         placement = placement if isinstance(placement, Placement) else Placement(placement)
         form = structure, self._by_key, codec, allow_pickle
