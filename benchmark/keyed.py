@@ -182,12 +182,11 @@ def kills(count: int) -> None:
     for trial in range(count):
         with KeyedCache("4MB") as cache:
             kill_in(functools.partial(fill, cache, trial), rng.random() * 0.02)
-            found = list(cache.keys())
-            kept += len(found)
-            wrong += sum(not np.array_equal(cache.get(key), made(key)) for key in found)
-            for key in range(len(found) + 50):
+            found = len(cache)
+            kept += found
+            for key in range(found + 50):
                 wrong += not np.array_equal(cache.get_or_load(key, made), made(key))
-            missed += cache.get(len(found) + 49) is None and not cache._full
+            missed += cache.get(found + 49) is None
     print(
         f"{count} kills in {time.perf_counter() - began:.0f} s: {kept} values kept, {wrong} wrong, {missed} could not be cached"
     )

@@ -250,8 +250,8 @@ def scale(arguments: argparse.Namespace) -> None:
             for node in np.random.default_rng(nodes).choice(nodes, min(nodes, 64), replace=False).tolist():
                 held = residency(Placement("scattered", node=node, nodes=nodes), samples, slots)
                 for way, plan in (("shared out", shared_out), ("in strata", strata.of_rank)):
-                    got = torch.from_numpy(plan(node, 0, 4 if way == "shared out" and nodes > 64 else 40))
-                    hits[way].append(held.resident(got).double().mean().item())
+                    got = plan(node, 0, 4 if way == "shared out" and nodes > 64 else 40)
+                    hits[way].append(float(held.resident(got).mean()))
             steps = min(facts.steps, 10**6 // BATCH_AT_SCALE)
             together = [max(1, (1 << 16) // width) for width in (BATCH_AT_SCALE * nodes, BATCH_AT_SCALE)]  # as the sampler does
             costs = [planned(shared_out, max(4, steps // nodes), together[0]), planned(strata.of_rank, steps, together[1])]
@@ -307,11 +307,11 @@ def stragglers(arguments: argparse.Namespace) -> None:
                     sampler: Any = DistributedSampler(dataset, **numbers)
                     if way != "DistributedSampler":
                         sampler = LocalityDistributedSampler(dataset, batch_size, stratify=way.endswith("stratify"), **numbers)
-                    order = torch.tensor(list(sampler))
-                    reads.append((~held.resident(order)).view(-1, batch_size).sum(dim=1))
-                at = torch.stack(reads).double()
-                ratio = at.amax(dim=0) / at.mean(dim=0)
-                row = [f"{share}", way, f"{ratio.mean():.3f}", f"{ratio.amax():.3f}", f"{at.amin():.0f} to {at.amax():.0f}"]
+                    order = np.array(list(sampler))
+                    reads.append((~held.resident(order)).reshape(-1, batch_size).sum(1))
+                at = np.stack(reads)
+                ratio = at.max(0) / at.mean(0)
+                row = [f"{share}", way, f"{ratio.mean():.3f}", f"{ratio.max():.3f}", f"{at.min():.0f} to {at.max():.0f}"]
                 print("| " + " | ".join(row) + " |", flush=True)
 
 

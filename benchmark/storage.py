@@ -2,6 +2,7 @@
 
     python -m benchmark storage prepare SOURCE   # MB/s until it is on disk, and the size there
     python -m benchmark storage read SOURCE      # random and windowed samples/s, sequential MB/s, cold and warm
+    python -m benchmark storage all SOURCE       # both of these, for all contenders in one run
     python -m benchmark storage cache SOURCE     # blocks read per epoch through a CachedDataset
 
 Sources: ``images`` (uint8 tensors 3x64x64), ``text`` (str of 1 KB); with ``--folder DIR`` of JPEG files ``photos`` (the bytes)
@@ -64,7 +65,7 @@ from stocache.system.limits import MIB
 from stocache.tools.bench import drop_pages
 
 CLAIM = "Prepared blocks are written and read faster than those of LitData, MosaicML streaming and torch.save."
-NEEDS = (("litdata", "litdata", "prepare", "read"), ("streaming", "mosaicml-streaming", "prepare", "read"))
+NEEDS = (("litdata", "litdata", "prepare", "read", "all"), ("streaming", "mosaicml-streaming", "prepare", "read", "all"))
 
 # ---------------------------------------------------------------------------------------------------- measuring
 
@@ -271,7 +272,7 @@ def caching(source: Source, folder: Path) -> None:
 def main() -> None:
     """Run one of the experiments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["prepare", "read", "cache"])
+    parser.add_argument("experiment", choices=["prepare", "read", "all", "cache"])
     parser.add_argument("source", choices=["images", "text", "photos", "decoded"])
     parser.add_argument("--samples", type=int, help="images (default: 20,000) or rows of text (default: 100,000)")
     parser.add_argument("--folder", type=Path, help="of photos")
@@ -286,11 +287,11 @@ def main() -> None:
     with scratch(arguments.workdir) as folder:
         source = make_source(arguments)
         print(f"\n### {len(source):,} samples of ({source.name}), {source.nbytes / 1e6:.0f} MB", flush=True)
-        if arguments.experiment == "prepare":
+        if arguments.experiment in ("prepare", "all"):
             preparing(source, folder, arguments.block_bytes, arguments.rounds)
-        elif arguments.experiment == "read":
+        if arguments.experiment in ("read", "all"):
             reads(source, folder, arguments.block_bytes, arguments.rounds, arguments.seconds)
-        else:
+        if arguments.experiment == "cache":
             caching(source, folder)
 
 

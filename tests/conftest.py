@@ -145,7 +145,7 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(autouse=True)
 def _unaudited(request: pytest.FixtureRequest):
     """Turn the audit off for tests that count the loads of a dataset."""
-    init: Any = AuditOptions.__init__.__wrapped__
+    init: Any = AuditOptions.__init__
     before = init.__kwdefaults__
     init.__kwdefaults__ = before | {"audit": 0} if request.node.get_closest_marker("unaudited") else before
     yield

@@ -127,15 +127,13 @@ class CacheLayout:
             limit = limits.recommended_limit(named, siblings.promised_bytes())
             if self.expected_bytes is not None:
                 limit = min(limit, max(limit // 2, 2 * self.expected_bytes + self.control_bytes))
-            limit = limit if most is None else min(limit, most)
-            capacity = self.capacity_within(limit)
-            if self.dataset_len and not capacity:
-                needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
-                logger.warning("size_limit_gib='auto' leaves no room for one sample%s. Nothing is cached.", needed)
         else:
-            limit, capacity = parse_size(size_limit_gib), self.capacity_of(size_limit_gib)
-            if most is not None:
-                capacity = min(capacity, self.capacity_within(most))
+            limit = parse_size(size_limit_gib)
+            self.capacity_of(size_limit_gib)  # or an error
+        capacity = self.capacity_within(limit if most is None else min(limit, most))
+        if (limit or size_limit_gib == "auto") and self.dataset_len and not capacity:
+            needed = "" if self.structure is None else f" of {format_size(self.structure.nbytes)}"
+            logger.warning("size_limit_gib=%r leaves no room for one sample%s. Nothing is cached.", size_limit_gib, needed)
         fitting = min(capacity, self.capacity_within(limits.shared_memory_room(named)))
         if fitting < capacity:
             caching = format_size(fitting) if self.structure is None else f"{fitting} of {self.dataset_len} samples"
@@ -160,17 +158,13 @@ class CacheLayout:
         return (layout.control_bytes, layout.data_bytes) == (self.all_control_bytes, data_bytes)
 
     def mark_outsiders(self, control: memoryview, capacity: int) -> None:
-        """Set the state bytes of all samples that have no room to OOB. Before, all of ``control`` is zero."""
-        if self.placement is None:
-            if capacity == 0:
-                control[: self.dataset_len] = bytes([OOB]) * self.dataset_len
-            return
-        chosen = residency(self.placement, self.dataset_len, capacity)
-        if capacity < self.dataset_len:
+        """Set the state bytes of all samples that have no slot to OOB. Before, all of ``control`` is zero."""
+        if self.placement is not None and capacity < self.dataset_len:
+            chosen = residency(self.placement, self.dataset_len, capacity)
             states = np.frombuffer(control, np.uint8, self.dataset_len)
             for start in range(0, self.dataset_len, _CHUNK):  # by numpy: torch's threads take 20 times as long for so few
                 indices = np.arange(start, min(start + _CHUNK, self.dataset_len))
-                states[start : start + _CHUNK][~np.asarray(chosen.resident(indices))] = OOB
+                states[start : start + _CHUNK][~chosen.resident(indices)] = OOB
 
 
 def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:
@@ -259,56 +253,20 @@ def open_memory(
         MismatchError: the name is in use for other data.
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
     """
-    limit, name = options.size_limit_gib, options.name
     if not here.SHARES_MEMORY:
-        if name is not None:
+        if options.name is not None:
             raise CacheNameError(
-                f"name={name!r}: caches with a name are shared between processes, which works on Linux only. Leave the name "
-                f"out, and use worker_method='thread'. For later runs: disk=, disk_limit=, fingerprint=."
+                f"name={options.name!r}: caches with a name are shared between processes, which works on Linux only. Leave the "
+                f"name out, and use worker_method='thread'. For later runs: disk=, disk_limit=, fingerprint=."
             )
-        return open_own(layout, layout.affordable(limit, False))
-    if name is None:
+        return open_own(layout, layout.affordable(options.size_limit_gib, False))
+    if options.name is None:
         return _Opener(layout, options, proof, job or job_here()).open()
-    identity = {"dataset_len": layout.dataset_len, **layout.identity}
-    if limit != "auto":  # which differs from rank to rank: they look at different moments
-        identity[layout.unit] = layout.capacity_of(limit)
-    identity["fingerprint"] = options.fingerprint
-
-    def new() -> NewSegment | None:
-        capacity = layout.affordable(limit, True)
-        if capacity == 0:
-            return None
-        return layout.segment_layout(capacity, identity), partial(layout.mark_outsiders, capacity=capacity)
-
-    found = None
-    try:
-        found = named.join(name, identity, options.persist, new)
-    except BusyError as error:
-        if options.on_busy == "raise":
-            raise
-        logger.warning("cache %r holds nothing: %s", name, str(error))
-    except ForeignError as error:
-        return _Opener(layout, options, None, job_here()).open_part(str(error))
-    except SegmentError:
-        raise
-    except OSError as error:
-        if not os.path.isdir(limits.SHM_DIR):
-            return _Opener(layout, options, None, job_here()).open_part(f"There is no {limits.SHM_DIR}.")
-        remedy = f"In Docker: --shm-size=…; on a host: mount -o remount,rw,size=… {limits.SHM_DIR}"
-        if error.errno in limits.EXHAUSTED:
-            remedy = "This process or the machine is at a limit, see: ulimit -a"
-        logger.warning("cache %r holds nothing: %s: %s. %s", name, limits.SHM_DIR, os.strerror(error.errno or 0), remedy)
-    if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
-        return open_own(layout, 0)
-    segment, descriptor = found
-    capacity = int(descriptor.facts["capacity"])
-    if not layout.fits(segment.layout, descriptor):
-        raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
-    return segment, capacity
+    return _Opener(layout, options, None, job_here()).open_named(options.name)
 
 
 class _Opener:
-    """Opens a cache without a name: that of another rank, or a new one. Its methods return the segment, and the capacity."""
+    """Opens a cache: that of its name, that of another rank, or a new one. Its methods return the segment, and the capacity."""
 
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
@@ -329,7 +287,7 @@ class _Opener:
         if self._job.alone:
             _warn_of_containers(self._job.ranks)
         if self._job.alone or not self._options.share_ranks:
-            return self.open_part("")
+            return self._open_part()
         if not self._job.launched:
             return registry.run_attaching(lambda: self._create(None))
         try:
@@ -338,14 +296,46 @@ class _Opener:
         except OSError as error:
             if isinstance(error, BusyError) and self._options.on_busy == "raise":
                 raise
-            return self.open_part(str(error))
+            return self._open_part(error)
         return segment, self._capacity if descriptor is None else int(descriptor.facts["capacity"])
 
-    def open_part(self, problem: str) -> tuple[Segment, int]:
+    def open_named(self, name: str) -> tuple[Segment, int]:
+        """Return the segment of a name, which may be one that exists. If it cannot be had, see `_open_part`."""
+        layout, options, size = self._layout, self._options, self._size
+        identity = {"dataset_len": layout.dataset_len, **layout.identity, "fingerprint": options.fingerprint}
+        if size != "auto":  # which differs from rank to rank: they look at different moments
+            identity[layout.unit] = layout.capacity_of(size)
+
+        def new() -> NewSegment | None:
+            capacity = layout.affordable(size, True)
+            if capacity == 0:
+                return None
+            return layout.segment_layout(capacity, identity), partial(layout.mark_outsiders, capacity=capacity)
+
+        found = None
+        try:
+            found = named.join(name, identity, options.persist, new)
+        except BusyError as error:
+            if options.on_busy == "raise":
+                raise
+            logger.warning("cache %r holds nothing: %s", name, str(error))
+        except OSError as error:
+            if isinstance(error, SegmentError) and not isinstance(error, ForeignError):
+                raise
+            return self._open_part(error)
+        if found is None:  # a cache of its own instead would take the limit, which is for the machine, in each process
+            return open_own(layout, 0)
+        segment, descriptor = found
+        capacity = int(descriptor.facts["capacity"])
+        if not layout.fits(segment.layout, descriptor):
+            raise SegmentError(f"{segment.path} is damaged: its sizes do not belong to a capacity of {capacity}.")
+        return segment, capacity
+
+    def _open_part(self, problem: OSError | None = None) -> tuple[Segment, int]:
         """Return a segment for this rank alone, with its part of the limit."""
-        if problem:
+        if problem is not None:
             name = "The cache" if self._options.name is None else f"Cache {self._options.name!r}"
-            logger.warning("%s %s is not shared: this process has its own part of the limit.", problem, name)
+            logger.warning("%s is not shared: this process has its own part of the limit. %s", name, problem)
         self._identity["job"] = ""
         return registry.run_attaching(lambda: self._create(self._total() // self._job.ranks))
 

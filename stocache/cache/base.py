@@ -16,12 +16,12 @@ from typing_extensions import TypeVar
 from stocache.cache.loading import LoadingCache, load_in_parts, nested, nesting, only
 from stocache.cache.stats import EMPTY, HITS, MISSES, MISSING, OOB, SET, CacheStats
 from stocache.cache.store import SampleStore
-from stocache.errors import BusyError, SampleError, SampleIndexError, SlotError
+from stocache.errors import SampleError, SampleIndexError, SlotError
 from stocache.samples.indices import check_index, check_indices
 from stocache.shm.claims import BLOCKS
 from stocache.shm.locks import WEAKLY_ORDERED, fence
 from stocache.shm.segment import FREE_THREADED, Segment
-from stocache.shm.siblings import count_ranks
+from stocache.system.limits import format_size
 
 _T = TypeVar("_T", default=Any)  # the samples
 _Indices = NDArray[np.int64]
@@ -32,13 +32,10 @@ class SampleCache(LoadingCache[_T]):
 
     _store: SampleStore
 
-    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str, room: str) -> None:
-        """Set the attributes of all caches; again in each process, because they are not pickled.
-
-        ``samples`` and ``room`` describe the samples, and how many of them there is room for, in messages.
-        """
+    def _share(self, segment: Segment, dataset_len: int, store: SampleStore, samples: str) -> None:
+        """Set the attributes of all caches; again in each process, because they are not pickled. ``samples``: for messages."""
         self._attach(segment, store, dataset_len)
-        self._dataset_len, self._samples, self._room, self._slot = dataset_len, samples, room, store.slot
+        self._dataset_len, self._samples, self._slot = dataset_len, samples, store.slot
         self._states = segment.control[:dataset_len]
         self._aux = torch.from_numpy(np.asarray(self._states))
         if segment.backing == "none":  # then nothing is shared, and nothing can be cached
@@ -109,8 +106,7 @@ class SampleCache(LoadingCache[_T]):
 
     def _outside(self, idx: int, call: str) -> NoReturn:
         raise SampleIndexError(
-            f"{call}({idx}): the sample lies outside the cache, which has room for {self._room}; the dataset has "
-            f"{self._dataset_len} samples. Raise size_limit_gib, or pass allow_oob_idx=True."
+            f"{call}({idx}): the sample lies outside the cache, {self!r}. Raise size_limit_gib, or pass allow_oob_idx=True."
         )
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True, *, copy: bool = True) -> _T | None:
@@ -143,9 +139,7 @@ class SampleCache(LoadingCache[_T]):
             return None
         if not allow_empty_slot:
             if self._store.unreadable and self.holds(idx):
-                raise SlotError(
-                    f"get_slot({idx}): the sample is of a class whose module is not imported here. Import it first."
-                )
+                raise SlotError(self._store.unreadable)
             raise SlotError(f"get_slot({idx}): the slot is empty. Set it first, or pass allow_empty_slot=True.")
         self._miss([idx])
         return None
@@ -342,10 +336,7 @@ class SampleCache(LoadingCache[_T]):
         missing = dict.fromkeys(indices[self._aux.numpy()[indices] != SET].tolist())
         loaded = dict(zip(missing, self.get_or_load_many(list(missing), load, copy=copy, strict=strict), strict=True))
         for idx in indices.tolist():
-            sample = loaded.pop(idx, MISSING)
-            if sample is MISSING:
-                sample = self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
-            yield sample
+            yield loaded.pop(idx) if idx in loaded else self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
 
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
         """Claim samples that are not cached; add to ``taken`` those that can be, and that nobody else is loading.
@@ -393,22 +384,6 @@ class SampleCache(LoadingCache[_T]):
             nesting.block = outer
             self.end_loading(taken)
 
-    def clear(self) -> None:
-        """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
-
-        Raises:
-            BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
-                cleared.
-        """
-        if self._segment.ranks > 1 and count_ranks(self._segment.key) > 1:
-            raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
-        super().clear()
-
-    def _drop(self) -> None:
-        states = self._aux.numpy()
-        states[states == SET] = EMPTY
-        super()._drop()
-
     def _empty(self, items: list[int]) -> list[int]:
         states = self._states
         return [idx for idx in items if states[idx] == EMPTY]
@@ -436,4 +411,5 @@ class SampleCache(LoadingCache[_T]):
         return int(np.count_nonzero(self._aux.numpy() == SET)), self._dataset_len
 
     def _describe(self, stats: CacheStats) -> str:
-        return f"{self._samples}: {stats.filled} of {stats.dataset_len} samples cached, room for {self._room}"
+        cached, room = f"{stats.filled} of {stats.dataset_len} samples cached", format_size(stats.capacity_bytes)
+        return f"{self._samples}: {cached}, room for {room}"

@@ -223,13 +223,11 @@ class LoadingCache(Generic[_T]):
 
     def _load_one(self, item: Any, load: Callable[[], _T], copy: bool, strict: bool, timeout_s: float) -> _T:
         """Return an item that was not a hit; see `SampleCache.get_or_load`."""
-        outer, taken, words = nesting.samples, set[int](), self._words([item])
+        outer, taken = nesting.samples, set[int]()
         try:
             if self.fillable(item):
-                if outer or nesting.block:  # see NOTE [ Nested loads ]
-                    self._claims.to_load(words, taken)
-                else:
-                    self._claims.wait_to_load(words[0], taken, timeout_s, lambda: self.holds(item))
+                patience_s = 0.0 if outer or nesting.block else timeout_s  # see NOTE [ Nested loads ]
+                self._claims.wait_to_load(self._words([item])[0], taken, patience_s, lambda: self.holds(item))
             nesting.samples = outer or bool(taken)
             value: _T = self.find(item, copy)
             if value is MISSING:
@@ -296,8 +294,7 @@ class LoadingCache(Generic[_T]):
         others = set[Any]()
         if len(taken) < len(words):
             others = {item for item, word in words.items() if word not in taken and self.fillable(item)}
-        is_unreadable = self._store.unreadable and not taken and not claimed
-        return [item for item in items if item not in others and (is_unreadable or not self.holds(item))]
+        return [item for item in items if item not in others and not self.holds(item)]
 
     def end_loading(self, taken: set[int]) -> None:
         """Release claims to load, and empty ``taken``."""
@@ -420,19 +417,18 @@ class LoadingCache(Generic[_T]):
         """Empty the cache; its memory stays reserved. Wait for writers. No process may read samples meanwhile.
 
         Raises:
-            BusyError: another process, which may be stopped, is writing a sample. Nothing is cleared.
+            BusyError: another process, which may be stopped, is writing a sample; or other ranks use the cache. Nothing is
+                cleared.
         """
         if self._segment.backing == "none":
             return
-        if not wait_until(lambda: self._claims.run_unwritten(self._drop), LOCK_TIMEOUT_S):
+        if self.ranks > 1:
+            raise BusyError("clear: other ranks of this job use the cache. Make a new one, or one with share_ranks=False.")
+        if not wait_until(lambda: self._claims.run_unwritten(self._store.clear), LOCK_TIMEOUT_S):
             raise BusyError(
                 f"clear: {describe_process(self._segment.pid_of(self._claims.writer()))} holds the lock of a slot. Resume or "
                 f"end it."
             )
-
-    def _drop(self) -> None:
-        """Drop all items. No process is writing."""
-        self._store.clear()
 
     @property
     def serves_ranks(self) -> bool:
@@ -451,7 +447,7 @@ class LoadingCache(Generic[_T]):
         """
         filled, dataset_len = self._count()
         sizes = {"dataset_len": dataset_len, "filled": filled, "reserved_bytes": self._segment.extents.reserved_bytes}
-        return CacheStats.of(self._segment.totals(), **sizes, **self._store.amounts(filled))
+        return CacheStats.of(self._segment.totals(), **(sizes | self._store.amounts(filled)))
 
     def counts(self) -> tuple[int, int, int]:
         """Return the hits, misses and fills of all processes so far. Cheaper than `stats`."""

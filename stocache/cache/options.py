@@ -6,14 +6,11 @@ NOTE [ Options ]
 """
 
 import difflib
-import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar
-
-from typing_extensions import dataclass_transform
 
 from stocache.cache.placement import Placement
 from stocache.errors import CacheNameError, LimitError
@@ -33,37 +30,14 @@ RECORDS = "admission", "codec", "allow_pickle", "narrow"
 
 _T = TypeVar("_T")
 
-_owners: dict[str, str] = {}  # the class of each option
+
+def _check(name: str, value: Any, choices: tuple[Any, ...], error: type[Exception] = LimitError) -> None:
+    """Raise an error unless an option has one of its values."""
+    if value not in choices:
+        raise error(f"{name}={value!r:.100} is unknown. Use {' or '.join(map(repr, choices))}.")
 
 
-@dataclass_transform(frozen_default=True)
-def _options(cls: type[_T]) -> type[_T]:
-    """Make a frozen dataclass of options; an option of a different class is an error that names that class."""
-    kind: Any = dataclass(frozen=True)(cls)
-    names, make = [field.name for field in fields(kind)], kind.__init__
-
-    @functools.wraps(make)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
-        _refuse_others(cls.__name__, given, {cls.__name__: names})
-        make(self, *args, **given)
-
-    kind.__init__ = __init__
-    _owners.update(dict.fromkeys(names, cls.__name__))
-    return kind  # type: ignore[no-any-return]
-
-
-def _refuse_others(owner: str, given: Collection[str], kinds: Mapping[str, Collection[str]]) -> None:
-    """Raise TypeError for an option that is not one of ``kinds``; name the class that has it, or a similar name."""
-    names = [name for names in kinds.values() for name in names]
-    for name in (name for name in given if name not in names):
-        close, place = difflib.get_close_matches(name, names, 1), _owners.get(name)
-        hint = (
-            f" It is an option of {place}." if place and place not in kinds else f" Did you mean {close[0]}?" if close else ""
-        )
-        raise TypeError(f"{owner} has no option {name!r}.{hint}")
-
-
-@_options
+@dataclass(frozen=True)
 class CacheOptions:
     """The options that caches have in common.
 
@@ -132,14 +106,11 @@ class CacheOptions:
     def __post_init__(self) -> None:
         if self.size_limit_gib != "auto":
             parse_size(self.size_limit_gib)
-        if self.admission not in ("all", "cost"):
-            raise LimitError(f"admission={self.admission!r} is unknown. Use 'all' or 'cost'.")
-        if self.narrow not in (False, True, "auto"):
-            raise LimitError(f"narrow={self.narrow!r:.100} is unknown. Use True, False or 'auto'.")
+        _check("admission", self.admission, ("all", "cost"))
+        _check("narrow", self.narrow, (True, False, "auto"))
+        _check("on_busy", self.on_busy, ("uncached", "raise"), CacheNameError)
         if self.codec is not None:
             Codec(self.codec)
-        if self.on_busy not in ("uncached", "raise"):
-            raise CacheNameError(f"on_busy={self.on_busy!r} is unknown. Use 'uncached' or 'raise'.")
         if self.name is None and self.persist:
             raise CacheNameError("persist is for caches with a name. Give one.")
         if (self.disk is None) != (self.disk_limit is None):
@@ -151,7 +122,7 @@ class CacheOptions:
             raise CacheNameError(f"fingerprint={self.fingerprint!r:.100} is a {kind}. Give a str, or None.")
 
 
-@_options
+@dataclass(frozen=True)
 class SampleOptions:
     """The options of a `CachedDataset` that say which samples are cached, and in which form.
 
@@ -200,13 +171,12 @@ class SampleOptions:
     decoders: bool = True
 
     def __post_init__(self) -> None:
-        if self.cut not in (None, "latest", "smallest") or self.store not in ("decoded", "encoded"):
-            raise LimitError(
-                f"cut={self.cut!r}, store={self.store!r}: cut is 'latest' or 'smallest', store is 'decoded' or 'encoded'."
-            )
+        _check("split", self.split, (True, False, "straight"))
+        _check("cut", self.cut, (None, "latest", "smallest"))
+        _check("store", self.store, ("decoded", "encoded"))
 
 
-@_options
+@dataclass(frozen=True)
 class AuditOptions:
     """The options of a `CachedDataset` that say how cached samples are compared with the dataset.
 
@@ -234,8 +204,7 @@ class AuditOptions:
     def __post_init__(self) -> None:
         if isinstance(self.audit, bool) or not isinstance(self.audit, int | float) or not 0 <= self.audit <= 1:
             raise LimitError(f"audit={self.audit!r} is not a share of the time. Use a number from 0 to 1.")
-        if self.on_change not in ("uncached", "raise", "keep"):
-            raise LimitError(f"on_change={self.on_change!r} is unknown. Use 'uncached', 'raise' or 'keep'.")
+        _check("on_change", self.on_change, ("uncached", "raise", "keep"))
 
 
 def take_options(
@@ -253,7 +222,11 @@ def take_options(
         TypeError: there is no such option.
         LimitError: an option has no effect here, or is given twice.
     """
-    _refuse_others(owner, given, {kind.__name__: names for kind, names in kinds.items()})
+    names = [name for own in kinds.values() for name in own]
+    for name in (name for name in given if name not in names):
+        places = [f" It is an option of {kind.__name__}." for kind in ALL_OPTIONS.keys() - kinds if name in ALL_OPTIONS[kind]]
+        close = [f" Did you mean {each}?" for each in difflib.get_close_matches(name, names, 1)]
+        raise TypeError(f"{owner} has no option {name!r}.{(*places, *close, '')[0]}")
     found: dict[type, Any] = {}
     for value in objects:
         kind = type(value) if type(value) in kinds else CacheOptions

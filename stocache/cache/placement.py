@@ -13,16 +13,19 @@ NOTE [ Ordering ]
 
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from stocache.errors import LimitError
 from stocache.system.hashing import checksum
 from stocache.system.ranks import ranks_here
+
+_Indices: TypeAlias = NDArray[np.int64]
 
 
 class BlockBounds:
@@ -93,7 +96,7 @@ class Placement:
             )
 
 
-def ordering_of(placement: Placement, dataset_len: int) -> "Ordering | BlockOrdering":
+def ordering_of(placement: Placement, dataset_len: int) -> "Ordering":
     """Return the ordering of ``dataset_len`` samples by a placement.
 
     Raises:
@@ -105,7 +108,7 @@ def ordering_of(placement: Placement, dataset_len: int) -> "Ordering | BlockOrde
         raise LimitError(
             f"the placement has blocks of {placement.unit.bounds[-1]} samples in all, the dataset has {dataset_len}."
         )
-    return BlockOrdering(placement)
+    return BlockOrdering(placement, dataset_len)
 
 
 class Ordering:
@@ -116,95 +119,113 @@ class Ordering:
     last place, so that there are no gaps.
 
     Attributes:
-        bounds: an array of nodes + 1 positions: node p has the positions ``bounds[p]`` to ``bounds[p + 1] - 1``.
+        dataset_len: the number of samples.
+        in_line: whether the position of each sample is its index.
+        bounds: an array of nodes + 1 positions: node p has the positions ``bounds[p]`` to ``bounds[p + 1] - 1``. They are
+            beginnings of blocks.
     """
 
     def __init__(self, placement: Placement, dataset_len: int) -> None:
-        assert isinstance(placement.unit, int)  # else see BlockOrdering
-        self.unit, self.full, self.blocks = placement.unit, dataset_len // placement.unit, -(-dataset_len // placement.unit)
-        self.factor = _spread(self.full) if placement.order == "scattered" else 1
-        self._inverse = pow(self.factor, -1, self.full) if self.full > 1 else 1
-        if max(self.factor, self._inverse) * self.full >= 2**63:
-            raise LimitError(f"scattered placement of {self.full} blocks exceeds 64-bit arithmetic. Raise unit.")
-        self._parts = np.array([node * self.blocks // placement.nodes for node in range(placement.nodes + 1)])
-        self.bounds = np.minimum(self._parts * self.unit, dataset_len)
+        self.dataset_len = dataset_len
+        self.in_line = not self._arrange(placement.unit, placement.order == "scattered")
+        self.bounds = self._floor(np.arange(placement.nodes + 1) * dataset_len // placement.nodes)
 
-    def positions(self, indices: Any) -> Any:
-        """Return the positions of samples, an int64 array or tensor of indices."""
-        return self.places(indices // self.unit) * self.unit + indices % self.unit
+    def _arrange(self, unit: Any, scattered: bool) -> bool:
+        """Compute the order of the blocks. Return whether it is another one than that of their indices."""
+        self._unit: int = unit
+        self._full = self.dataset_len // unit
+        self._factor = _spread(self._full) if scattered else 1
+        self._inverse = pow(self._factor, -1, self._full) if self._full > 1 else 1
+        if max(self._factor, self._inverse) * self._full >= 2**63:
+            raise LimitError(f"scattered placement of {self._full} blocks exceeds 64-bit arithmetic. Raise unit.")
+        return self._factor != 1
 
-    def samples(self, positions: Any) -> Any:
-        """Return the indices of the samples at ``positions``, an int64 array or tensor."""
-        return self._times(positions // self.unit, self._inverse) * self.unit + positions % self.unit
+    def position(self, begin: int, idx: int) -> int:
+        """Return the position of a sample, counted from ``begin`` on and around the end."""
+        block, offset = divmod(operator.index(idx), self._unit)
+        if block < self._full:
+            block = block * self._factor % self._full
+        return (block * self._unit + offset - begin) % self.dataset_len
 
-    def places(self, blocks: Any) -> Any:
-        """Return the places of blocks, an int64 array or tensor of block numbers."""
-        return blocks if self.factor == 1 else self._times(blocks, self.factor)
+    def positions(self, indices: _Indices, begin: int = 0) -> Any:
+        """Return the positions of samples, as `position` does."""
+        found = self._moved(indices, self._factor)
+        return (found - begin) % self.dataset_len if begin else found
 
-    def _times(self, blocks: Any, factor: int) -> Any:
-        return blocks * factor % max(1, self.full) + (blocks >= self.full) * self.full
+    def samples(self, positions: _Indices) -> Any:
+        """Return the indices of the samples at ``positions``."""
+        return self._moved(positions, self._inverse)
+
+    def _moved(self, numbers: _Indices, factor: int) -> Any:
+        """Multiply the numbers of full blocks by a factor, modulo their count."""
+        if factor == 1:
+            return numbers
+        blocks = numbers // self._unit
+        places = blocks * factor % max(1, self._full) + (blocks >= self._full) * self._full
+        return places * self._unit + numbers % self._unit
+
+    def _floor(self, positions: Any) -> Any:
+        """Return the last beginnings of blocks, or the end of all, that are not behind positions."""
+        return np.where(positions < self.dataset_len, positions // self._unit * self._unit, self.dataset_len)
+
+    def _ceil(self, position: int) -> int:
+        """Return the first beginning of a block, or the end of all, that is not before a position."""
+        return min(-(-position // self._unit) * self._unit, self.dataset_len)
 
     def head(self, node: int, slots: int) -> int:
         """Return how many samples at the beginning of a node's part are in a cache with ``slots`` slots."""
         first, last = self.bounds[node : node + 2].tolist()
-        return int(min(last - first, slots // self.unit * self.unit))
+        return int(min(last, self._floor(first + slots)) - first)
 
-    def begin(self, node: int, resident: int) -> int:
-        """Return the place at which the cache of a node begins that keeps ``resident`` blocks."""
-        first, last = self._parts[node : node + 2].tolist()
-        return int(first if resident <= last - first else (last - resident) % self.blocks)
+    def window(self, node: int, slots: int) -> tuple[int, int]:
+        """Return at which position the cache of a node begins that has ``slots`` slots, and how many samples it keeps."""
+        if slots >= self.dataset_len:
+            return 0, self.dataset_len
+        first, last = self.bounds[node : node + 2].tolist()
+        if slots <= last - first:
+            return first, self.head(node, slots)
+        begin = self._ceil((last - slots) % self.dataset_len) % self.dataset_len
+        return begin, (last - begin) % self.dataset_len
 
 
-class BlockOrdering:
-    """An `Ordering` of blocks of varying size: a table of blocks takes the place of arithmetic.
+class BlockOrdering(Ordering):
+    """An `Ordering` of blocks of varying size: a table of blocks takes the place of arithmetic."""
 
-    Attributes:
-        bounds: as in `Ordering`. They are beginnings of blocks.
-        block_bounds: the index of the first sample of each block, and the number of samples.
-        order: the blocks in their order.
-        begins: the position of the first sample of each block in that order, and the number of samples.
-    """
-
-    def __init__(self, placement: Placement) -> None:
-        assert isinstance(placement.unit, BlockBounds)  # else see Ordering
-        bounds = self.block_bounds = placement.unit.bounds
+    def _arrange(self, unit: Any, scattered: bool) -> bool:
+        bounds = self._bounds_of_blocks = unit.bounds
         count = len(bounds) - 1
-        self.order = np.arange(count)
-        if placement.order == "scattered":
-            self.order = np.argsort(self.order * _spread(count) % count)
-        self.begins = np.append(0, np.cumsum(np.diff(bounds)[self.order]))
+        self._order = np.arange(count)
+        if scattered:
+            self._order = np.argsort(self._order * _spread(count) % count)
+        self._begins = np.append(0, np.cumsum(np.diff(bounds)[self._order]))  # the position of each block in that order
         self._gaps = np.empty(count, np.int64)  # by block: position less index of its samples
-        self._gaps[self.order] = self.begins[:-1] - bounds[self.order]
-        ideal = np.array([node * int(bounds[-1]) // placement.nodes for node in range(placement.nodes + 1)])
-        self.bounds = self.begins[np.searchsorted(self.begins, ideal, side="right") - 1]
+        self._gaps[self._order] = self._begins[:-1] - bounds[self._order]
+        return scattered
 
-    def positions(self, indices: Any) -> Any:
-        """Return the positions of samples, an int64 array of indices."""
-        return indices + self._gaps[self.block_of(indices)]
+    def position(self, begin: int, idx: int) -> int:
+        """See `Ordering`."""
+        idx = operator.index(idx)
+        return (idx + int(self._gap_of(idx)) - begin) % self.dataset_len
 
-    def samples(self, positions: Any) -> Any:
-        """Return the indices of the samples at ``positions``, an int64 array."""
-        return positions - self._gaps[self.order[np.searchsorted(self.begins, positions, side="right") - 1]]
+    def positions(self, indices: _Indices, begin: int = 0) -> Any:
+        """See `Ordering`."""
+        return (indices + self._gap_of(indices) - begin) % self.dataset_len
 
-    def block_of(self, indices: Any) -> Any:
-        """Return the block of a sample, or of an array of samples."""
-        return np.searchsorted(self.block_bounds, indices, side="right") - 1
+    def samples(self, positions: _Indices) -> Any:
+        """See `Ordering`."""
+        return positions - self._gaps[self._order[np.searchsorted(self._begins, positions, side="right") - 1]]
 
-    def head(self, node: int, slots: int) -> int:
-        """Return how many samples at the beginning of a node's part are in a cache with ``slots`` slots."""
-        first, last = self.bounds[node : node + 2].tolist()
-        whole = int(self.begins[np.searchsorted(self.begins, first + slots, side="right") - 1])
-        return int(min(last, whole) - first)
+    def _gap_of(self, indices: Any) -> Any:
+        return self._gaps[np.searchsorted(self._bounds_of_blocks, indices, side="right") - 1]
 
-    def begin(self, node: int, slots: int) -> int:
-        """Return the place at which the cache of a node begins that has ``slots`` slots."""
-        first, last = self.bounds[node : node + 2].tolist()
-        slots = min(slots, int(self.begins[-1]))
-        position = first if slots <= last - first else (last - slots) % int(self.begins[-1])
-        return int(np.searchsorted(self.begins[:-1], position)) % max(1, len(self.order))
+    def _floor(self, positions: Any) -> Any:
+        return self._begins[np.searchsorted(self._begins, positions, side="right") - 1]
+
+    def _ceil(self, position: int) -> int:
+        return int(self._begins[np.searchsorted(self._begins, position)])
 
 
-def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency | BlockResidency":
+def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency":
     """Return which of ``dataset_len`` samples are resident in ``slots`` slots, and in which slot, by a placement.
 
     Raises:
@@ -212,75 +233,34 @@ def residency(placement: Placement, dataset_len: int, slots: int) -> "Residency 
     """
     if slots >= dataset_len:  # slot = index
         placement = Placement("prefix", placement.unit)
-    ordering = ordering_of(placement, dataset_len)
-    if isinstance(ordering, Ordering):
-        return Residency(ordering, placement.node, dataset_len, slots)
-    return BlockResidency(ordering, placement.node, dataset_len, slots)
+    return Residency(ordering_of(placement, dataset_len), placement.node, slots)
 
 
 class Residency:
-    """The resident samples of an ordering: up to ``slots`` samples, whole blocks, from a node's place on."""
+    """The resident samples of an ordering: up to ``slots`` samples, whole blocks, from a node's position on.
 
-    def __init__(self, ordering: Ordering, node: int, dataset_len: int, slots: int) -> None:
-        self.dataset_len, self.slot_count, self._ordering = dataset_len, slots, ordering
-        self._unit, self._full, self._factor, self._blocks = ordering.unit, ordering.full, ordering.factor, ordering.blocks
-        self._resident = self._blocks if slots >= dataset_len else slots // self._unit
-        self._shift = ordering.begin(node, self._resident)
-        self.identity = self._factor == 1 and self._shift == 0
-        """Whether the slot of a resident sample is its index."""
+    Attributes:
+        identity: whether the slot of a resident sample is its index.
+        slot: returns the slot of a resident sample.
+    """
 
-    def slot(self, idx: int) -> int:
-        """Return the slot of a resident sample."""
-        block, offset = divmod(operator.index(idx), self._unit)
-        if block < self._full:
-            block = block * self._factor % self._full
-        return (block - self._shift) % self._blocks * self._unit + offset
+    slot: Callable[[int], int]
 
-    def slots(self, indices: Any) -> Any:
-        """Return the slots of resident samples. Both are int64 arrays or tensors."""
-        if self.identity:
-            return indices
-        block, offset = self._positions(indices)
-        return block * self._unit + offset
+    def __init__(self, ordering: Ordering, node: int, slots: int) -> None:
+        self.dataset_len, self.slot_count, self._ordering = ordering.dataset_len, slots, ordering
+        self._begin, self._count = ordering.window(node, slots)
+        self.identity = ordering.in_line and self._begin == 0
+        self.slot = partial(ordering.position, self._begin)
 
-    def resident(self, indices: Any) -> Any:
-        """Return which samples of an int64 tensor or array are resident, as bools."""
-        return self._positions(indices)[0] < self._resident
+    def slots(self, indices: _Indices) -> _Indices:
+        """Return the slots of resident samples."""
+        slots: _Indices = indices if self.identity else self._ordering.positions(indices, self._begin)
+        return slots
 
-    def _positions(self, indices: Any) -> tuple[Any, Any]:
-        block, offset = self._ordering.places(indices // self._unit), indices % self._unit
-        if self._shift:
-            block = (block - self._shift) % self._blocks
-        return block, offset
-
-
-class BlockResidency:
-    """A `Residency` of blocks of varying size: the blocks from a node's place on, as long as they fit."""
-
-    def __init__(self, ordering: BlockOrdering, node: int, dataset_len: int, slots: int) -> None:
-        self.dataset_len, self.slot_count, self._block_of = dataset_len, slots, ordering.block_of
-        self.identity = slots >= dataset_len
-        begin = ordering.begin(node, slots)
-        order, sizes = np.roll(ordering.order, -begin), np.roll(np.diff(ordering.begins), -begin)
-        ends = np.cumsum(sizes)
-        self._resident = np.zeros(len(order), bool)
-        self._resident[order] = ends <= slots
-        self._base = np.empty(len(order), np.int64)  # by block: slot less index of its samples
-        self._base[order] = ends - sizes - ordering.block_bounds[order]
-
-    def slot(self, idx: int) -> int:
-        """Return the slot of a resident sample."""
-        idx = operator.index(idx)
-        return idx + int(self._base[self._block_of(idx)])
-
-    def slots(self, indices: Any) -> Any:
-        """Return the slots of resident samples. Both are int64 arrays or tensors."""
-        gaps = self._base[self._block_of(np.asarray(indices))]
-        return indices + (torch.from_numpy(gaps) if isinstance(indices, Tensor) else gaps)
-
-    def resident(self, indices: Any) -> Any:
-        """Return which samples of an int64 tensor or array are resident, as a bool tensor."""
-        return torch.from_numpy(self._resident[self._block_of(np.asarray(indices))])
+    def resident(self, indices: _Indices) -> NDArray[np.bool_]:
+        """Return which samples are resident."""
+        resident: NDArray[np.bool_] = self._ordering.positions(indices, self._begin) < self._count
+        return resident
 
 
 def _spread(n: int) -> int:

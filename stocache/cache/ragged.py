@@ -10,10 +10,10 @@ from stocache.cache.arena import Arena
 from stocache.cache.base import SampleCache
 from stocache.cache.options import RECORDS, SHARING, CacheOptions, shows_options, take_options
 from stocache.cache.records import RecordStore, control_bytes
+from stocache.cache.stats import OOB
 from stocache.samples.indices import check_len
 from stocache.shm.named import Identity
 from stocache.shm.segment import Segment
-from stocache.system.limits import format_size
 
 _T = TypeVar("_T", default=Any)  # the samples
 
@@ -85,7 +85,9 @@ class RaggedCache(SampleCache[_T]):
         self._options: CacheOptions = options
         self.may_admit_later = options.admission == "cost"
         self._records = RecordStore(segment, dataset_len, options)
-        self._share(segment, dataset_len, self._records, "samples of any size", format_size(segment.data_bytes))
+        self._share(segment, dataset_len, self._records, "samples of any size")
+        if segment.data_bytes == 0:
+            self._aux.fill_(OOB)
 
     @property
     def codec(self) -> str | None:

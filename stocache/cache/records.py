@@ -180,10 +180,10 @@ class RecordStore(SampleStore):
 
     def clear(self) -> None:
         """Free all room. The costs of the samples stay known."""
+        np.asarray(self._states).fill(EMPTY if self._segment.data_bytes else OOB)
         self.arena.clear()
         if self._admission is not None:
             self._admission.clear()
-        np.asarray(self._states).fill(EMPTY if self._segment.data_bytes else OOB)
         self._segment.extents.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:

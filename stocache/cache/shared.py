@@ -140,8 +140,7 @@ class SharedCache(SampleCache[_T]):
         self._structure, self._placement, self._slots = structure, placement, capacity
         capacity = 0 if segment.backing == "none" else capacity  # as in a process that cannot have the memory of this one
         self._columns = SlotArrays(structure, segment, residency(placement, dataset_len, capacity))
-        room = f"{capacity} ({format_size(capacity * structure.nbytes)})"
-        self._share(segment, dataset_len, self._columns, str(structure), room)
+        self._share(segment, dataset_len, self._columns, str(structure))
 
     def settle(self) -> int:
         """Return the bytes that this cache may have."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.columns import ALIGNMENT, LARGE_VALUE, SCATTERED, Column, as_bytes, is_contiguous, make_column
-from stocache.cache.placement import BlockResidency, Residency
-from stocache.cache.stats import EMPTY, FILLS, REFUSED
+from stocache.cache.placement import Residency
+from stocache.cache.stats import EMPTY, FILLS, REFUSED, SET
 from stocache.cache.store import SampleStore
 from stocache.errors import SampleError
 from stocache.samples.spec import Structure
@@ -44,7 +44,7 @@ class SlotArrays(SampleStore):
     load: Callable[[int, bool], Any]
     encode: Callable[[Any, str], list[Any]]
 
-    def __init__(self, structure: Structure, segment: Segment, residency: Residency | BlockResidency) -> None:
+    def __init__(self, structure: Structure, segment: Segment, residency: Residency) -> None:
         self._structure, self.segment, self._residency = structure, segment, residency
         self._states = segment.control[: residency.dataset_len]
         leaves, slots = structure.leaves, residency.slot_count
@@ -149,7 +149,9 @@ class SlotArrays(SampleStore):
         return any(self.segment.extents.refused(at + slot * nbytes, at + (slot + 1) * nbytes) for at, nbytes in self.places)
 
     def clear(self) -> None:
-        """Zero all slots."""
+        """See `SampleStore`. All slots are zeroed."""
+        states = np.asarray(self._states)
+        states[states == SET] = EMPTY
         self.segment.extents.clear()
 
     def amounts(self, filled: int) -> dict[str, int]:

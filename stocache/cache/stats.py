@@ -87,11 +87,6 @@ class CacheStats:
         return flat_numbers(prefix, self, rates)
 
     @property
-    def hit_bytes(self) -> int:
-        """Bytes of the samples that were served, each counted as `slot_bytes`."""
-        return self.hits * self.slot_bytes
-
-    @property
     def filled_bytes(self) -> int:
         """Bytes of the cached samples."""
         return self.filled * self.slot_bytes

@@ -65,7 +65,10 @@ class SampleStore(Protocol):
         return True
 
     def clear(self) -> None:
-        """Drop all samples. No process writes, and no sample is set."""
+        """Drop all samples: their states first, so that a kill leaves no state of a sample that is gone. No process writes."""
 
     def amounts(self, filled: int) -> dict[str, int]:
-        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples."""
+        """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples.
+
+        And ``reserved_bytes``, if they are not those of the segment.
+        """

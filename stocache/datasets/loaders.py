@@ -314,7 +314,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
     bounds = np.append(0, np.cumsum(np.ceil(record_bytes).astype(np.int64)))
     room = max(0, cache.stats().capacity_bytes - shared)
     chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room)
-    return np.asarray(chosen.resident(bounds[:-1]), bool)
+    return chosen.resident(bounds[:-1])
 
 
 def admission_unit(dataset: object) -> int | BlockBounds | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
 from stocache.cache.columns import as_bytes
-from stocache.datasets.batches import BatchSpec, LazyBatch, BatchRows
+from stocache.datasets.batches import BatchRows, BatchSpec, LazyBatch
 from stocache.datasets.view import DatasetView
 from stocache.samples.indices import as_array, length_of
 from stocache.system.objects import get_many_of

@@ -87,8 +87,6 @@ class Wrapper:
         self._splits = samples.split and self._unit is None and probes and length > 0 and self._stream is None
         if not isinstance(samples.probe, int) or samples.probe < 0:
             raise LimitError(f"probe={samples.probe!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
-        if samples.split not in (True, False, "straight"):
-            raise LimitError(f"split={samples.split!r} is unknown. Use True, False or 'straight'.")
         splits = samples.split and samples.probe and samples.example is None and self._unit is None
         if samples.store == "encoded" and not splits:
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")

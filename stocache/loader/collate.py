@@ -1,6 +1,7 @@
 """Make the batches of a DataLoader: in worker processes into the ring, or in this process into memory of a pool."""
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,12 +13,12 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
 from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
-from stocache.loader.sample_seed import SampleSeed, is_pure, seed_here
+from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads.info import worker_info
 from stocache.loader.workers.requests import count_samples
 from stocache.observe.recording.record import HAND_OVER_NS, TimingRow, row_here
 from stocache.shm.pool import Pool, keep_freed_memory
-from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, BatchHandle, Ring, fallback
+from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, RemoteCall, Ring, fallback
 from stocache.system.spans import COLLATE, span
 
 _clock_ns = time.perf_counter_ns
@@ -38,7 +39,7 @@ def stacks(collate_fn: object) -> bool:
 
 
 class RingCollate:
-    """The collate function of worker processes: it writes a batch into the ring, and returns a handle.
+    """The collate function of worker processes: it writes a batch into the ring, and returns a message.
 
     Args:
         collate_fn: the user's collate function.
@@ -51,7 +52,7 @@ class RingCollate:
         self._ring, self._iteration = ring, iteration
 
     def __call__(self, samples: object) -> Any:
-        """Return the handle to send for a list of samples, or for a `LazyBatch`."""
+        """Return the message to send for a list of samples, or for a `LazyBatch`."""
         keep_freed_memory()
         row = row_here()
         if row is None:
@@ -62,13 +63,12 @@ class RingCollate:
             batch, pack = self._collate(samples)
         collated_ns = _clock_ns()
         row.add_batch(made_ns, loaded_ns, collated_ns)
-        handle = pack(batch)
-        packing_ns = _clock_ns() - collated_ns
-        if not handle.note_packing(packing_ns):
-            row.add(HAND_OVER_NS, packing_ns)
-        return handle
+        message = pack(batch)
+        if message.function is pickle.loads:  # a small batch: the receiver does not note how long it took to pack
+            row.add(HAND_OVER_NS, _clock_ns() - collated_ns)
+        return message
 
-    def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], BatchHandle]]:
+    def _collate(self, samples: Any) -> tuple[Any, Callable[[Any], RemoteCall]]:
         """Return the batch, and a function that packs it."""
         extend_default_collate()
         lane = self._ring.lane(self._iteration)
@@ -92,26 +92,17 @@ class ThreadCollate:
 
     Args:
         collate_fn, stacking: as for `RingCollate`.
-        batched: whether the loader makes batches of samples.
-        sample_seed: seeds the generators of the thread for a ``collate_fn`` of the user; None does not.
+        pool: memory for the tensors.
 
     Attributes:
         is_pure: whether it may be called for any batch, by any thread.
     """
 
-    def __init__(
-        self,
-        collate_fn: Callable[[list[Any]], object],
-        stacking: bool,
-        batched: bool,
-        pool: Pool,
-        sample_seed: SampleSeed | None,
-    ) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], object], stacking: bool, pool: Pool) -> None:
         extend_default_collate()
-        self._collate_fn, self._batched, self._pool = collate_fn, batched, pool
+        self._collate_fn, self._pool = collate_fn, pool
         self.is_pure = is_pure(collate_fn)
         self._stacking = stacking and self.is_pure
-        self._sample_seed = None if self.is_pure else sample_seed
 
     def __call__(self, samples: Any) -> Any:
         """Return the batch of a list of samples, or of a `LazyBatch`."""
@@ -119,8 +110,6 @@ class ThreadCollate:
             return _gather(samples, self._pool)
         if self._stacking and stacks(self._collate_fn):
             return collate(samples, collate_fn_map=default_collate_fn_map | {Tensor: partial(_stack, self._pool.empty)})
-        if self._sample_seed is not None:
-            seed_here(self._sample_seed.of_batch(self._batched), self._sample_seed.hooks)
         return self._collate_fn(samples)
 
     def gather(self, lazy: LazyBatch, sizes: list[int]) -> list[Any] | None:

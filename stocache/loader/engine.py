@@ -3,7 +3,7 @@
 NOTE [ How torch's DataLoader is used ]
     `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from another
     loader, an `_IteratedLoader`, which has these arguments, some of them replaced. ``collate_fn`` becomes `RingCollate`, which
-    writes the batch into the ring and returns a handle; or `ThreadCollate`, if the workers are threads. The sampler becomes
+    writes the batch into the ring and returns a message; or `ThreadCollate`, if the workers are threads. The sampler becomes
     `Order`, which can be resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``,
     any dataset becomes a `SeededDataset`. Datasets that have a state get the wrappers of workers/states.py. The
     `_IteratedLoader` overrides torch's private ``_get_iterator``: it makes subclasses of torch's iterators. More private names
@@ -25,12 +25,14 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.failing import Failures, Guard, guarded
+from stocache.datasets.failing import Guard, guarded
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.errors import LimitError
 from stocache.loader.collate import MainCollate, RingCollate, ThreadCollate, stacks
@@ -38,14 +40,14 @@ from stocache.loader.epochs import EpochLog, LoaderStats, RunningEpoch
 from stocache.loader.iteration import Iteration, LateIteration
 from stocache.loader.order import Order, Progress, known_length, samplers_in
 from stocache.loader.resumable import ResumableEngine
-from stocache.loader.sample_seed import SampleSeed, SeededDataset, as_sample_seed, is_pure, seeded
+from stocache.loader.sample_seed import SampleSeed, as_sample_seed, is_pure, seeded
 from stocache.loader.samplers.locality import LocalityDistributedSampler
 from stocache.loader.thread_iterator import ThreadIterator
 from stocache.loader.threads import METHODS
 from stocache.loader.torch_iterators import AheadIterator, MainIterator, ProcessIterator, with_quick_queues
 from stocache.loader.worker_group import WorkerGroup, try_to_start
 from stocache.loader.workers.requests import RequestContext
-from stocache.observe.recording.record import TimingRecord
+from stocache.observe.recording.record import HAND_OVER_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
 from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
 from stocache.system.limits import parse_size
@@ -56,7 +58,6 @@ from stocache.system.ranks import ranks_here
 from stocache.system.walking import through_subsets, walk
 
 if TYPE_CHECKING:  # without ``device`` nothing of a GPU is imported
-    from stocache.loader.choice.choice import MethodTrial
     from stocache.loader.device.batches import DeviceStage
 
 logger = logging.getLogger("stocache")
@@ -105,7 +106,11 @@ class LoaderEngine(ResumableEngine):
         if worker_method not in (None, *METHODS):
             raise ValueError(f"worker_method must be one of {', '.join(map(repr, METHODS))}, got {worker_method!r:.100}")
         self.worker_method = worker_method or self._default_method()
-        self._trial: MethodTrial | None = None  # of worker_method="auto"
+        if isinstance(loader.dataset, IterDataPipe | MapDataPipe):
+            if worker_method == "thread":
+                logger.warning("worker_method='thread' has no effect: a graph of DataPipes needs worker processes.")
+            self.worker_method = "multiprocessing"
+        self._chosen_method: str | None = None  # by worker_method="auto"
         if device is not None:
             from stocache.loader.device.cuda import as_device  # here: few loaders need a GPU
 
@@ -142,12 +147,12 @@ class LoaderEngine(ResumableEngine):
         self._promised = self._loaded is not None
         if self._loaded is None:
             self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
-        loader, epochs = self.loader, order.epochs(every=True)
+        loader, epochs = self.loader, order.epochs()
         return LateIteration(lambda: engine_of(loader).begin(epochs))  # it holds the loader, which may have no other holder
 
     def begin(self, epochs: list[int | None] | None = None) -> "Iteration":
         """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `LateIteration`."""
-        if epochs is not None and epochs != self._order().epochs(every=True):
+        if epochs is not None and epochs != self._order().epochs():
             self._leave_resumed_epoch()
         progress = self._next_progress()
         if self._worker_group is not None and (self._worker_group.is_unfit or getattr(self.loader._iterator, "ended", False)):
@@ -175,9 +180,12 @@ class LoaderEngine(ResumableEngine):
             length = known_length(self._index_source)
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
+        source = batches
         if self._stage is not None:
-            batches = self._stage.delivered(batches)
-        return Iteration(batches, progress, group, self._worker_states, self._in_order, epoch, self.log)
+            from stocache.loader.device.batches import DeviceBatches
+
+            source = DeviceBatches(batches, self._stage)
+        return Iteration(batches, source, progress, group, self._worker_states, self._in_order, epoch, self.log)
 
     def _begin_epoch(self) -> RunningEpoch:
         persistent = bool(self.loader.num_workers and self.loader.persistent_workers)
@@ -203,9 +211,7 @@ class LoaderEngine(ResumableEngine):
         if self._guard is not None:
             self.log.guard = self._guard
             self._guard.epoch, dataset = self._epoch or 0, guarded(dataset, self._guard)
-        if seed is not None and self._uses_threads:
-            dataset = SeededDataset(dataset, seed, lazy is not None)
-        elif seed is not None:
+        if seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, batched)
         replaced: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
         if self.device is not None:
@@ -221,10 +227,11 @@ class LoaderEngine(ResumableEngine):
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
         else:
             order.context = RequestContext(ring, iteration, arrays=lazy is not None, epoch=self._epoch)
-            collate = ThreadCollate(collate_fn, stacking, batched, self._pool, seed)
-        if ring is not None:
-            ring.record = self.record
-            collate = RingCollate(collate_fn, stacking, ring, iteration)
+            if ring is None:
+                collate = ThreadCollate(collate_fn, stacking, self._pool)
+            else:
+                ring.record, ring.note_hand_over = self.record, partial(self.record.main.add_later, HAND_OVER_NS)
+                collate = RingCollate(collate_fn, stacking, ring, iteration)
         replaced |= self._with_states(dataset, collate)
         if ring is None:
             return self._torch_iterator(order, progress, replaced), WorkerGroup(order, persistent=loader.persistent_workers)
@@ -246,14 +253,15 @@ class LoaderEngine(ResumableEngine):
         """Return "thread" or "multiprocessing" for the workers of the next iterator."""
         if self.worker_method != "auto":
             return self.worker_method
-        from stocache.loader.choice.choice import MethodTrial, choose_method
-        from stocache.loader.choice.measure import Study
+        if self._chosen_method is None:
+            from stocache.loader.choice.choice import choose_method
+            from stocache.loader.choice.measure import Study
 
-        loader, seed = self.loader, self.sample_seed
-        tried = (loader.num_workers,), (loader.batch_size,), ("multiprocessing", "thread")
-        study = Study(self._make_loader, *tried, collate_fn=loader.collate_fn)
-        self._trial = self._trial or MethodTrial(study, self._start_method == "fork")
-        return choose_method(self.source, seed is not None and bool(seed.hooks), self._trial)
+            loader, hooks = self.loader, self.sample_seed is not None and bool(self.sample_seed.hooks)
+            tried = (loader.num_workers,), (loader.batch_size,), ("multiprocessing", "thread")
+            study = Study(self._make_loader, *tried, collate_fn=loader.collate_fn)
+            self._chosen_method = choose_method(self.source, hooks, study, self._start_method == "fork")
+        return self._chosen_method
 
     def _open_device(self, lazy: Any) -> None:
         """Have batches delivered on the device; cached samples are gathered there if the dataset has lazy batches for it."""
@@ -325,15 +333,27 @@ class LoaderEngine(ResumableEngine):
 
     def stats(self) -> LoaderStats:
         """Return the counts and times of the loader so far."""
+        counted = (self._record or TimingRecord(0, shared=False)).read()
+        times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
         is_open = any(not cached.cache.closed for cached in self._cached_datasets)
-        device = None if self._stage is None else self._stage.stats()
-        return LoaderStats.of(self._record, self._ring, self.log.epochs(), is_open, device, self._failures)
-
-    @property
-    def _failures(self) -> Failures | None:
-        """The failures of the loader's samples, or of its first cached dataset."""
+        ring, epochs = self._ring, self.log.epochs()
         guards = [self._guard, *(cached._guard for cached in self._cached_datasets)]
-        return next((guard.failures for guard in guards if guard is not None), None)
+        retried, failed = next((guard.failures.counts() for guard in guards if guard is not None), (0, ()))
+        return LoaderStats(
+            batches=times["wait"].count,
+            waited_s=counted.sum(WAIT_NS) / 1e9,
+            ring=0 if ring is None else ring.received,
+            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
+            ring_bytes=0 if ring is None else ring.nbytes,
+            hit_rate=max(0, samples - times["load"].count) / max(1, samples) if is_open else None,
+            ring_occupancy=None if ring is None else ring.occupancy,
+            device=None if self._stage is None else self._stage.stats(),
+            epochs=epochs,
+            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
+            retried=retried,
+            failed=failed,
+            **times,
+        )
 
     @property
     def _cached_datasets(self) -> list[CachedDataset]:

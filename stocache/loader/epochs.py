@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stocache.cache.base import SampleCache
 from stocache.cache.shared import SharedCache
 from stocache.datasets.cached import CachedDataset
-from stocache.datasets.failing import Failures, Guard
+from stocache.datasets.failing import Guard
 from stocache.datasets.proxy import rest_of_cut
 from stocache.observe.recording.epochs import EpochStats
 from stocache.observe.recording.histogram import EMPTY_DISTRIBUTION, Distribution
@@ -73,35 +73,6 @@ class LoaderStats:
     verdict: Verdict | None = None
     retried: int = 0
     failed: tuple[int, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        record: TimingRecord | None,
-        ring: Ring | None,
-        epochs: tuple[LoaderEpochStats, ...],
-        is_open: bool,
-        device: "DeviceStats | None",
-        failures: "Failures | None" = None,
-    ) -> "LoaderStats":
-        """Return the statistics of a loader. ``is_open``: whether it has an open cache."""
-        counted = (record or TimingRecord(0, shared=False)).read()
-        times, samples = counted.distributions(), counted.sum(SAMPLES_MADE)
-        return cls(
-            batches=times["wait"].count,
-            waited_s=counted.sum(WAIT_NS) / 1e9,
-            ring=0 if ring is None else ring.received,
-            fallbacks={} if ring is None else {reason: count for reason, count in ring.fallbacks.items() if count},
-            ring_bytes=0 if ring is None else ring.nbytes,
-            hit_rate=max(0, samples - times["load"].count) / max(1, samples) if is_open else None,
-            ring_occupancy=None if ring is None else ring.occupancy,
-            device=device,
-            epochs=epochs,
-            retried=0 if failures is None else failures.retried,
-            failed=() if failures is None else failures.indices(),
-            verdict=next((epoch.verdict for epoch in reversed(epochs) if epoch.complete), None),
-            **times,
-        )
 
     def flat(self, prefix: str = "loader") -> dict[str, float]:
         """Return all numbers in one dict, for W&B, MLflow, TensorBoard or Lightning's ``log_dict``.

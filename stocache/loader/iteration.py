@@ -1,7 +1,7 @@
 """The iterator over the batches of a `DataLoader` that the user gets."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,13 @@ from stocache.system.spans import WAIT, span
 
 @dataclass(eq=False, repr=False)
 class Iteration:
-    """An iterator over batches that counts them, and explains the deaths of workers."""
+    """An iterator over batches that counts them, and explains the deaths of workers.
 
-    _batches: Iterator[Any]
+    It has the attributes of torch's iterator (``_batches``). The batches come from ``_source``: from there, or from a GPU.
+    """
+
+    _batches: Any
+    _source: Any
     _progress: Progress
     _worker_group: WorkerGroup
     _worker_states: WorkerStates
@@ -39,7 +43,7 @@ class Iteration:
         return getattr(self._batches, name)  # attributes of torch's iterator
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # torch's iterators have a length
+        return len(self._batches)
 
     def __next__(self) -> Any:
         group, began, before = self._worker_group, time.perf_counter_ns(), None
@@ -76,7 +80,7 @@ class Iteration:
             if self._own_row is not None:
                 record_here(before)
         ended = time.perf_counter_ns()
-        self._epoch.note_batch(ended, ended - began, getattr(self._batches, "last_worker", None))
+        self._epoch.note_batch(ended, ended - began, getattr(self._source, "last_worker", None))
         group.busy = False
         return batch
 
@@ -85,7 +89,7 @@ class Iteration:
         while True:
             if self._worker_group.ring is not None:
                 self._worker_group.ring.reap()
-            batch = next(self._batches)
+            batch = next(self._source)
             if type(batch) is not StateBatch:
                 self._progress.deliver()
                 return batch

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -34,7 +33,7 @@ from torch.utils.data import (
 from stocache.errors import StateError
 from stocache.loader.samplers.block import BlockSampler, ResumableSampler
 from stocache.loader.samplers.locality import LocalityDistributedSampler
-from stocache.loader.workers.requests import BatchRequest, EpochIndices, RequestContext
+from stocache.loader.workers.requests import EpochIndices, RequestContext, request
 from stocache.system import generators as rng
 from stocache.system.objects import has_state, rest_of, takes_epoch
 from stocache.system.state import equal_states
@@ -73,6 +72,7 @@ class Progress:
         sample_epoch: the epoch from which samples are seeded; None without ``sample_seed``.
         skip_rng_draw: whether creating this iterator must not advance the generators, because it replaces an existing one.
         workers_made: states of the generators when the workers were made that this iterator's workers replace.
+        asked_for: the numbers of batches that are not delivered, and the states of the samplers after them, if any has one.
     """
 
     delivered: int = 0
@@ -90,11 +90,7 @@ class Progress:
     sample_epoch: int | None = None
     skip_rng_draw: bool = False
     workers_made: dict[str, Any] | None = None
-    _asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)  # batches, and the samplers' states after them
-
-    def drew(self, number: int, states: list[Any]) -> None:
-        """Note the states of the samplers after they gave the batch ``number``."""
-        self._asked_for.append((number, states))
+    asked_for: deque[tuple[int, list[Any]]] = field(default_factory=deque)
 
     def deliver(self, number: int | None = None) -> None:
         """Note that a batch was delivered: the next one, or ``number``."""
@@ -105,8 +101,8 @@ class Progress:
                 self.delivered += 1
         else:
             self.ahead.add(number)
-        while self._asked_for and self._asked_for[0][0] < self.delivered:
-            self.now = self._asked_for.popleft()[1]
+        while self.asked_for and self.asked_for[0][0] < self.delivered:
+            self.now = self.asked_for.popleft()[1]
 
 
 @dataclass
@@ -170,23 +166,20 @@ class Order:
             yield None  # after it skipped the delivered batches
         resumed = frozenset(progress.ahead)
         tracked = self._tracked(indices)
-        for index in self._noting_errors(chain(head, rest_of(indices))):
-            if tracked:
-                progress.drew(number, _states_of(tracked))
-            if number not in resumed:
-                yield self._request(progress, number, index)
-            number += 1
-
-    def _noting_errors(self, indices: Iterator[object]) -> Iterator[Any]:
         try:
-            yield from indices
+            for index in chain(head, rest_of(indices)):
+                if tracked:
+                    progress.asked_for.append((number, _states_of(tracked)))
+                if number not in resumed:
+                    yield self._request(progress, number, index)
+                number += 1
         except Exception as error:
             self.error = error
             raise
 
     def _request(self, progress: Progress, number: int, index: Any) -> Any:
         if self.context is not None:
-            return BatchRequest(self.context, number, index, progress.sample_epoch)
+            return request(self.context, number, index, progress.sample_epoch)
         return index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
 
     def _skip(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
@@ -244,15 +237,9 @@ class Order:
         ]
         return states or None
 
-    def epochs(self, every: bool = False) -> list[int | None]:
-        """Return the epoch of each sampler; None for those that do not have ``set_epoch``, or keep it in their state.
-
-        ``every``: also of those that keep it in their state.
-        """
-        return [
-            epoch_of(sampler) if every or not isinstance(sampler, ResumableSampler) else None
-            for sampler in samplers_in(self.sampler)
-        ]
+    def epochs(self) -> list[int | None]:
+        """Return the epoch of each sampler; None for those that do not have ``set_epoch``."""
+        return list(map(epoch_of, samplers_in(self.sampler)))
 
     @property
     def may_run_ahead(self) -> bool:
@@ -299,7 +286,7 @@ def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:
         and (BatchSampler.__iter__, RandomSampler.__iter__) == _ITERS
         and inner.generator is None
         and not inner.replacement
-        and len(inner.data_source)
+        and inner.num_samples == len(inner.data_source) > 0
     ):
         return _shuffled(sampler, inner, as_arrays)
     return iter(sampler)
@@ -311,18 +298,15 @@ _ITERS = BatchSampler.__iter__, RandomSampler.__iter__
 def _shuffled(sampler: BatchSampler, inner: RandomSampler, as_arrays: bool) -> Iterator[Any]:
     generator = torch.Generator()
     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    rest, drop_last, size = np.empty(0, np.int64), sampler.drop_last, sampler.batch_size
-    count = len(inner.data_source)
-    for first in range(0, inner.num_samples, count):
-        order = torch.randperm(count, generator=generator, device="cpu").numpy()[: inner.num_samples - first]
-        order = np.concatenate((rest, order)) if len(rest) else order
-        begin = 0
-        while 0 < (size := size if drop_last else sampler.batch_size) <= len(order) - begin:  # the user may set it at any time
-            yield order[begin : begin + size] if as_arrays else order[begin : begin + size].tolist()
-            begin += size
-        rest = order[begin:]
-    if len(rest) and not drop_last:
-        yield rest if as_arrays else rest.tolist()
+    order = torch.randperm(len(inner.data_source), generator=generator, device="cpu").numpy()
+    begin, drop_last, size = 0, sampler.drop_last, sampler.batch_size
+    while True:
+        size = size if drop_last else sampler.batch_size  # which the user may set at any time
+        batch = order[begin : begin + size]
+        if len(batch) < (size if drop_last else 1):
+            return
+        yield batch if as_arrays else batch.tolist()
+        begin += size
 
 
 def _states_of(values: list[Any]) -> list[Any]:

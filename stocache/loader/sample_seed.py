@@ -10,7 +10,6 @@ NOTE [ Seeding samples ]
     Without worker processes, the user's own numbers come from the same generators. So they are set back after each batch.
 """
 
-import inspect
 import operator
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from types import FunctionType
 from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
@@ -124,23 +122,10 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
 def is_pure(collate_fn: object) -> bool:
     """Whether a collate function draws no random numbers.
 
-    That is known of those of torch, if the user has not extended them, of ``list`` and ``tuple``, and of functions that only
-    return the samples, or the first one.
+    That is known of those of torch, if the user has not extended them, and of ``list`` and ``tuple``.
     """
     is_of_torch = collate_fn in _PURE and all(map(only_collates, default_collate_fn_map.values()))
-    return is_of_torch or collate_fn in (list, tuple) or _code_of(collate_fn) in _PURE_CODE
-
-
-def _code_of(function: Any) -> tuple[object, ...] | None:
-    """Return the code of a function of one argument, to compare it; None of anything else."""
-    code = function.__code__ if type(function) is FunctionType else None
-    if code is None or (code.co_argcount, code.co_kwonlyargcount, code.co_flags & _VARIADIC) != (1, 0, 0):
-        return None
-    return code.co_code, code.co_consts[1:]  # without the docstring
-
-
-_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-_PURE_CODE = _code_of(lambda samples: samples), _code_of(lambda samples: samples[0])
+    return is_of_torch or collate_fn in (list, tuple)
 
 
 def seeded(dataset: Any, collate_fn: Any, sample_seed: SampleSeed, lazy: bool, batched: bool) -> tuple[Any, Any]:

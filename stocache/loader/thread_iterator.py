@@ -27,15 +27,12 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data import dataloader as torch_dataloader
-
 from stocache.errors import WorkerError
 from stocache.loader.thread_maker import ThreadMaker
 from stocache.loader.threads.batches import Batch, Group
-from stocache.loader.threads.crew import Crew, graph_lock
+from stocache.loader.threads.crew import Crew
 from stocache.loader.threads.workers import WorkerThreads
-from stocache.loader.torch_iterators import QuickIterator
+from stocache.loader.torch_iterators import BaseIterator, next_batch
 from stocache.observe.recording.gil import GilWatch
 
 _PATIENCE_S = 5.0  # for the beginning of the workers, and for running tasks when they are shut down
@@ -45,13 +42,18 @@ _GROUP_BYTES = 12 << 20  # of batches that are gathered together
 _MOST_IN_GROUP = 32
 
 
-class ThreadIterator(QuickIterator):
+class ThreadIterator(BaseIterator):  # type: ignore[misc]
     """An iterator over the batches of a DataLoader, made by threads; see NOTE [ Batches made by threads ].
 
     Args:
-        loader: torch's arguments, and a `LoaderEngine`. Its sampler yields a `BatchRequest` for each batch.
+        loader: torch's arguments, and a `LoaderEngine`. Its sampler yields a `ThreadRequest` for each batch.
+
+    Attributes:
+        last_worker: the number of the worker that made the last batch; None if the loop gathered it.
     """
 
+    __next__ = next_batch
+    last_worker: int | None = None
     _sampler_iter: Any
 
     def __init__(self, loader: Any) -> None:
@@ -60,27 +62,25 @@ class ThreadIterator(QuickIterator):
         self._in_order, self._ahead = getattr(loader, "in_order", True), count * loader.prefetch_factor
         self._runs_ahead = self._index_sampler.may_run_ahead
         self._most_planned = self._index_sampler.most_at_once if self._runs_ahead else 1
-        init = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            init = partial(torch_dataloader._sharding_worker_init_fn, init, self._world_size, self._rank)
-        parts = self._dataset, self._collate_fn, init
+        parts = self._dataset, self._collate_fn, loader.worker_init_fn
         has_hooks = engine.sample_seed is not None and bool(engine.sample_seed.hooks)
-        crew = Crew(count, parts, self._base_seed, self._shared_seed, has_hooks, engine.warned)
+        crew = Crew(count, parts, self._base_seed, has_hooks, engine.warned)
         self._crew, self._maker = crew, ThreadMaker(loader, crew, self._pin_memory_device if self._pin_memory else None)
         self._threads = WorkerThreads(count, crew.begin, crew.release_all, _PATIENCE_S)
         crew.tasks = self._threads.tasks
         self._reset(loader, first_iter=True)
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of its loader makes an iterator of its own
+
     def _reset(self, loader: object, first_iter: bool = False) -> None:
         if not first_iter:
             self.finish_epoch()
-        with graph_lock:  # torch seeds a graph of DataPipes, while threads may be preparing theirs
-            super()._reset(loader, first_iter)
+        super()._reset(loader, first_iter)
         if not first_iter:
-            self._maker.begin_epoch(self._shared_seed)
+            self._maker.begin_epoch()
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
         self._batches: dict[int, Batch] = {}  # those that were asked for, in order
-        self._asked = 0
         self._streams = islice(cycle(range(self._num_workers)), self._index_sampler.progress.turn, None)
         self._active = set(range(self._num_workers))
         self._group_size, self._loading = 1, 0  # batches
@@ -117,10 +117,8 @@ class ThreadIterator(QuickIterator):
         batches: list[Batch] = []
         try:
             while len(batches) < count and (stream := self._next_stream()) is not None:
-                worker = self._crew.workers[stream]
-                batch = Batch(self._crew, self._next_index(), self._asked, worker, self._maker.shares)
-                self._batches[self._asked] = batch
-                self._asked += 1
+                batch = Batch(self._crew, self._next_index(), self._crew.workers[stream], self._maker.shares)
+                self._batches[batch.number] = batch
                 batches.append(batch)
         except StopIteration:
             pass

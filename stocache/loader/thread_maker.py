@@ -63,13 +63,11 @@ class ThreadMaker:
             for worker in crew.workers:
                 worker.leave_collating(as_is)
 
-    def begin_epoch(self, shared_seed: int | None) -> None:
+    def begin_epoch(self) -> None:
         """Have the workers begin again."""
         for worker in self.crew.workers:
             worker.fetcher = None
             worker.undone.clear()
-            if shared_seed is not None:
-                worker.reseed(shared_seed)
 
     def submit(self, batches: list[Batch]) -> list[Group]:
         """Have threads make batches. Return those that are wholly cached as groups, which are to be gathered."""
@@ -196,7 +194,7 @@ class ThreadMaker:
             batch.finish(data, error)
 
     def _collated(self, batch: Batch, worker: ThreadWorker) -> Any:
-        batch.request.note(batch.index)
+        batch.request.note()
         if self._is_lazy:
             own = worker.dataset.__getitems__(batch.index)
             if batch.lazy is None:
@@ -215,7 +213,7 @@ class ThreadMaker:
             return
         row, data, error = self.record.main, batch.data, None
         row.begin_step()
-        batch.request.note(batch.index)
+        batch.request.note()
         self.crew.waiting = 0  # the function may draw random numbers
         try:
             with span(COLLATE), self.crew.turns:

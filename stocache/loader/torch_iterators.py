@@ -34,33 +34,24 @@ BaseIterator: Any = torch_dataloader._BaseDataLoaderIter
 DatasetKind: Any = torch_dataloader._DatasetKind
 
 
-class QuickIterator(BaseIterator):  # type: ignore[misc]
-    """An iterator of torch that reports its batches to the profiler only while one is on.
+def next_batch(iterator: Any) -> Any:
+    """Return the next batch as ``__next__`` of torch's iterators does, but report it to the profiler only while one is on."""
+    iterable = iterator._dataset_kind == DatasetKind.Iterable  # torch compares its length
+    if iterable or iterator._sampler_iter is None or torch.autograd.profiler._is_profiler_enabled:
+        return BaseIterator.__next__(iterator)
+    data = iterator._next_data()
+    iterator._num_yielded += 1
+    return data
 
-    Attributes:
-        last_worker: the number of the worker that made the last batch; None if that is not known.
-    """
 
-    last_worker: int | None = None
+class MainIterator(torch_dataloader._SingleProcessDataLoaderIter):
+    """An iterator that loads batches itself."""
 
-    def __next__(self) -> Any:
-        iterable = self._dataset_kind == DatasetKind.Iterable  # torch compares its length
-        if iterable or self._sampler_iter is None or torch.autograd.profiler._is_profiler_enabled:
-            return super().__next__()
-        data = self._next_data()
-        self._num_yielded += 1
-        return data
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of its loader makes an iterator of its own
+    __next__ = next_batch
 
     def is_ready(self) -> bool:
         """Return whether the next batch can be had without waiting, and without code of the dataset."""
         return False
-
-
-class MainIterator(QuickIterator, torch_dataloader._SingleProcessDataLoaderIter):
-    """An iterator that loads batches itself."""
 
 
 class AheadIterator(MainIterator):
@@ -91,7 +82,7 @@ class AheadIterator(MainIterator):
         ended: list[Exception] = []
         try:
             while len(lists) < self._at_once:
-                lists.append(self._next_index())  # type: ignore[no-untyped-call]
+                lists.append(next(self._sampler_iter))
         except Exception as error:
             if not lists:
                 raise
@@ -132,8 +123,15 @@ class AheadIterator(MainIterator):
             return False
 
 
-class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoaderIter):
-    """An iterator whose workers are processes."""
+class ProcessIterator(torch_dataloader._MultiProcessingDataLoaderIter):
+    """An iterator whose workers are processes.
+
+    Attributes:
+        last_worker: the number of the worker that made the last batch; None if that is not known.
+    """
+
+    __next__ = next_batch
+    last_worker: int | None = None
 
     def __init__(self, loader: object) -> None:
         super().__init__(loader)
@@ -142,6 +140,9 @@ class ProcessIterator(QuickIterator, torch_dataloader._MultiProcessingDataLoader
         key = next(_numbers)
         _kept[key] = [self._worker_result_queue, *self._index_queues]
         weakref.finalize(self, _kept.pop, key, None).atexit = False
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of its loader makes an iterator of its own
 
     def is_ready(self) -> bool:
         """Return whether the next batch, or another one, has arrived."""

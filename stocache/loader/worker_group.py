@@ -79,7 +79,7 @@ class WorkerGroup:
             name = signal_name(-code)
             how, hint = f"was killed by signal {-code} ({name})", _HINTS.get(name, "Another process or the system ended it.")
         elif code == 1 and number is None and self.start_method != "fork":
-            how, hint = "exited with code 1", f"Its output says why. {_guard_hint()}"
+            how, hint = "exited with code 1", "Its output says why."
         else:
             ending = "." if code else ": os._exit, sys.exit, or a KeyboardInterrupt."
             how = f"exited with code {code}"
@@ -133,10 +133,8 @@ class WorkerGroup:
             if self.workers:  # a worker died before it passed on the descriptor of a batch
                 wait_until(lambda: any(worker.exitcode is not None for worker in self.workers), _EXIT_S)
                 return self.death([worker.pid or 0 for worker in self.workers])
-            if "multiprocessing.synchronize" in modules or isinstance(error, ImportError):
-                hint = "They need semaphores in /dev/shm. Check that it is mounted and writable."
-            else:
-                hint = _guard_hint() if self.start_method != "fork" else ""
+            no_semaphore = "multiprocessing.synchronize" in modules or isinstance(error, ImportError)
+            hint = "They need semaphores in /dev/shm. Check that it is mounted and writable." if no_semaphore else ""
             message = f"the DataLoader cannot start its worker processes ({type(error).__name__}: {error})."
             return f"{message} With num_workers=0 this process loads all batches. {hint}".rstrip()
         return None

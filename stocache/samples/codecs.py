@@ -37,10 +37,10 @@ class Codec:
         Raises:
             ValueError: they are more than ``limit``, and then nothing is allocated; or ``data`` is damaged.
         """
-        claimed = self._claimed(self._module, data)
-        if not 0 <= claimed <= min(limit, _MOST_PER_BYTE * (len(data) + 64)):
-            raise ValueError(f"compressed data claims {claimed} bytes, where {limit} are expected")
         try:
+            claimed = self._claimed(self._module, data)
+            if not 0 <= claimed <= min(limit, _MOST_PER_BYTE * (len(data) + 64)):
+                raise ValueError(f"it claims {claimed} bytes, where {limit} are expected")
             return self._functions()[1](data)
         except Exception as error:  # its class is only in the packages
             raise ValueError(f"compressed data is damaged: {error}") from error
@@ -64,21 +64,10 @@ def _lz4(module: ModuleType) -> _Functions:
     return module.compress, module.decompress
 
 
-def _zstd_claimed(module: ModuleType, data: object) -> int:
-    try:
-        return int(module.frame_content_size(data))
-    except Exception:  # a ZstdError: the header is damaged
-        return -1
-
-
-def _lz4_claimed(module: ModuleType, data: Any) -> int:
-    return int.from_bytes(data[:4], "little") if len(data) >= 4 else -1
-
-
 _MOST_PER_BYTE = 1 << 16
 """The most bytes that one compressed byte can become: zstd writes 128 KiB of one value in 4 bytes."""
 
 _CODECS: dict[str, tuple[str, Callable[[ModuleType], _Functions], Callable[[ModuleType, Any], int]]] = {
-    "zstd": ("zstandard", _zstd, _zstd_claimed),
-    "lz4": ("lz4.block", _lz4, _lz4_claimed),
+    "zstd": ("zstandard", _zstd, lambda module, data: module.frame_content_size(data)),
+    "lz4": ("lz4.block", _lz4, lambda module, data: int.from_bytes(data[:4], "little")),
 }

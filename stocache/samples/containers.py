@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stocache.samples.leaves.plain_kinds import member_bytes
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, enum_class, member_of, name_of, resolve
-from stocache.samples.pytree import Container, check_class, check_image, is_image, is_namedtuple, state_of
-from stocache.system.objects import attribute_of, base_of, slots_of, static_attribute, vars_of
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, enum_class, find_class, member_of, name_of
+from stocache.samples.pytree import Container, check_class, check_image, is_image, is_namedtuple
+from stocache.system.objects import attribute_of, base_of, slots_of, vars_of
 
 _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str, bytes})
 
@@ -44,8 +44,6 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
         except Exception:  # its data is elsewhere
             return None
         return Container("tensor", cls, ("data", "attributes")), [plain, dict(vars(value))]
-    if isinstance(value, Mapping) and (mapping := _flatten_mapping(value)) is not None:
-        return mapping
     if is_image(cls):
         if (pages := attribute_of(value, "n_frames", 1)) > 1:
             raise Unfit(f"is an image of {pages} pages, of which one would be kept", "Return a list of images", final=True)
@@ -58,19 +56,11 @@ def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
 
 def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
     cls = type(value)
-    if not is_namedtuple(cls):
-        return _checked(Container("tuple", cls, tuple(range(len(value)))), list(value), value)
-    return None if _attributes_of(value) else (Container("namedtuple", cls, value._fields), list(value))
-
-
-def _flatten_mapping(value: Any) -> tuple[Container, list[Any]] | None:
-    sized = static_attribute(type(value), "batch_size") is not None
-    try:
-        extra = tuple(value.batch_size) if sized else ()
-        container = Container("tensordict" if sized else "mapping", type(value), tuple(value.keys()), extra)
-        return _checked(container, [value[key] for key in container.keys], value)
-    except Exception:  # whatever the class raises
+    if _attributes_of(value):
         return None
+    named = is_namedtuple(cls)
+    keys = value._fields if named else tuple(range(len(value)))
+    return Container("namedtuple" if named else "tuple", cls, keys), list(value)
 
 
 def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
@@ -104,18 +94,6 @@ def _attributes_of(value: object) -> dict[str, Any]:
     return attributes
 
 
-def _checked(container: Container, parts: list[Any], value: object) -> tuple[Container, list[Any]] | None:
-    """Return container and parts; None where they would make a value that differs from ``value``."""
-    try:
-        again = container.unflatten_fn()(parts)
-        same = type(again) is type(value) and state_of(again, container) == state_of(value, container)
-        if isinstance(value, Mapping):
-            same = same and tuple(again.keys()) == container.keys
-    except Exception:  # the class is made in another way
-        return None
-    return (container, parts) if same else None
-
-
 def tree_map(function: Callable[[Any], object], tree: object) -> Any:
     """Return a tree of containers with ``function`` applied to each leaf."""
     found = flatten_one(tree)
@@ -127,19 +105,15 @@ def tree_map(function: Callable[[Any], object], tree: object) -> Any:
 
 def leaves(tree: object) -> list[Any]:
     """Return the leaves of a tree, in order."""
-    found: list[Any] = []
-    tree_map(found.append, tree)
-    return found
+    found = flatten_one(tree)
+    return [tree] if found is None else [leaf for part in found[1] for leaf in leaves(part)]
 
 
 def echoes_index(samples: Mapping[int, object]) -> bool:
     """Return whether all samples hold their index: a number that has the type of the index."""
-    return bool(samples) and all(_holds(sample, idx) for idx, sample in samples.items())
-
-
-def _holds(tree: object, idx: int) -> bool:
-    parted = flatten_one(tree)
-    return type(tree) is int and tree == idx if parted is None else any(_holds(part, idx) for part in parted[1])
+    return bool(samples) and all(
+        any(type(leaf) is int and leaf == idx for leaf in leaves(sample)) for idx, sample in samples.items()
+    )
 
 
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, type(None)})
@@ -155,7 +129,7 @@ def name_container(container: Container, parts: object) -> str:
     name = name_of(cls)
     if cls not in _PLAIN_CONTAINERS:
         try:
-            check_class(kind, cls, name, container.keys, container.extra)
+            check_class(kind, cls, name, container.keys)
             if kind == "image":
                 check_image(parts)
         except (Unresolved, ValueError, TypeError) as error:
@@ -163,19 +137,19 @@ def name_container(container: Container, parts: object) -> str:
     return name
 
 
-def container_of(kind: Any, name: Any, keys: tuple[object, ...], extra: Any, parts: int, trusted: bool) -> Container:
-    """Return the container that stored data describes, of ``parts`` parts; ``trusted`` as in `type_lookup.resolve`.
+def container_of(kind: Any, name: Any, keys: Any, is_coded: bool, parts: int) -> Container:
+    """Return the container that stored data describes, of ``parts`` parts; ``keys`` as `keys_to_literals` writes them.
 
     Raises:
         Unresolved: its class is not here, has changed, or may not be used so.
         ValueError, TypeError: it is not a container.
     """
-    cls = resolve(name, trusted)
+    cls, keys = find_class(name), keys_from_literals(keys, is_coded)
     if len(keys) != parts:
         raise ValueError("a container has more or fewer keys than parts")
     hash(keys)
-    check_class(kind, cls, name, keys, extra)
-    return Container(kind, cls, keys, tuple(extra))
+    check_class(kind, cls, name, keys)
+    return Container(kind, cls, keys)
 
 
 _PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write as they are; of others they write the type, too
@@ -197,15 +171,15 @@ def keys_to_literals(keys: tuple[object, ...]) -> tuple[tuple[Any, ...], tuple[s
     return tuple(map(_to_literal, keys)), ("coded",)
 
 
-def keys_from_literals(keys: Any, coded: bool, trusted: bool) -> tuple[Any, ...]:
-    """Undo `keys_to_literals`; ``trusted`` as in `type_lookup.resolve`.
+def keys_from_literals(keys: Any, coded: bool) -> tuple[Any, ...]:
+    """Undo `keys_to_literals`.
 
     Raises:
         LookupError, ValueError, TypeError: they are not such keys.
         Unresolved: the class of an enum member is not here.
     """
     if coded:
-        return tuple(_from_literal(key, trusted) for key in keys)
+        return tuple(map(_from_literal, keys))
     if type(keys) is not tuple or not set(map(type, keys)) <= _PLAIN_KEYS:
         raise ValueError(f"{keys!r:.80} are not keys")
     return keys
@@ -222,10 +196,10 @@ def _to_literal(key: object) -> Any:
     return type(key).__name__, _CODECS[type(key)][0](key)
 
 
-def _from_literal(code: Any, trusted: bool) -> Any:
+def _from_literal(code: Any) -> Any:
     kind, value, *rest = code
     if kind == "tuple":
-        return tuple(_from_literal(part, trusted) for part in value)
+        return tuple(map(_from_literal, value))
     if kind == "enum":
-        return member_of(enum_class(value, trusted), *rest)
+        return member_of(enum_class(value), *rest)
     return _READERS[kind](value)

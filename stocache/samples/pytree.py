@@ -1,8 +1,8 @@
 """Take the containers of a sample apart, and put them together again as they were.
 
-A container is a dict or other mapping (also a TensorDict), list, tuple, namedtuple, dataclass or None; a subclass of Tensor
-(MetaTensor, tv_tensors), whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it
-pickles, and Exif data; a memmap of numpy, whose part is the array.
+A container is a dict, OrderedDict, list, tuple, namedtuple, dataclass or None; a subclass of Tensor (MetaTensor, tv_tensors),
+whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it pickles, and Exif data; a
+memmap of numpy, whose part is the array.
 
 To add a kind of container, write a row of `_KINDS` and a branch of `flatten_one`.
 """
@@ -11,18 +11,19 @@ import json
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import GetSetDescriptorType, MemberDescriptorType
+from itertools import chain
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from stocache.errors import SampleError
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, check_size, class_text, derives, is_class, is_shape
+from stocache.samples.leaves.type_lookup import Unfit, Unresolved, check_size, class_text, derives, is_class
 from stocache.system.objects import static_attribute
 
 DEEP = 60
@@ -36,13 +37,11 @@ class Container:
     Attributes:
         kind: the way to put it together, a key of `_KINDS`.
         keys: one for each part.
-        extra: the batch size of a TensorDict; of others ().
     """
 
     kind: str
     cls: Any
     keys: tuple[Any, ...]
-    extra: tuple[Any, ...] = ()
 
     def unflatten_fn(self) -> Callable[[list[Any]], Any]:
         """Return the function that makes the container of its parts."""
@@ -50,14 +49,6 @@ class Container:
         if self.kind == "dict":
             return lambda parts: cls(zip(keys, parts, strict=True))
         return cls if cls in (list, tuple) else partial(_KINDS[self.kind].make, self)
-
-    @property
-    def identity(self) -> str:
-        """Its class and extra as text, with the modules of classes that are not Python's own types."""
-        return class_text(self.cls) + (f"[{', '.join(map(repr, self.extra))}]" if self.extra else "")
-
-    def __str__(self) -> str:
-        return str(self.cls.__name__)
 
 
 def key_text(key: Any) -> str:
@@ -73,33 +64,13 @@ def key_text(key: Any) -> str:
 _PLAIN_KEYS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
-def state_of(value: object, container: Container) -> dict[str, Any]:
-    """Return the attributes of a container, without those that hold its parts."""
-    return {
-        name: attribute
-        for name, attribute in getattr(value, "__dict__", {}).items()
-        if not (isinstance(attribute, Mapping) and tuple(attribute) == container.keys)
-    }
-
-
 def _make_tuple(container: Container, parts: list[Any]) -> Any:
-    """Make a subclass without its own code, unless that is written in C: `torch.Size` and the like need it."""
+    """Make a tuple without the code of its class, unless that is written in C: `torch.Size` and the like need it."""
     new: Any = static_attribute(container.cls, "__new__")
     return (new if type(new) is _BUILTIN else tuple.__new__)(container.cls, parts)
 
 
 _BUILTIN: Any = type(len)
-
-
-def _make_namedtuple(container: Container, parts: list[Any]) -> Any:
-    if len(parts) != len(container.keys):
-        raise ValueError(f"a {container} of {len(parts)} parts has {len(container.keys)} fields")
-    return tuple.__new__(container.cls, parts)
-
-
-def _make_mapping(container: Container, parts: list[Any]) -> Any:
-    options = {"batch_size": container.extra} if container.kind == "tensordict" else {}
-    return container.cls(dict(zip(container.keys, parts, strict=True)), **options)
 
 
 def _make_dataclass(container: Container, parts: list[Any]) -> Any:
@@ -112,7 +83,7 @@ def _make_dataclass(container: Container, parts: list[Any]) -> Any:
 def _make_tensor(container: Container, parts: list[Any]) -> Any:
     tensor, attributes = parts
     if type(tensor) is not Tensor or type(attributes) is not dict:
-        raise ValueError(f"a {container} is made of a tensor and a dict of its attributes")
+        raise ValueError(f"a {container.cls.__name__} is made of a tensor and a dict of its attributes")
     value = tensor.as_subclass(container.cls)
     value.__dict__.update(attributes)
     return value
@@ -127,10 +98,6 @@ def _make_image(container: Container, parts: list[Any]) -> Any:
     return image
 
 
-def _is_mapping(cls: type) -> bool:
-    return derives(cls, dict) or derives(cls, Mapping)
-
-
 def is_namedtuple(cls: type) -> bool:
     """Return whether a class is a namedtuple."""
     return derives(cls, tuple) and type(static_attribute(cls, "_fields")) is tuple
@@ -142,70 +109,58 @@ def is_image(cls: type) -> bool:
     return images is not None and derives(cls, images.Image)
 
 
+def _are_positions(cls: Any, keys: tuple[Any, ...]) -> bool:
+    return keys == tuple(range(len(keys)))
+
+
+def _is_settable(cls: Any, key: Any) -> bool:
+    """Return whether setting an attribute of a dataclass runs no code, and does not change its class."""
+    if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
+        return False
+    found = type(static_attribute(cls, key))
+    return found is MemberDescriptorType or static_attribute(found, "__set__") is None
+
+
 class _ContainerKind(NamedTuple):
     """A way to put containers together.
 
     Attributes:
         fits: whether it suits a class; asks only the method resolution order, see NOTE [ Names in data ].
+        has: whether a container of the class may have these keys.
         make: makes a container of its parts; of a dict or list not used.
-        parts: how many parts there always are; None where that varies.
     """
 
     fits: Callable[[type], bool]
+    has: Callable[[Any, tuple[Any, ...]], bool] = lambda cls, keys: True
     make: Callable[[Container, list[Any]], Any] = lambda container, parts: parts
-    parts: int | None = None
 
 
 _KINDS: dict[str, _ContainerKind] = {
     "dict": _ContainerKind(lambda cls: cls in (dict, OrderedDict)),
-    "list": _ContainerKind(lambda cls: cls is list),
-    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _make_tuple),
-    "none": _ContainerKind(lambda cls: cls is type(None), lambda container, parts: None, 0),
-    "namedtuple": _ContainerKind(is_namedtuple, _make_namedtuple),
-    "mapping": _ContainerKind(_is_mapping, _make_mapping),
-    "tensordict": _ContainerKind(
-        lambda cls: _is_mapping(cls) and static_attribute(cls, "batch_size") is not None, _make_mapping
+    "list": _ContainerKind(lambda cls: cls is list, _are_positions),
+    "tuple": _ContainerKind(lambda cls: derives(cls, tuple), _are_positions, _make_tuple),
+    "none": _ContainerKind(lambda cls: cls is type(None), lambda cls, keys: not keys, lambda container, parts: None),
+    "namedtuple": _ContainerKind(is_namedtuple, lambda cls, keys: keys == static_attribute(cls, "_fields"), _make_tuple),
+    "dataclass": _ContainerKind(
+        lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict,
+        lambda cls, keys: all(_is_settable(cls, key) for key in keys),
+        _make_dataclass,
     ),
-    "dataclass": _ContainerKind(lambda cls: type(static_attribute(cls, "__dataclass_fields__")) is dict, _make_dataclass),
-    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), _make_tensor, 2),
-    "image": _ContainerKind(is_image, _make_image),
-    "memmap": _ContainerKind(lambda cls: cls is np.memmap, lambda container, parts: parts[0].view(np.memmap), 1),
+    "tensor": _ContainerKind(lambda cls: derives(cls, Tensor), lambda cls, keys: len(keys) == 2, _make_tensor),
+    "image": _ContainerKind(is_image, lambda cls, keys: len(keys) >= 5, _make_image),
+    "memmap": _ContainerKind(
+        lambda cls: cls is np.memmap, lambda cls, keys: len(keys) == 1, lambda container, parts: parts[0].view(np.memmap)
+    ),
 }
 
 
-def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...], extra: Any) -> None:
-    """Raise Unresolved unless a class may be a container of a kind, with these keys and this extra.
-
-    See NOTE [ Names in data ].
-    """
+def check_class(kind: str, cls: Any, name: str, keys: tuple[object, ...]) -> None:
+    """Raise Unresolved unless a class may be a container of a kind, with these keys. See NOTE [ Names in data ]."""
     its = _KINDS.get(kind)
     if its is None or not (is_class(cls) and its.fits(cls)):
         raise Unresolved(f"its samples are made of {name:.300}, which is not of kind {kind}.")
-    if kind == "namedtuple" and (fields := static_attribute(cls, "_fields")) != keys:
-        raise Unresolved(f"its samples are made of {name} with the fields {list(keys)}, and now it has {list(fields)}.")
-    positions = keys[:-1] if kind == "image" and keys[-1:] == ("exif",) else keys
-    if kind in ("list", "tuple", "image") and positions != tuple(range(len(positions))):
-        raise Unresolved(f"its samples are made of {name} with keys that are not positions.")
-    if its.parts not in (None, len(keys)) or (kind == "image" and len(positions) < 5):
-        raise Unresolved(f"its samples are made of {name} with {len(keys)} parts.")
-    if kind == "dataclass":
-        for key in keys:
-            check_attribute(cls, name, key)
-    if type(extra) not in (tuple, list) or (extra and kind != "tensordict"):
-        raise Unresolved(f"its samples are made of {name} with {extra!r:.50}.")
-    if kind == "tensordict" and not is_shape(extra):
-        raise Unresolved(f"its samples are made of {name} with the batch size {extra!r:.50}.")
-
-
-def check_attribute(cls: type, name: str, key: object) -> None:
-    """Raise Unresolved where setting an attribute of a dataclass would run code, or change its class."""
-    if type(key) is not str or key in ("__class__", "__dict__", "__weakref__"):
-        raise Unresolved(f"its samples are made of {name} with the attribute {key!r:.50}.")
-    found = static_attribute(cls, key)
-    if type(found) not in (type(None), MemberDescriptorType) and (
-        type(found) is GetSetDescriptorType or static_attribute(type(found), "__set__") is not None
-    ):
-        raise Unresolved(f"its samples are made of {name}, whose attribute {key} is a property.")
+    if not its.has(cls, keys):
+        raise Unresolved(f"its samples are made of {name:.300} with the parts {keys!r:.200}, which it cannot have here.")
 
 
 _PIXEL_BITS = {"1": 1, "L": 8, "P": 8, "LA": 16, "PA": 16, "La": 16, "RGB": 24, "YCbCr": 24, "LAB": 24, "HSV": 24} | {
@@ -236,25 +191,22 @@ class Tree:
     container: Container
     children: tuple[Any, ...]
 
-    def containers(self) -> Iterator[Container]:
-        """Yield the containers, from the outside in."""
-        yield self.container
-        for child in self.children:
-            if isinstance(child, Tree):
-                yield from child.containers()
 
-    def leaves(self) -> Iterator[Any]:
-        """Yield what stands for the leaves, in order."""
-        for child in self.children:
-            if isinstance(child, Tree):
-                yield from child.leaves()
-            else:
-                yield child
+def containers_of(tree: Any) -> list[Container]:
+    """Return the containers of a tree, from the outside in."""
+    return [tree.container, *chain(*map(containers_of, tree.children))] if isinstance(tree, Tree) else []
 
-    def with_leaves(self, leaves: Iterator[Any]) -> "Tree":
-        """Return the same tree of other leaves."""
-        parts = (child.with_leaves(leaves) if isinstance(child, Tree) else next(leaves) for child in self.children)
-        return Tree(self.container, tuple(parts))
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return what stands for the leaves of a tree, in order."""
+    return list(chain(*map(leaves_of, tree.children))) if isinstance(tree, Tree) else [tree]
+
+
+def with_leaves(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Return the same tree of other leaves."""
+    if not isinstance(tree, Tree):
+        return next(leaves)
+    return Tree(tree.container, tuple([with_leaves(child, leaves) for child in tree.children]))
 
 
 def joiner_of(tree: Any) -> Callable[[Any], Any]:

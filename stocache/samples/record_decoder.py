@@ -6,16 +6,17 @@ checked once, when a treedef is compiled.
 """
 
 import functools
+import importlib
 import math
 import struct
 from typing import Any
 
 from stocache.errors import SegmentError
 from stocache.samples.codecs import Codec
-from stocache.samples.containers import container_of, keys_from_literals
+from stocache.samples.containers import container_of
 from stocache.samples.leaves.kind import BARE_NODES, BYTES, DAMAGED_RECORD, ITEMS, NUMBER, TEXT, Step
 from stocache.samples.leaves.kinds import kind_of
-from stocache.samples.leaves.plain_kinds import sequence_class
+from stocache.samples.leaves.plain_kinds import SEQUENCES, PickleKind
 from stocache.samples.leaves.type_lookup import NotImported, Unresolved
 from stocache.samples.pytree import DEEP, Tree, joiner_of
 from stocache.samples.record_encoder import COMPRESSED, EncodedRecord, RecordEncoder, bare_nodes, integers_codec, parse_treedef
@@ -38,7 +39,7 @@ class RecordReader:
     def __init__(self, text: bytes, allow_pickle: bool, codec: Codec | None = None) -> None:
         self._codec = codec
         streams = set[int]()
-        self._program = _Program(parse_treedef(text.decode("utf-8", "surrogatepass")), allow_pickle, streams)
+        self._program = _program_of(parse_treedef(text.decode("utf-8", "surrogatepass")), allow_pickle, streams)
         self._steps, self._join = self._program.steps, self._program.join
         *self._streams, self._last = sorted(streams) or [0]
 
@@ -154,6 +155,20 @@ def _read(steps: list[Step], memory: Any, at: list[int], integers: tuple[int, ..
     return values
 
 
+def _program_of(treedef: Any, allow_pickle: bool, streams: set[int]) -> "_Program":
+    """Return the program of a treedef. With ``allow_pickle`` import the modules of its classes, as pickle would."""
+    try:
+        return _Program(treedef, allow_pickle, streams)
+    except Unresolved as error:
+        if not (allow_pickle and error.module):
+            raise
+        try:
+            importlib.import_module(error.module)
+        except Exception as failure:  # whatever the module raises
+            raise Unresolved(f"its samples are made of classes of {error.module}, which is not here: {failure}.") from None
+    return _program_of(treedef, allow_pickle, streams)
+
+
 _LEVELS = DEEP + 2
 _PIXELS = 4  # their position among the parts of an image
 
@@ -162,7 +177,7 @@ class _Program:
     """How values of a treedef are read: step by step, one for each leaf or list, and then put together.
 
     Args:
-        trusted: as in `type_lookup.resolve`.
+        allow_pickle: as for `RecordReader`.
         streams: is given the numbers of the streams that it reads.
 
     Raises:
@@ -170,9 +185,9 @@ class _Program:
         Unresolved: a class in it is not here, or may not be used.
     """
 
-    def __init__(self, treedef: Any, trusted: bool, streams: set[int], depth: int = 0) -> None:
+    def __init__(self, treedef: Any, allow_pickle: bool, streams: set[int], depth: int = 0) -> None:
         self.steps: list[Step] = []
-        self._trusted, self._streams = trusted, streams
+        self._allow_pickle, self._streams = allow_pickle, streams
         self.join = joiner_of(self._tree(treedef, depth))
 
     def _tree(self, treedef: Any, depth: int) -> Tree | None:
@@ -180,9 +195,8 @@ class _Program:
         if type(treedef) is not tuple or not treedef or depth > _LEVELS:
             raise ValueError(f"{treedef!r:.80} is not a treedef, or too deep")
         if treedef[0] == "in":
-            _, kind, name, keys, extra, children, *coded = treedef
-            keys = keys_from_literals(keys, bool(coded), self._trusted)
-            container = container_of(kind, name, keys, extra, len(children), self._trusted)
+            _, kind, name, keys, _, children, *coded = treedef  # an empty tuple lies behind the keys
+            container = container_of(kind, name, keys, bool(coded), len(children))
             parts = []
             for position, child in enumerate(children):
                 parts.append(self._tree(child, depth + 1))
@@ -190,11 +204,16 @@ class _Program:
                     self.steps[-1] = (BYTES, TEXT, 1, lambda view: view)  # the image copies them
             return Tree(container, tuple(parts))
         if treedef[0] == "items":
-            programs = [_Program(item, self._trusted, self._streams, depth + 1) for item in treedef[2]]
+            programs = [_Program(item, self._allow_pickle, self._streams, depth + 1) for item in treedef[2]]
             bare = max(map(bare_nodes, treedef[2]))
-            self.steps.append((BYTES, ITEMS, 0, _Items(sequence_class(treedef[1]), programs, bare)))
+            self.steps.append((BYTES, ITEMS, 0, _Items(SEQUENCES[treedef[1]], programs, bare)))
         else:
-            self.steps.append(kind_of(treedef).step(self._trusted))
+            kind = kind_of(treedef)
+            if type(kind) is PickleKind and not self._allow_pickle:
+                raise Unresolved(
+                    "its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True."
+                )
+            self.steps.append(kind.step())
             self._streams.add(self.steps[-1][0])
         return None
 

@@ -14,7 +14,7 @@ NOTE [ Records ]
     dimensions, and the order of these where it is not that of C (then shapes are stored as the values lie in memory). It is
     stored once for all of them (see arena.py), as a nested tuple, written as a Python literal:
 
-        ("in", kind, class, keys, extra, children)    a container; with "coded" at the end where types of keys are written
+        ("in", kind, class, keys, (), children)       a container; with "coded" at the end where types of keys are written
         ("items", "list" or "tuple", kinds)           a list of any length; items of several kinds each name theirs by number
         ("tensor", "float32", 2), ("str",) ...        a leaf; see NOTE [ Kinds of leaves ]
 
@@ -41,7 +41,7 @@ from stocache.samples.codecs import Codec
 from stocache.samples.containers import flatten_one, keys_to_literals, name_container
 from stocache.samples.leaves.kind import Differs, Encoded, Leaves, Write
 from stocache.samples.leaves.kinds import ENCODERS, encode_other, kind_of, narrowed
-from stocache.samples.leaves.plain_kinds import NUMBERS, NumbersKind, PickleKind, sequence_class
+from stocache.samples.leaves.plain_kinds import NUMBERS, SEQUENCES, NumbersKind, PickleKind
 from stocache.samples.leaves.type_lookup import Unfit
 from stocache.samples.pytree import DEEP, Container, sample_error
 
@@ -116,7 +116,7 @@ class EncodedSample(Leaves):
                     raise error.within(container, key) from error.__cause__
         finally:
             self._allow_pickle = pickles
-        return ("in", container.kind, name, keys, container.extra, tuple(children), *coded)
+        return ("in", container.kind, name, keys, (), tuple(children), *coded)
 
     def _take_leaf(self, encoded: Encoded) -> TreeDef:
         treedef, stream, data, shape = narrowed(encoded) if self._narrow else encoded
@@ -207,7 +207,7 @@ def _compile(treedef: TreeDef) -> Write:
 
 
 def _write_container(treedef: TreeDef) -> Write:
-    _, kind, name, keys, extra, children, *coded = treedef
+    _, kind, name, keys, _, children, *coded = treedef
     writes = [_compile(child) for child in children]
     types, literals = list(map(type, keys)), (keys, tuple(coded))
 
@@ -228,7 +228,7 @@ def _write_container(treedef: TreeDef) -> Write:
         if parted is None or parted[0].kind != kind or len(parted[1]) != len(writes):
             raise Differs
         container, parts = parted
-        if (name_container(container, parts), container.extra) != (name, extra) or keys_to_literals(container.keys) != literals:
+        if name_container(container, parts) != name or keys_to_literals(container.keys) != literals:
             raise Differs
         for write, part in zip(writes, parts, strict=True):
             write(part, leaves)
@@ -239,24 +239,19 @@ def _write_container(treedef: TreeDef) -> Write:
 
 
 def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
-    cls: Any = sequence_class(treedef[1])
+    cls: Any = SEQUENCES[treedef[1]]
     bare = max(map(bare_nodes, treedef[2]))
+    first, *others = writes
 
-    def write_alike(value: Any, leaves: Leaves) -> None:
+    def write_items(value: Any, leaves: Leaves) -> None:
         if type(value) is not cls or not value:
             raise Differs
         leaves.bare += len(value) * bare
         leaves.integers.append(len(value))
-        (write,) = writes
-        for part in value:
-            write(part, leaves)
-
-    def write_mixed(value: Any, leaves: Leaves) -> None:
-        if type(value) is not cls or not value:
-            raise Differs
-        leaves.bare += len(value) * bare
-        leaves.integers.append(len(value))
-        if {write_one(part, leaves) for part in value} != set(range(len(writes))):
+        if not others:
+            for part in value:
+                first(part, leaves)
+        elif {write_one(part, leaves) for part in value} != set(range(len(writes))):
             raise Differs  # it has fewer kinds
 
     def write_one(part: object, leaves: Leaves) -> int:
@@ -271,7 +266,7 @@ def _write_items(treedef: TreeDef, writes: list[Write]) -> Write:
                 return number
         raise Differs
 
-    return write_alike if len(writes) == 1 else write_mixed
+    return write_items
 
 
 class EncodedRecord(NamedTuple):

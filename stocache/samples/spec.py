@@ -13,6 +13,7 @@ NOTE [ Rows ]
 """
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,10 +28,10 @@ from stocache.errors import SampleError
 from stocache.samples.containers import flatten_one
 from stocache.samples.leaves.arrays import TensorKind
 from stocache.samples.leaves.kind import Leaf
-from stocache.samples.leaves.kinds import NarrowKind, array_dtype_of, leaf_of, numbers_of
+from stocache.samples.leaves.kinds import NarrowKind, leaf_of, numbers_of
 from stocache.samples.leaves.narrow import Narrowing, find
-from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a
-from stocache.samples.pytree import Container, Tree, joiner_of, key_text, sample_error
+from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unfit, a, class_text
+from stocache.samples.pytree import Container, Tree, containers_of, joiner_of, key_text, leaves_of, sample_error, with_leaves
 from stocache.samples.record_encoder import RecordEncoder
 
 Node: TypeAlias = Tree | Leaf
@@ -101,18 +102,17 @@ class Structure:
         values = self.part(samples)
         if not samples or values is None:
             return self
-        leaves = map(_narrowest, self.leaves, values)
-        return Structure(self.root.with_leaves(leaves) if isinstance(self.root, Tree) else next(leaves))
+        return Structure(with_leaves(self.root, map(_narrowest, self.leaves, values)))
 
     @property
     def leaves(self) -> list[Leaf]:
         """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
-        return list(self.root.leaves()) if isinstance(self.root, Tree) else [self.root]
+        return leaves_of(self.root)
 
     @property
     def containers(self) -> list[Container]:
         """The containers, from the outside in."""
-        return list(self.root.containers()) if isinstance(self.root, Tree) else []
+        return containers_of(self.root)
 
     @cached_property
     def nbytes(self) -> int:
@@ -170,23 +170,23 @@ class Structure:
 
         One exception: two classes that functions define under one name have the same text.
         """
-        return _text(self.root, lambda container: container.identity)
+        return _text(self.root, class_text)
 
     def __str__(self) -> str:
         return _text(self.root)
 
 
-def _text(node: Node, name: Callable[[Container], str] = str) -> str:
-    """Return a tree as text, given what to call its containers."""
+def _text(node: Node, name: Callable[[Any], str] = operator.attrgetter("__name__")) -> str:
+    """Return a tree as text, given what to call the classes of its containers."""
     if not isinstance(node, Tree):
         return str(node)
     parts = zip(map(key_text, node.container.keys), node.children, strict=True)
-    return f"{name(node.container)}({', '.join(f'{key}: {_text(child, name)}' for key, child in parts)})"
+    return f"{name(node.container.cls)}({', '.join(f'{key}: {_text(child, name)}' for key, child in parts)})"
 
 
 def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
-    dtype, narrowing = array_dtype_of(leaf.kind), None
+    dtype, narrowing = leaf.kind.array_dtype, None
     if dtype is not None and leaf.nbytes:
         with contextlib.suppress(Unfit):  # a value is another one
             narrowing = _way_of_most([numbers_of(leaf.encode(value), dtype) for value in values], leaf.stored)
@@ -216,7 +216,8 @@ def _flatten(node: Node, sample: Any, take: Callable[[Leaf, Any], None]) -> None
     alike = _keys_alike(container, wanted)
     if container != wanted or not alike:
         if container.cls is not dict or not alike:
-            raise Unfit(f"has {_contents(container)}, the cache holds {_contents(wanted)}")
+            entries, held = list(container.keys), list(wanted.keys)
+            raise Unfit(f"has the entries {entries}, the cache holds the entries {held}")
         parts = [sample[key] for key in wanted.keys]
     for key, child, part in zip(wanted.keys, node.children, parts, strict=True):
         try:
@@ -234,7 +235,7 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
         return None
     if kind in ("tuple", "list", "namedtuple") and set(map(len, samples)) == {len(keys)}:
         parts = zip(*samples, strict=True)
-    elif kind == "dict" and all(list(sample) == keys for sample in samples) and _are_str(chain(keys, *samples)):
+    elif kind == "dict" and all(list(sample) == keys for sample in samples) and set(map(type, chain(keys, *samples))) == {str}:
         parts = zip(*(sample.values() for sample in samples), strict=True)
     elif kind == "memmap":
         parts = [list(map(np.asarray, samples))]
@@ -249,21 +250,12 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
     return columns
 
 
-def _are_str(keys: Iterable[object]) -> bool:
-    return set(map(type, keys)) == {str}
-
-
 def _keys_alike(container: Container, wanted: Container) -> bool:
     """Return whether two containers have the same keys, in any order. Types count: 1 is not True, "a" is not a str-Enum."""
     if container.kind in ("list", "tuple"):
         return len(container.keys) == len(wanted.keys)
     own, others = ({key: type(key) for key in keys} for keys in (container.keys, wanted.keys))
     return own == others
-
-
-def _contents(container: Container) -> str:
-    entries = f"the entries {list(container.keys)}"
-    return entries + (f" and batch size {list(container.extra)}" if container.extra else "")
 
 
 def _checked_dtype(dtype: Any) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Lease memory to batches, and pool private memory for them: it is used again when the last view of a batch is gone.
+"""Pool private memory for batches: it is used again when the last view of a batch is gone.
 
 New memory costs a page fault for each 4 KiB: several times the cost of copying 4 KiB to it (measured).
 
@@ -14,15 +14,13 @@ import contextlib
 import functools
 import math
 import mmap
-import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stocache.shm.leases import LeaseTracker
 from stocache.system.platform import here
 
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
@@ -40,49 +38,9 @@ NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
 }
 """The dtypes that numpy has too. Tensors over arrays are made without releasing the GIL, for which threads compete."""
 
-_T = TypeVar("_T")
-
 _SMALL = 1 << 16  # bytes; smaller memory comes from malloc, which reuses it anyway
 _SPARE = 16  # the most pieces of memory of one size that wait to be used again
 _LEARNED = (32 << 20) - (1 << 16)  # bytes; from larger pieces malloc does not learn
-
-
-class LeaseTracker(Generic[_T]):
-    """Leases items. An item is leased while the object lives that stands for its memory, and released when that object dies.
-
-    The object may die anywhere, also within the garbage collector. There only a C function runs, which notes it.
-    Threads may share a tracker: it uses single calls of a deque and a dict, and no lock that a fork could find held.
-    """
-
-    def __init__(self) -> None:
-        self._leased: dict[int, tuple[weakref.ref[Any], _T]] = {}  # by the id of the reference
-        self._dead: deque[weakref.ref[Any]] = deque()
-
-    def acquire(self, item: _T, memory: Any) -> None:
-        """Lease ``item`` until ``memory`` dies."""
-        ref = weakref.ref(memory, self._dead.append)
-        self._leased[id(ref)] = ref, item
-
-    @property
-    def any_released(self) -> bool:
-        """Whether an item was released since the last call of `released`."""
-        return bool(self._dead)
-
-    def released(self) -> Iterator[_T]:
-        """Yield the items that were released since the last call."""
-        while True:
-            try:
-                ref = self._dead.popleft()
-            except IndexError:
-                return
-            yield self._leased.pop(id(ref))[1]
-
-    def __len__(self) -> int:
-        return len(self._leased) - len(self._dead)
-
-    def active(self) -> list[_T]:
-        """Return the items that are leased now."""
-        return [item for ref, item in list(self._leased.values()) if ref() is not None]
 
 
 class Pool:

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.shm.pool import LeaseTracker
+from stocache.shm.leases import LeaseTracker
 from stocache.system.platform import here
 
 _MAP_NORESERVE = 0x4000

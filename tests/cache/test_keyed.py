@@ -17,7 +17,7 @@ import torch
 
 from stocache import ClosedError, DiskCache, KeyedCache, SampleError, SlotError
 from stocache.cache.keyed import disk, keys, layout
-from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError, SegmentError
+from stocache.errors import CacheKeyError, DiskError, LimitError, MismatchError
 from stocache.tools.cli import listing
 from tests.support.equality import same
 from tests.support.processes import in_child, kill_in, run_all
@@ -67,7 +67,6 @@ def test_each_key_has_its_own_value_and_comes_back(cache):
     for key in KEYS:
         assert key in cache
         assert same(cache.get(key), value(key))
-    assert sorted(map(repr, cache.keys())) == sorted(map(repr, KEYS))
     stats = cache.stats()
     assert (stats.hits, stats.misses, stats.fills, stats.filled) == (len(KEYS),) * 4
 
@@ -99,7 +98,7 @@ def test_numbers_of_numpy_and_subclasses_are_the_keys_that_they_equal(cache):
                        (PurePosixPath("c"), Path("c"))):  # fmt: skip
         cache.put(key, repr(again))
         assert cache.get(again) == repr(again)
-        assert again in list(cache.keys())
+    assert len(cache) == 6
 
 
 def test_keys_whose_hashes_are_equal_keep_their_values(cache, monkeypatch):
@@ -212,9 +211,9 @@ def test_as_a_mapping_it_serves_programs_that_keep_a_dict(cache):
     kept = cache.as_mapping()
     assert kept.setdefault("a", [1]) == [1]
     kept["b"] = {"x": 2}
-    assert (dict(kept), len(kept), "b" in kept, kept.get("c"), kept.pop("c", 5)) == (
-        {"a": [1], "b": {"x": 2}}, 2, True, None, 5,
-    )  # fmt: skip
+    assert (kept["a"], kept["b"], len(kept), "b" in kept, kept.get("c"), kept.pop("c", 5)) == ([1], {"x": 2}, 2, True, None, 5)
+    with pytest.raises(TypeError, match="are not listed"):
+        dict(kept)
     with pytest.raises(KeyError):
         kept["c"]
     with pytest.raises(SlotError, match="does not change"):
@@ -253,7 +252,7 @@ def test_a_key_that_is_removed_is_gone_for_all_and_others_are_found_behind_it(ca
     view, other = cache.get(7, copy=False), pickle.loads(pickle.dumps(cache))
     assert all(cache.remove(number) for number in range(0, N, 3))
     assert not any(other.remove(number) for number in range(0, N, 3))
-    assert len(cache) == len(list(other.keys())) == N - len(range(0, N, 3)) == other.stats().filled
+    assert len(cache) == len(other) == N - len(range(0, N, 3)) == other.stats().filled
     for number in range(N):
         assert same(other.get(number), None if number % 3 == 0 else value(number))
     assert cache.remove(7)
@@ -292,7 +291,7 @@ def test_processes_that_remove_and_are_killed_disturb_no_reader(cache, seed):
     for turn in range(4):
         kill_in(churn, random.Random(4 * seed + turn).random() * 0.03)
         assert all(same(cache.get_or_load(key, value), value(key)) for key in range(50))
-    assert sorted(cache.keys()) == list(range(50))
+    assert len(cache) == 50
 
 
 def test_clear_forgets_all_and_the_memory_is_used_again(cache):
@@ -319,7 +318,7 @@ def test_a_closed_cache_says_so(cache):
     cache.close()
     cache.close()
     for use in (
-        lambda: cache.get("a"), lambda: cache.put("b", 1), lambda: "a" in cache, lambda: len(cache), lambda: list(cache.keys()),
+        lambda: cache.get("a"), lambda: cache.put("b", 1), lambda: "a" in cache, lambda: len(cache),
         lambda: cache.get_or_load("a", str), lambda: cache.get_or_load_many(["a"], str), cache.stats, cache.clear,
         lambda: pickle.dumps(cache),
     ):  # fmt: skip
@@ -388,15 +387,6 @@ def test_a_kill_at_any_moment_leaves_right_values_only(cache, tmp_path, seed, on
     with cache if on == "memory" else on_disk(tmp_path, memory="2MB") as used:
         count = next(key for key in range(100_000) if used.get(key) is None)
         assert all(same(used.get_or_load(key, value), value(key)) for key in range(count + 100))
-        assert all(same(used.get(key), value(key)) for key in list(used.keys()))
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"(\xff\xff\xff\x7f", b"l\xff\xff\xff\x7f", b"u\x09\x00\x00\x00ab", b"c", b"(" * 4000, b"[\x01\0\0\0N"]
-)
-def test_bytes_that_are_no_key_are_an_error_and_run_nothing(text):
-    with pytest.raises(SegmentError, match="damaged"):
-        keys.decode(memoryview(bytes(8) + text))
 
 
 def test_a_damaged_table_is_an_error_and_no_crash(cache):

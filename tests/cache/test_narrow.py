@@ -98,7 +98,7 @@ def test_auto_narrows_samples_of_which_not_all_fit():
         with CachedDataset(Images(MAKERS["to tensor"]), limit, narrow="auto") as cached:
             assert cached.cache.structure.is_narrow == is_narrow
             assert same(cached[3], cached.dataset[3])
-    with pytest.raises(LimitError, match=r"narrow='yes' is unknown. Use True, False or 'auto'"):
+    with pytest.raises(LimitError, match=r"narrow='yes' is unknown. Use True or False or 'auto'"):
         CachedDataset(Images(MAKERS["float"]), narrow="yes")
 
 

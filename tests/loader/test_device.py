@@ -475,7 +475,7 @@ def test_samples_without_a_large_part_are_planned_together_and_no_more_than_that
         assert identical(batches_of(loader, 3), 3 * [list(torch.utils.data.DataLoader(source, 7))])
         iterator = iter(loader)
         next(iterator)
-        assert len(iterator._waiting) <= 64
+        assert len(iterator._source._waiting) <= 64
 
 
 @pytest.mark.parametrize("share", [0.5, 1])
@@ -502,7 +502,7 @@ def test_a_sampler_that_counts_is_asked_for_few_batches_ahead():
         iterator = iter(loader)
         next(iterator)
         assert sampler.state_dict()["position"]["done"] <= 4 * 2 * BATCH
-        assert len(iterator._waiting) <= 2
+        assert len(iterator._source._waiting) <= 2
 
 
 class Scaled(Images):
@@ -536,7 +536,7 @@ def test_a_tier_that_gives_way_takes_no_batch_with_it_that_is_begun(monkeypatch)
         batches_of(loader, 3)
         iterator = iter(loader)
         found = [next(iterator)]
-        assert iterator._waiting[0].placed
+        assert iterator._source._waiting[0].placed
         gatherer = loader._stocache._stage.gatherer
         memory = [weakref.ref(rows) for rows in gatherer._tier.rows.values()]
         _on_out_of_memory(gatherer._cuda.device.index)

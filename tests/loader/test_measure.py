@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 from stocache import CachedDataset, DatasetError, SampleError
 from stocache.loader.choice import measure as module
 from stocache.loader.choice.choice import rank, worker_counts
-from stocache.loader.choice.measure import Epoch, Samples, Setting, Study, measure, nbytes_of
+from stocache.loader.choice.measure import Epoch, Samples, Setting, Study, measure
 from stocache.system.loading.children import ChildError, SlowError
 
 
@@ -165,7 +165,3 @@ def test_the_cheaper_of_equally_fast_settings_comes_first():
 )
 def test_no_more_workers_than_cpus_are_tried(cores, counts):
     assert worker_counts(cores) == counts
-
-
-def test_bytes_of_samples_are_counted_in_containers():
-    assert nbytes_of({"image": torch.zeros(3, 4, dtype=torch.int16), "name": "abc", "label": 7}) == 24 + 3 + 8

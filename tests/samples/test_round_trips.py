@@ -85,7 +85,6 @@ def test_its_own_bytes_are_all_a_sample_costs_but_for_64(sample):
     assert max(integers, default=0) > 65535 or own - len(data) <= 32 + 2 * len(integers)
 
 
-Bag = type("Bag", (collections.UserDict,), {"__module__": __name__})
 NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin"))
 
 
@@ -95,7 +94,7 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [{1: "int"}, {True: "bool"}, {1.0: "float"}, {None: 0}, {(1, ("a",)): 0}, {b"x": 1}, {1 + 2j: 2}, {float("inf"): 6}],
     [2**63 - 1, 2**63, -(2**63), -(2**200), range(10**30, 0, -3)], [[1, 2**63], [1, 2]],
     [["a", "b"], ["c"], []], [[[]], [[], []], [[1]], []], [[f"token {n}" for n in range(1000)]],
-    [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3]), collections.Counter("abba")],
+    [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3])],
     [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
     [NIGHT, decimal.Decimal("sNaN123"), decimal.Decimal(10) ** 5000, fractions.Fraction(7**9000, 3)],
     [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
@@ -110,8 +109,7 @@ NIGHT = datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo(
     [torch.zeros(3, dtype=torch.float8_e4m3fn), torch.ones(5, dtype=torch.bfloat16)],
     [[{"box": [1, 2, 3, 4], "mask": torch.ones(2, n)} for n in range(k)] for k in range(4)],
     [some.Extra(torch.ones(2), {"a": 1}), some.Extra(2, "b")], [some.boxes(), some.boxes(some.Annotated)],
-    [Box(1, 2), Point(1, 2), None, some.Slotted("x"), Bag(a=1, b="x")],
-    lambda: [some.picture("L"), some.picture("L", 4), some.picture("RGB")], lambda: [some.tensordict(), some.tensordict()[:1]],
+    [Box(1, 2), Point(1, 2), None, some.Slotted("x")], lambda: [some.picture("L"), some.picture("L", 4), some.picture("RGB")],
 ])  # fmt: skip
 def test_unusual_samples_come_back_equal(way, values):
     way(values() if callable(values) else values)
@@ -227,12 +225,13 @@ def test_quantized_tensors_are_pickled_if_allowed_but_not_what_the_transform_has
     (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache gives ndarrays back\. Convert it first, or pass allow_pickle"),
     (lambda: 0, "value is a function, which has no bytes of its own"),
     (collections.defaultdict(list), "a defaultdict, which has no bytes of its own"),
+    (collections.Counter("ab"), "a Counter, which has no bytes of its own. Turn it into .*, in dicts, lists, tuples or data"),
     (torch.qint8, "value is a dtype, which has no bytes of its own"),
     (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
     (torch.zeros(2, device="meta"), "value is on meta"),
     (torch.zeros(2).to_sparse(), "sparse_coo tensor"),
     ({"x": torch.nn.Parameter(torch.zeros(2))}, r'sample\["x"\] is a Parameter, the cache gives Tensors back'),
-    (types.MappingProxyType({"a": 1}), "other processes do not find as builtins:mappingproxy"),
+    (types.MappingProxyType({"a": 1}), "a mappingproxy, which has no bytes of its own"),
     (dataclasses.make_dataclass("Local", ["x"])(1), "processes do not find as .*:Local. Define it at .*, or pass allow_pickle"),
     ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
     ({"x": {np.str_("a"): 1}}, r'sample\["x"\] has a key, .*a.*, that is not a str'),
@@ -253,7 +252,7 @@ class CelsiusKind(Kind):
     def encode(cls, value):
         return (cls.name,), BYTES, struct.pack("<d", value.degrees), ()
 
-    def maker(self, trusted):
+    def maker(self):
         return lambda buffer, at, count, shape, copy=False: Celsius(*struct.unpack_from("<d", buffer, at))
 
 

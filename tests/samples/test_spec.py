@@ -120,7 +120,7 @@ def test_from_dims_refuses_what_is_no_shape_or_dtype(dims, dtype, message):
 ])  # fmt: skip
 def test_what_is_dense_in_another_order_is_held_in_it(value, order):
     structure = Structure.of(value)
-    assert structure.leaves[0].order == order
+    assert structure.leaves[0].kind.order == order
     assert (order is not None) == (" order [" in str(structure))
     plain = value.copy() if isinstance(value, np.ndarray | np.generic) else value.contiguous()
     assert bytes(structure.encode(value)[0]) == bytes(structure.encode(plain)[0])

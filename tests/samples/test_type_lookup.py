@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import enum
-import os
 import sys
 import types
 from collections.abc import Mapping
@@ -12,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from stocache import SampleError
 from stocache.samples.leaves import type_lookup
 from stocache.samples.leaves.texts import TEXTS
 from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unresolved, find_class, member_of, numpy_dtype, torch_dtype
 from stocache.samples.pytree import Container, check_class, check_image
+from stocache.samples.record_encoder import EncodedSample, write_treedef
 
 ran = []
 
@@ -60,15 +61,13 @@ def test_looking_up_runs_no_hooks_and_imports_nothing():
     assert find_class("lazy_package:Real") is Outer
     own = ("Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "", "Outer.__class__", "ran.append")
     lazy = [f"lazy_package:{path}" for path in ("gone", "Real.gone", "__class__", "__dict__")]
-    others = ["os:system", "builtins:exec", "sys:modules", "os:environ", "numpy.random:seed", "os:path.join"]
+    others = ["os:system", "builtins:exec", "sys:modules", "os:environ", "os:getcwd", "numpy.random:seed", "os:path.join"]
     for name in [*(f"{__name__}:{path}" for path in own), *lazy, *others]:
         assert find_class(name) is None
     with pytest.raises(Unresolved, match="Import antigravity first") as caught:
-        type_lookup.resolve("antigravity:fly", False)
+        find_class("antigravity:fly")
     assert caught.value.module == "antigravity"
     assert "antigravity" not in sys.modules
-    assert type_lookup.resolve("os:getcwd", True) is os.getcwd
-    assert type_lookup.resolve("os:getcwd", False) is None  # although another reader trusts it
 
 
 class Virtual:
@@ -98,12 +97,12 @@ class Disguised(metaclass=Sly):
 
 
 def test_a_nature_is_real():
-    for kind in ("mapping", "tuple", "namedtuple", "tensordict", "tensor", "image", "dataclass", "dict", "list", "x"):
+    for kind in ("tuple", "namedtuple", "tensor", "image", "dataclass", "dict", "list", "x"):
         for cls in (Virtual, Disguised, int, type, object, types.ModuleType, print, None, 3):
             with pytest.raises(Unresolved, match="which is not of kind "):
-                check_class(kind, cls, "name", (), ())
+                check_class(kind, cls, "name", ())
     with pytest.raises(Unresolved, match="which is not an enum"):
-        type_lookup.enum_class(f"{__name__}:Disguised", False)
+        type_lookup.enum_class(f"{__name__}:Disguised")
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -127,15 +126,15 @@ class Colour(enum.Flag):
 
 def test_dataclasses_namedtuples_and_members_are_made_without_their_own_code():
     cls = dataclasses.make_dataclass("Guarded", ["x"], namespace={"y": property(None, lambda self, value: ran.append("set"))})
-    check_class("dataclass", cls, "name", ("x", "another"), ())
+    check_class("dataclass", cls, "name", ("x", "another"))
     for key in ("y", "__class__", "__dict__", 1):
-        with pytest.raises(Unresolved, match=f"attribute '?{key}'?( is a property)?"):
-            check_class("dataclass", cls, "name", ("x", key), ())
-    check_class("namedtuple", Point, "Point", ("x", "y"), ())
+        with pytest.raises(Unresolved, match=rf"the parts \('x', '?{key}'?\), which it cannot have here"):
+            check_class("dataclass", cls, "name", ("x", key))
+    check_class("namedtuple", Point, "Point", ("x", "y"))
     make = Container("namedtuple", Point, ("x", "y")).unflatten_fn()
     assert (type(make([1, 2])), *make([1, 2])) == (Point, 1, 2)
-    with pytest.raises(ValueError, match="1 parts has 2 fields"):
-        make([1])
+    with pytest.raises(Unresolved, match=r"Point with the parts \('x',\), which it cannot have here"):
+        check_class("namedtuple", Point, "Point", ("x",))
     assert member_of(Colour, "RED") is Colour.RED
     with pytest.raises(ValueError, match=r"Colour has no member 'RED\|BLUE'"):
         member_of(Colour, "RED|BLUE")
@@ -151,29 +150,28 @@ def test_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
         type_lookup.name_of(Hidden)
 
 
-def deep(levels):
-    return [["a", deep(levels - 1)]] if levels else "<f4"
-
-
 NO_DTYPES = [
     *("|O8", "O", "object", "<O8", "f4,O", "(2,)f4", "float", "<V-1", "<U1e3", "<M8[x]", "|T16", "<f3", "p", "P", "", "<f4 "),
-    [["a", "|O"]], (("a", "<f4"), ("b", (("c", "|O8"),))), [["a", "|O8", [2]]], [["a", [["b", "O", [1]]], [3]]],
-    [["a", "<f4", [2**31, 2**31]]], [["a", "<f4", -1]], [["a", "<f4", [True]]], [["a", "<f4", "12"]],
-    [["a"]], ["a", "<f4"], ("<f4", (2,)), [[1, "<f4"]], [[["t", "a", "b"], "<f4"]], [["a", "<f4"], ["a", "<f4"]],
-    *(None, 1, {}, True, object, np.dtype("f4"), "|V2147483647"),
+    (("a", "|O"),), (("a", "<f4"), ("b", (("c", "|O8"),))), (("a", "|O8", (2,)),), (("a", (("b", "O", (1,)),), (3,)),),
+    (("a", "<f4", (2**31, 2**31)),), (("a", "<f4", -1),), (("a", "<f4", (True,)),), (("a", "<f4", "12"),), (("a", "<f4", "O"),),
+    (("a",),), ("a", "<f4"), ("<f4", (2,)), ((1, "<f4"),), ((("t", "a", "b"), "<f4"),), (("a", "<f4"), ("a", "<f4")),
+    (("a", "<i8", (2**30,)),), *(None, 1, {}, True, object, np.dtype("f4"), "|V2147483647", [("a", "<f4")]),
 ]  # fmt: skip
+
+
+def deep(levels):
+    return (("a", deep(levels - 1)),) if levels else "<f4"
 
 
 def test_only_dtypes_of_plain_values_are_found():
     for descr in NO_DTYPES:
-        with pytest.raises(ValueError, match=r"dtype|field|shape|size|itemsize|dimension|name"):
-            numpy_dtype(descr)
-    for descr in (deep(200), deep(17), [[f"f{n}", "<f4"] for n in range(20_000)]):
-        with pytest.raises(ValueError, match="more than 16 levels or 10000 fields"):
+        with pytest.raises((ValueError, TypeError), match=r"is not a dtype|is a dtype of objects, or of more than|unhashable"):
             numpy_dtype(descr)
     for descr in ("<f4", "|b1", ">i8", "<c16", "<U7", "|S3", "|V8", "<M8[25ns]", "<m8", deep(16)):
         assert numpy_dtype(descr).itemsize > 0
-    assert numpy_dtype([["a", "<f4", [2, 3]], ["", "|V3"], [["t", "b"], "<i2"]]).itemsize == 24 + 3 + 2
+    assert numpy_dtype((("a", "<f4", (2, 3)), ("", "|V3"), (("t", "b"), "<i2"))).itemsize == 24 + 3 + 2
+    with pytest.raises(SampleError, match="cannot be written down"):  # Python parses fewer levels
+        write_treedef(EncodedSample(np.zeros(1, numpy_dtype(deep(150)))).treedef)
 
 
 def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found():
@@ -186,10 +184,7 @@ def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found():
     assert {torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e5m2} <= set(TORCH_DTYPES.values())
 
 
-def test_shapes_and_images_are_of_sizes_that_can_be_and_time_zones_are_here():
-    for shape in ([-1], [1.0], [True], [2**63], [1] * 65, "ab", None, 3, [[1]], {1: 2}):
-        assert not type_lookup.is_shape(shape)
-    assert type_lookup.is_shape([2**63 - 1, 0, *[1] * 62])
+def test_images_are_of_sizes_that_can_be_and_time_zones_are_here():
     for mode, size, data in (
         ("RGB", (2**30, 2**30), b"x"), ("L", (0, 2**31), b""), ("XYZ", (1, 1), b"x"), ("L", (-1, -1), b"x"),
         ("L", (True, 1), b"x"), ("L", (2, 2), b"xxx"), ("L", (1.0, 1), b"x"), (None, (1, 1), b"x"), ("L", (1,), b"x"),

@@ -17,7 +17,7 @@ from stocache.storage.block import Block, encode
 from stocache.storage.files import BytesFile
 from tests.support.containers import Box, Point
 from tests.support.equality import same
-from tests.support.samples import Access, Annotated, Kind, tensordict
+from tests.support.samples import Access, Annotated, Kind
 
 N = 50
 
@@ -128,8 +128,6 @@ COPIED = {
     "tensors with attributes": lambda idx: {"boxes": boxes(idx), "label": idx},
     "made containers": lambda idx: {
         "image": picture(idx, 4 + idx % 5, 7, 3), "size": torch.Size([idx, 2]), "text": "x" * idx,
-        "counts": collections.Counter(a=idx), "bag": collections.UserDict(a=idx),
-        "tensors": tensordict(),
     },
     "little": lambda idx: ({}, None, b"" if idx else b"x"),
 }  # fmt: skip

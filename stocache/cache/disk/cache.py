@@ -1,6 +1,5 @@
 """DiskCache: keep samples in a folder on a local disk, for all processes of this machine and for later runs."""
 
-import dataclasses
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from stocache.cache.loading import nested, nesting, only
 from stocache.cache.options import CacheOptions
 from stocache.cache.placement import Placement
 from stocache.cache.shared import SharedCache
-from stocache.cache.stats import HITS, CacheStats
+from stocache.cache.stats import HITS
 from stocache.errors import DiskError, LimitError, SegmentError
 from stocache.samples.indices import check_len
 from stocache.samples.spec import Structure
@@ -152,11 +151,7 @@ class DiskCache(SampleCache[_T]):
             "stocache writes to disk", _write, together=_TOGETHER, enough=_ENOUGH_BYTES, most=_MOST_BYTES, finishes=True
         )
         self._behind = threading.local()
-        samples, bytes_left = "values by key" if self._by_key else "samples of any size", max(0, capacity - DATA_OFFSET)
-        room = format_size(bytes_left)
-        if form.nbytes is not None:
-            samples, room = str(structure), f"{min(dataset_len, bytes_left // room_of(form.nbytes))} ({room})"
-        self._share(segment, dataset_len, store, samples, room)
+        self._share(segment, dataset_len, store, str(structure or "samples of any size"))
 
     @property
     def disk(self) -> str:
@@ -235,10 +230,6 @@ class DiskCache(SampleCache[_T]):
         """Wait until all samples that `serve` has loaded in this process are written; 60 seconds at most."""
         self._writer.flush()
 
-    def stats(self) -> CacheStats:
-        """Return the current counts and sizes, summed over all processes. ``reserved_bytes`` are those taken on the disk."""
-        return dataclasses.replace(super().stats(), reserved_bytes=max(0, self._disk.used - DATA_OFFSET))
-
     def close(self) -> None:
         """Write the waiting samples, and close the files in this process. They stay on the disk. Twice is fine."""
         if not self.closed:
@@ -269,9 +260,6 @@ class DiskCache(SampleCache[_T]):
 
 def _room_in(folder: Folder, index: int, disk_limit: float | str, limit: int) -> int:
     """Return the bytes for samples on the disk of a folder, behind an index of ``index`` bytes; warn if ``limit`` has more."""
-    if not folder.writable:
-        logger.warning("disk=%r is read-only: its samples are read, and no others are added.", folder.path)
-        return limit
     room = max(index, folder.at.free_bytes() + sum(os.fstat(fd).st_size for fd in (folder.samples, folder.index)))
     if room < limit:
         logger.warning("disk_limit=%s is more than %r has room for: %s.", disk_limit, folder.path, format_size(room))

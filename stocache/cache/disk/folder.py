@@ -9,7 +9,6 @@ NOTE [ Who uses a folder ]
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -39,7 +38,6 @@ FILES = frozenset({*CONTENT, LOCK_FILE, "lost+found"})
 _MARK, _VERSION = b'"checksum": "', 2
 _LONGEST_S = 60.0  # to wait for a process that loads the index
 _MOST = 1 << 20  # bytes of a manifest
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 _MACHINE, _BOOT = "/etc/machine-id", "/proc/sys/kernel/random/boot_id"
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
@@ -60,7 +58,6 @@ class Folder:
         manifest: see `read_manifest`.
         key: 16 hexadecimal digits, drawn when the folder was made. Another folder at the same path has another one.
         seed: for the checksums of its samples.
-        writable: whether samples can be added.
         alone: whether no other process uses the folder; until `share`.
         index, samples: descriptors of the two files.
 
@@ -71,7 +68,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str], may_be_new: bool = False) -> None:
         self.path, self._may_be_new = os.path.abspath(os.fspath(path)), may_be_new
-        self.shown, self.writable, self.alone = printable(self.path), False, False
+        self.shown, self.alone = printable(self.path), False
         self._files = contextlib.ExitStack()
         self._files.enter_context(contextlib.suppress(OSError))
         self._close = weakref.finalize(self, self._files.close)
@@ -130,7 +127,7 @@ class Folder:
                 "changed since: pass fingerprint=…, or remove it: stocache rm %s",
                 self.path, time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest["created"])), self.path,
             )  # fmt: skip
-        self._open_files(manifest)
+        self._open_files(manifest, os.O_RDWR | os.O_CREAT)
 
     def join(self, key: str) -> None:
         """Use the folder that another process has open. Raises OSError or DiskError if it has been replaced."""
@@ -138,19 +135,18 @@ class Folder:
         if manifest["key"] != key:  # before anything is made there
             raise DiskError(f"{self.shown} is another cache by now.")
         self._lock()
-        self._open_files(manifest)
+        self._open_files(manifest, os.O_RDWR | os.O_CREAT)
         self.share()
 
     def look(self) -> None:
         """Open the files to read them, without a lock. Raises OSError or DiskError."""
-        self._open_files(self.read_manifest())
+        self._open_files(self.read_manifest(), os.O_RDONLY)
         if self.read_manifest()["key"] != self.key:
             raise DiskError(f"{self.shown} is being recreated by another process. Try again.")
 
-    def _open_files(self, manifest: dict[str, Any]) -> None:
+    def _open_files(self, manifest: dict[str, Any], flags: int) -> None:
         self.manifest, self.key, self.seed = manifest, manifest["key"], int(manifest["key"], 16)
-        mode = os.O_RDWR | os.O_CREAT if self.writable else os.O_RDONLY  # without one of them, all samples are misses
-        self.index, self.samples = (self.open_with(name, mode) for name in (INDEX_FILE, SAMPLES_FILE))
+        self.index, self.samples = (self.open_with(name, flags) for name in (INDEX_FILE, SAMPLES_FILE))
 
     def open(self, name: str, flags: int) -> int:
         """Return a descriptor of a file. Raises OSError; DiskError if it is not a file, or another user's."""
@@ -198,48 +194,27 @@ class Folder:
 
     def _lock(self) -> None:
         """Lock the folder: alone, or together with other processes of this machine. See NOTE [ Who uses a folder ]."""
-        self.writable = True
-        try:
-            lock = self.open_with(LOCK_FILE, os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if error.errno not in _READ_ONLY:
-                raise
-            self.writable = False
-            try:
-                lock = self.open_with(LOCK_FILE, os.O_RDONLY)
-            except FileNotFoundError:
-                raise error from None
-        self._locked = lock
+        lock = self._locked = self.open_with(LOCK_FILE, os.O_RDWR | os.O_CREAT)
 
         def taken() -> bool:
             self.alone = here.lock_file(lock)
-            if self.alone:
+            if self.alone or not here.lock_file(lock, shared=True):
+                return self.alone
+            if MANIFEST_FILE in self.at.names() and os.fstat(lock).st_size:
                 return True
-            if not here.lock_file(lock, shared=True):
-                return False
-            if self.writable and not (MANIFEST_FILE in self.at.names() and os.fstat(lock).st_size):
-                here.unlock_file(lock)  # the process that was alone has ended before it was done
-                return False
-            return True
+            here.unlock_file(lock)  # the process that was alone has ended before it was done
+            return False
 
         self._wait_for_lock(taken)
-        found, ours = here.pread(lock, 4096, 0).decode("utf-8", "replace"), domain()
-        if not self.alone:
-            if self.writable and found != ours:  # a process that only reads takes no room
-                raise DiskError(
-                    f"{self.shown} is in use by another machine, or by a container with another {limits.SHM_DIR}. Give each of "
-                    f"them a folder of its own."
-                )
-            return
-        machines = {text.partition(" ")[0] for text in (found, ours)} - {""}
-        if len(machines) > 1 and self.file_system in _NETWORK:
-            raise DiskError(
-                f"{self.shown} was made by another machine, and is on a network file system. Give each machine a folder of its "
-                f"own, on a local disk."
-            )
-        if self.writable:
+        ours = domain().encode()
+        if self.alone:
             os.ftruncate(lock, 0)
-            here.pwrite(lock, ours.encode(), 0)
+            here.pwrite(lock, ours, 0)
+        elif here.pread(lock, 4096, 0) != ours:
+            raise DiskError(
+                f"{self.shown} is in use by another machine, or by a container with another {limits.SHM_DIR}. Give each of "
+                f"them a folder of its own."
+            )
 
     def share(self) -> None:
         """Let other processes of this machine use the folder, too."""
@@ -248,16 +223,13 @@ class Folder:
             self._wait_for_lock(lambda: here.lock_file(self._locked, shared=True))  # another process may come between
 
     def _wait_for_lock(self, taken: Callable[[], bool]) -> None:
-        if not wait_until(taken, _LONGEST_S if here.SHARES_MEMORY else 0):
-            if not here.SHARES_MEMORY:
-                raise DiskError(f"{self.shown} is in use by another process. On this system it serves one at a time.")
+        patience_s = _LONGEST_S if here.SHARES_MEMORY else 0.0  # else it serves one process at a time
+        if not wait_until(taken, patience_s):
             holder = describe_first(flock_owners(self._locked))
-            raise DiskError(f"{self.shown} has been locked by {holder} for {_LONGEST_S:.0f} s.")
+            raise DiskError(f"{self.shown} has been locked by {holder} for {patience_s:.0f} s.")
 
     def _make(self, before: dict[str, Any] | None, content: dict[str, Any]) -> dict[str, Any]:
         """Recreate the files: they are missing, or hold samples of another fingerprint. Return the manifest. Raises OSError."""
-        if not self.writable:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if before is not None:
             difference = f"fingerprint {before['fingerprint']!r}, now {content['fingerprint']!r}"
             if not self.alone:

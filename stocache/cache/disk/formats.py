@@ -42,7 +42,7 @@ class Rows(RowLayout):
             (leaf.decoder(), at, 4 * leaf.nbytes < self.nbytes) for leaf, at in zip(leaves, self.begins, strict=True)
         ]
         self.fills_batches = 0 < len(leaves) < MOST_BUFFERS - 1 and self.nbytes < _MOST_AT_ONCE
-        self.fills_batches &= all(leaf.order is None for leaf in leaves) and not structure.is_narrow
+        self.fills_batches &= all(leaf.kind.order is None for leaf in leaves) and not structure.is_narrow
 
     def encode(self, sample: object, where: str) -> list[Any]:
         """See `Records`."""

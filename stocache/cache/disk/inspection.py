@@ -8,18 +8,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 from tqdm import tqdm
 
 from stocache.cache.disk.folder import CONTENT, FILES, LOCK_FILE, MANIFEST_FILE, SAMPLES_FILE, Folder
-from stocache.cache.disk.samples_file import CHECKSUM_BYTES, entry_of, may_be_true, read_index, room_of, seed_of
+from stocache.cache.disk.samples_file import entry_of, may_be_true, read, read_index, seed_of
 from stocache.errors import DiskError
 from stocache.shm import named, registry
 from stocache.system.platform import here
 from stocache.system.waiting import describe_first, flock_owners
 
 _RUN = 256  # samples that a thread checks at a time
-_PIECE = 4 << 20  # bytes that are read at a time
 _NAMED = 10  # damaged samples that are named
 
 
@@ -178,17 +176,8 @@ def _damaged(folder: Folder, indices: list[int]) -> list[int]:
 
 
 def _is_sound(folder: Folder, idx: int) -> bool:
-    """Return whether a sample is not there, or passes its checksum. Read it in pieces: its size may be false, and huge."""
-    digest = xxhash.xxh3_64(seed=seed_of(folder.seed, idx))
-    try:
+    """Return whether a sample is not there, or passes its checksum."""
+    with contextlib.suppress(OSError, OverflowError, MemoryError):  # its place or its size may be false, and huge
         at, nbytes = entry_of(folder.index, idx)
-        end = at + room_of(nbytes) - CHECKSUM_BYTES
-        while 0 < at < end:
-            data = here.pread(folder.samples, min(_PIECE, end - at), at)
-            if not data:
-                return False
-            digest.update(data)
-            at += len(data)
-        return at == 0 or digest.intdigest() == int.from_bytes(here.pread(folder.samples, CHECKSUM_BYTES, end), "little")
-    except (OSError, OverflowError):
-        return False
+        return at == 0 or read(folder.samples, at, nbytes, seed_of(folder.seed, idx)) is not None
+    return False

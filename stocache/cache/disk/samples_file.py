@@ -223,11 +223,10 @@ def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: in
         there[part] = entries.any(axis=1)
         offsets[part], sizes[part] = np.where(true, entries.T, 0)
     end = _drop_overlapping(offsets, sizes)
-    if folder.writable:
-        with contextlib.suppress(OSError):
-            os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # without a torn last one
-            for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would point to later samples
-                enter(folder.index, idx, 0, 0)
+    with contextlib.suppress(OSError):
+        os.ftruncate(folder.index, os.fstat(folder.index).st_size // ENTRY_BYTES * ENTRY_BYTES)  # without a torn last one
+        for idx in np.flatnonzero(there & (offsets == 0)).tolist():  # or they would point to later samples
+            enter(folder.index, idx, 0, 0)
     return end
 
 

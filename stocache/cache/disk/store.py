@@ -89,12 +89,9 @@ def _initialise(
     states, words, offsets, sizes = map(np.asarray, _parts_of(control, count))
     words[_USED] = load_index(folder, offsets, sizes, row_bytes)
     states[:] = np.where(offsets > 0, SET, EMPTY)
-    if not folder.writable:
-        states[states == EMPTY] = OOB
-    elif row_bytes is not None and count:
+    if row_bytes is not None and count:
         slots, in_memory = (capacity - DATA_OFFSET) // room_of(row_bytes), int(folder.manifest["facts"]["memory_slots"])
         states[(states == EMPTY) & ~_resident(placement, count, in_memory, min(count, slots))] = OOB
-    if row_bytes is not None:
         places, empty = free_rows(offsets, row_bytes, int(words[_USED])), np.flatnonzero(states == EMPTY)
         empty = empty[: len(places)]
         offsets[empty], sizes[empty] = places[: len(empty)], row_bytes
@@ -104,7 +101,7 @@ def _resident(placement: Placement, count: int, in_memory: int, slots: int) -> "
     """Return which samples have room on the disk: first those behind the ones in memory, then these, in the same order."""
 
     def first(number: int) -> "NDArray[np.bool_]":
-        return np.asarray(residency(placement, count, min(count, number)).resident(np.arange(count)))
+        return residency(placement, count, min(count, number)).resident(np.arange(count))
 
     return (first(in_memory + slots) & ~first(in_memory)) | first(max(0, in_memory + slots - count))
 
@@ -152,7 +149,7 @@ class DiskStore:
 
     def write_many(self, indices: list[int], encoded: Sequence[Any]) -> list[int | None]:
         """Append samples to the file, as long as there is room, and enter them into the index. See `SampleStore`."""
-        if self._folder is None or not self._folder.writable:
+        if self._folder is None:
             return [REFUSED] * len(indices)
         packed = [samples_file.pack(buffers, seed_of(self._key, idx)) for idx, buffers in zip(indices, encoded, strict=True)]
         sizes = [nbytes for _, nbytes in packed]
@@ -210,7 +207,7 @@ class DiskStore:
 
     def refused(self, idx: int) -> bool:
         """Return whether the disk has refused a sample."""
-        return self._folder is None or not self._folder.writable or self._words[_FULL] != 0
+        return self._folder is None or self._words[_FULL] != 0
 
     def has_room_for(self, states: "NDArray[np.uint8]", expected: int | None = None) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
@@ -356,16 +353,17 @@ class DiskStore:
     def clear(self) -> None:
         """Forget all samples, and give their room back to the disk. Raises OSError."""
         if self._folder is not None:
+            states = np.asarray(self._states)
+            states[states == SET if self._form.nbytes is not None else slice(None)] = EMPTY
             for numbers in (self._offsets, self._sizes):
                 np.frombuffer(numbers, np.uint64).fill(0)
             os.ftruncate(self._index, 0)
             os.ftruncate(self._samples, 0)
             self._words[_USED], self._words[_FULL] = DATA_OFFSET, 0
-            if self._form.nbytes is None:
-                np.asarray(self._states).fill(EMPTY)
 
     def amounts(self, filled: int) -> dict[str, int]:
-        """See `SampleStore`."""
+        """See `SampleStore`. The reserved bytes are those that are taken on the disk."""
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
-        slot_bytes = max(0, self.used - DATA_OFFSET) // max(1, filled)
-        return {"slots": slots, "slot_bytes": slot_bytes, "capacity_bytes": max(0, self._capacity - DATA_OFFSET)}
+        taken, capacity_bytes = max(0, self.used - DATA_OFFSET), max(0, self._capacity - DATA_OFFSET)
+        sizes = {"slot_bytes": taken // max(1, filled), "capacity_bytes": capacity_bytes, "reserved_bytes": taken}
+        return {"slots": slots, **sizes}

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stocache.cache.disk.cache import DiskCache
+from stocache.cache.loading import only
 from stocache.cache.options import CacheOptions
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
@@ -66,8 +67,7 @@ class Tiers:
         all the same.
         """
         if self.disk is not None:
-            load_many = self.behind(partial(map, load))
-            return self.memory.get_or_load(idx, lambda idx: next(iter(load_many([idx]))), copy=copy, strict=strict)
+            load = partial(only, self.behind(partial(map, load)))
         return self.memory.get_or_load(idx, load, copy=copy, strict=strict)
 
     def behind(self, load_many: LoadMany) -> LoadMany:

@@ -99,8 +99,6 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
     def _assemble(self, parts: tuple[Any, ...], segment: Segment, capacity: int) -> None:
         self._disk: KeyedDisk | None = parts[1]
-        if segment.data_bytes == 0:  # where there is no room, these are the states of samples
-            segment.control[:CONTROL_BYTES] = bytes(CONTROL_BYTES)
         store = KeyedStore(segment, parts[0])
         self._attach(segment, store, _CLAIMS)
         self._arena, self._slot = store.arena, store.find
@@ -200,16 +198,11 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         """Return how many keys are cached in memory."""
         return len(self._store)
 
-    def keys(self) -> Iterator[_K]:
-        """Yield the keys that are cached in memory, in no order. Paths come as ``Path``, and numbers of numpy as Python's.
-
-        Raises:
-            CacheKeyError: one is a member of an enum whose module is not imported here.
-        """
-        return self._store.keys()
-
     def as_mapping(self) -> "KeyedMapping":
-        """Return the cache as a mutable mapping, for programs that keep a dict. The value of a key does not change."""
+        """Return the cache as a mutable mapping, for programs that keep a dict.
+
+        The value of a key does not change, and the keys are not listed: the bytes of a key are compared, and not read.
+        """
         return KeyedMapping(self)
 
     def get_or_load(
@@ -415,7 +408,7 @@ class KeyedMapping(MutableMapping[Any, Any]):
         self.cache.clear()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.cache.keys()
+        raise TypeError("the keys of a KeyedCache are not listed. Ask for the keys that you need.")
 
     def __len__(self) -> int:
         return len(self.cache)

@@ -148,10 +148,11 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
     if not inspect.isfunction(function):
         raise DatasetError(f"{kind} has no method {name!r} that is written in Python.")
     own = vars_of(obj).get(name)
-    if isinstance(own, CachedFunction):
-        raise DatasetError(f"{kind}.{name} is cached already. Close that first.")
     if own is not None:
-        raise DatasetError(f"{kind}.{name} is an attribute of the object itself. Decorate it with stocache.cached.")
+        raise DatasetError(
+            f"{kind}.{name} is an attribute of the object itself. If it is cached already, close that first; else decorate it "
+            f"with stocache.cached."
+        )
     method: CachedFunction = cached(size_limit_gib, **options)(function)
     method.bind(obj, name)
     try:

@@ -5,22 +5,20 @@ NOTE [ Keys ]
     begin with the type, so 1, 1.0, True and "1" are different keys, unlike in a dict: a function may return something else for
     each of them. A path is written as a list with its text, a member of an enum as a list of its class and its name: a list is
     no key. The bytes are stored in front of the value and compared whenever their hash is found, so two keys never share a
-    value, whatever their hashes. `decode` reads these types only, and checks each size: `marshal.loads` trusts its bytes.
+    value, whatever their hashes. They are never made a key again: `marshal.loads` trusts its bytes.
 """
 
 import enum
-import functools
 import marshal
 import math
 import struct
-import sys
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_128_intdigest
 
-from stocache.errors import CacheKeyError, SegmentError
+from stocache.errors import CacheKeyError
 
 _VERSION = 2  # of marshal: later ones write a value in another way if something else refers to it
 _pack_length = struct.Struct("<Q").pack
@@ -77,58 +75,3 @@ def _plain(key: Any, depth: int = 0) -> Any:
         f"a key of type {kind.__name__} has no bytes that stay the same: {key!r:.100}. Use str, bytes, int, bool, None, "
         f"float, an enum member, a path, or a tuple of these; of an array or a list, tuple(x)."
     )
-
-
-def decode(prefix: memoryview) -> Any:
-    """Return the key whose prefix is at the beginning of memory.
-
-    Raises:
-        CacheKeyError: it is a member of an enum whose module is not imported here.
-        SegmentError: there is no key.
-    """
-    try:
-        return _given(_read(prefix, 8)[0])
-    except (LookupError, TypeError, AttributeError, ValueError, struct.error, RecursionError):
-        raise SegmentError("the cache is damaged: one of its keys is none.") from None
-
-
-_CONSTANTS = {b"N": None, b"T": True, b"F": False}
-
-
-def _read(data: memoryview, at: int) -> tuple[Any, int]:
-    """Return a value that marshal has written at an offset, and the offset behind it."""
-    kind, at = bytes(data[at : at + 1]), at + 1
-    if kind in _CONSTANTS:
-        return _CONSTANTS[kind], at
-    if kind == b"g":
-        return struct.unpack_from("<d", data, at)[0], at + 8
-    (size,), at = struct.unpack_from("<i", data, at), at + 4
-    if kind == b"i":
-        return size, at
-    if kind == b"l":  # digits of 15 bits; the size has the sign
-        number = sum(digit << 15 * place for place, digit in enumerate(struct.unpack_from(f"<{abs(size)}H", data, at)))
-        return number if size > 0 else -number, at + 2 * abs(size)
-    if kind in (b"u", b"s"):
-        (text,) = struct.unpack_from(f"{size}s", data, at)
-        return text if kind == b"s" else text.decode("utf-8", "surrogatepass"), at + size
-    parts = []
-    for _ in range(size):
-        part, at = _read(data, at)
-        parts.append(part)
-    return {b"(": tuple, b"[": list}[kind](parts), at
-
-
-def _given(plain: Any) -> Any:
-    """Return the key that `_plain` has made plain."""
-    if isinstance(plain, tuple):
-        return tuple(map(_given, plain))
-    if not isinstance(plain, list):
-        return plain
-    if len(plain) == 1:
-        return Path(plain[0])
-    (module, qualname), member = plain[0].split(":"), plain[1]
-    try:
-        found: Any = functools.reduce(getattr, qualname.split("."), sys.modules.get(module))
-        return found(member) if isinstance(member, int) else found[member]
-    except (AttributeError, KeyError):
-        raise CacheKeyError(f"a key is {qualname}.{member}, and {module} is not imported here. Import it first.") from None

@@ -17,14 +17,13 @@ NOTE [ The table of keys ]
     So a reader that has found a record reads it to the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stocache.cache.arena import MEMORY_REFUSED
-from stocache.cache.keyed.keys import Key, decode
+from stocache.cache.keyed.keys import Key
 from stocache.cache.keyed.layout import AT, BITS, CONTROL_BYTES, COUNT, LEVELS, OFFSET, REMOVED, STATE
 from stocache.cache.options import CacheOptions
 from stocache.cache.records import RecordStore
@@ -177,19 +176,8 @@ class KeyedStore(RecordStore):
 
     def __len__(self) -> int:
         """Return the number of keys."""
-        return len(self._cells())
-
-    def keys(self) -> Iterator[Any]:
-        """Yield the keys."""
-        for word in self._cells().tolist():
-            yield decode(self._memory[(word & _RECORD) - 1 << 3 :])
-
-    def _cells(self) -> NDArray[np.uint64]:
-        """Return the cells that have keys."""
         levels = [np.frombuffer(cells, np.uint64) for cells, _ in self._levels()]
-        cells = np.concatenate([np.empty(0, np.uint64), *levels])
-        found: NDArray[np.uint64] = cells[(cells != 0) & (cells != _GONE)]
-        return found
+        return sum(int(np.count_nonzero((cells != 0) & (cells != _GONE))) for cells in levels)
 
     def clear(self) -> None:
         """Drop all keys, and free all room. No process may be reading or writing."""

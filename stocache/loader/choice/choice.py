@@ -136,54 +136,37 @@ def holds_cache(dataset: object) -> bool:
     return any(isinstance(found, CachedDataset) for found in walk(dataset))
 
 
-class MethodTrial:
-    """Measures once, for all iterators of a loader, whether threads are as fast as processes.
+def choose_method(dataset: object, hooks: bool, study: Study, forks: bool) -> str:
+    """Return "thread" or "multiprocessing" for the workers of a loader, and log why.
 
     Args:
+        hooks: whether its ``sample_seed`` has hooks.
         study: the settings of the loader, with both methods.
-        forks: whether worker processes of the loader are forked.
+        forks: whether its worker processes are forked.
     """
-
-    def __init__(self, study: Study, forks: bool = False) -> None:
-        self._study = study
-        self._chosen: tuple[str, str] | None = None
-        self._stalls: bool | None = None if forks else False
-
-    def choose(self, dataset: object) -> tuple[str, str]:
-        """Return the method, and why."""
-        self._chosen = self._chosen or self._choose(dataset)
-        return self._chosen
-
-    def _choose(self, dataset: object) -> tuple[str, str]:
-        try:
-            samples, epochs = _measure(dataset, self._study)
-        except Exception as error:  # of a sample: it is raised again when the sample is requested
-            logger.debug("threads could not be tried: %s", str(error))
-            return "multiprocessing", "threads could not be tried"
-        if samples.draws:
-            return "multiprocessing", "samples draw from the global random number generators, which threads share"
-        sample_s = {each.setting.method: each.sample_s for each in epochs if each.setting.workers}
-        if len(sample_s) < 2:
-            return "multiprocessing", "threads could not be tried"
-        faster = sample_s["multiprocessing"] / sample_s["thread"]
-        method = "thread" if faster * SAME >= 1 else "multiprocessing"
-        return method, f"threads make {faster:.2f} times as many samples as processes"
-
-    def stalls(self, dataset: object) -> bool:
-        """Return whether forked processes that load samples would stall."""
-        if self._stalls is None:
-            self._stalls = would_stall(dataset)
-        return self._stalls
-
-
-def choose_method(dataset: object, hooks: bool, trial: MethodTrial) -> str:
-    """Return "thread" or "multiprocessing" for the workers of a loader, and log why."""
-    method, reason = method_by_rule(dataset, hooks) or trial.choose(dataset)
+    method, reason = method_by_rule(dataset, hooks) or try_methods(dataset, study)
     *_, innermost = walk(dataset, through=lambda wrapper: passes_on(wrapper) or isinstance(wrapper, CachedDataset))
-    if method == "multiprocessing" and trial.stalls(innermost):
+    if method == "multiprocessing" and forks and would_stall(innermost):
         method, reason = "thread", "forked processes would stall"
     logger.info("worker_method='auto' chooses %r: %s", method, reason)
     return method
+
+
+def try_methods(dataset: object, study: Study) -> tuple[str, str]:
+    """Return the method with which short epochs are faster, and why."""
+    try:
+        samples, epochs = _measure(dataset, study)
+    except Exception as error:  # of a sample: it is raised again when the sample is requested
+        logger.debug("threads could not be tried: %s", str(error))
+        return "multiprocessing", "threads could not be tried"
+    if samples.draws:
+        return "multiprocessing", "samples draw from the global random number generators, which threads share"
+    sample_s = {each.setting.method: each.sample_s for each in epochs if each.setting.workers}
+    if len(sample_s) < 2:
+        return "multiprocessing", "threads could not be tried"
+    faster = sample_s["multiprocessing"] / sample_s["thread"]
+    method = "thread" if faster * SAME >= 1 else "multiprocessing"
+    return method, f"threads make {faster:.2f} times as many samples as processes"
 
 
 def method_by_rule(dataset: object, hooks: bool) -> tuple[str, str] | None:

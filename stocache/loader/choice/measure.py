@@ -14,6 +14,7 @@ import logging
 import math
 import random
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info, which has no public counterpart
 
@@ -172,19 +172,18 @@ def _run(dataset: Any, study: Study, until: float) -> Iterator[Samples | Epoch]:
 def _load(dataset: Any, study: Study, order: Sequence[int], until: float) -> Samples:
     """Load some samples one by one, and put as many into a cache for each codec."""
     load_many, monitor, began = SampleLoader(dataset).load_many, Kept(), time.monotonic()
-    seconds, size = list[float](), 0
+    seconds = list[float]()
     for idx in order[:_LOADS]:
         if len(seconds) > 1 and time.monotonic() - began > _LOADS_S:
             break
         start = time.perf_counter()
-        (sample,) = load_many([idx])
+        list(load_many([idx]))
         seconds.append(time.perf_counter() - start)
-        size += nbytes_of(sample)
     load_s, draws = statistics.mean(seconds[1:] or seconds), monitor.drawn()  # the first opens files
     cached_bytes, left_out = {}, list[str]()
     for codec in study.codecs:
         try:
-            with _cache(Subset(dataset, order[: len(seconds)]), 4 * size + MIB, codec, study, load_s, until) as cached:
+            with _cache(Subset(dataset, order[: len(seconds)]), sys.maxsize, codec, study, load_s, until) as cached:
                 for idx in range(len(cached)):
                     cached[idx]
                 cached_bytes[codec] = float(cached.cache.stats().slot_bytes)
@@ -267,12 +266,3 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def nbytes_of(value: object) -> int:
-    """Return the approximate number of bytes of the values in a sample."""
-    count = 0
-    for leaf in torch.utils._pytree.tree_leaves(value):
-        text = isinstance(leaf, str | bytes | bytearray)
-        count += leaf.nbytes if hasattr(leaf, "nbytes") else len(leaf) if text else 8
-    return count

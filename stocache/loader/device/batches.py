@@ -23,7 +23,7 @@ import gc
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,12 +136,6 @@ class DeviceStage:
         if self.gatherer is None:
             self.gatherer = DeviceGatherer(cache, self.cuda, limit)
 
-    def delivered(self, batches: object) -> "DeviceBatches":
-        """Return an iterator over the batches of another one, on the device."""
-        if self.gatherer is not None:
-            self.gatherer.begin_epoch()
-        return DeviceBatches(batches, self)
-
     def place(self, batch: Any) -> tuple[Any, list[Tensor], Any]:
         """Begin to copy a batch. Return it on the device, its tensors there, and the event at the end of their copies.
 
@@ -199,7 +193,7 @@ def _leave_objects_of_parents() -> None:
 
 
 class DeviceBatches:
-    """An iterator over the batches of another one, on a device.
+    """The batches of an iterator, on a device, for one epoch.
 
     Attributes:
         last_worker: the number of the worker that made the last batch; None if that is not known.
@@ -210,17 +204,8 @@ class DeviceBatches:
     def __init__(self, batches: Any, stage: DeviceStage) -> None:
         self._batches, self._stage = batches, stage
         self._waiting: deque[_Waiting] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # __init__ has not run
-            raise AttributeError(name)
-        return getattr(self._batches, name)
+        if stage.gatherer is not None:
+            stage.gatherer.begin_epoch()
 
     def __next__(self) -> Any:
         # see NOTE [ Two batches ahead ]

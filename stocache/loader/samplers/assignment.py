@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stocache.cache.placement import BlockOrdering, Ordering
+from stocache.cache.placement import Ordering
 from stocache.loader.samplers.permutation import MAX_LISTED, Indices, Permutation
 
 
@@ -114,7 +114,7 @@ class StratifiedEpoch:
     When the number of samples does not fit that, a few samples come twice or are left out: others in each epoch.
     """
 
-    def __init__(self, shape: EpochShape, layout: StrataLayout, ordering: Ordering | BlockOrdering) -> None:
+    def __init__(self, shape: EpochShape, layout: StrataLayout, ordering: Ordering) -> None:
         self._shape, self._layout, self._ordering = shape, layout, ordering
         self._length = shape.each * layout.per_node
         self._surplus = shape.samples - shape.each * shape.world_size

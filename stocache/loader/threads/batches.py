@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 from stocache.datasets.batches import LazyBatch
 from stocache.loader.threads.crew import Crew, Stopped, ThreadWorker
 from stocache.loader.threads.info import Generators
-from stocache.loader.workers.requests import BatchRequest, EpochIndices, count_samples
+from stocache.loader.workers.requests import EpochIndices, ThreadRequest, count_samples
 
 
 class Batch:
@@ -19,7 +19,7 @@ class Batch:
 
     Attributes:
         request: the request of the sampler.
-        number: of the batch, in the order in which the loop asks.
+        number: of the batch in the epoch.
         worker: the worker whose process would make it.
         index: of its samples.
         count: the number of its samples.
@@ -36,9 +36,9 @@ class Batch:
         ended: whether the iterable dataset of the worker had no more samples.
     """
 
-    def __init__(self, crew: Crew, request: BatchRequest, number: int, worker: ThreadWorker, is_shared: bool) -> None:
-        self.crew, self.request, self.number, self.worker = crew, request, number, worker
-        self.index = request.answer()
+    def __init__(self, crew: Crew, request: ThreadRequest, worker: ThreadWorker, is_shared: bool) -> None:
+        self.crew, self.request, self.worker = crew, request, worker
+        self.number, self.index = request.number, request.index
         indices = self.index.indices if isinstance(self.index, EpochIndices) else self.index
         self.count = len(indices) if is_shared else count_samples(indices)
         self.samples: Any = [None] * self.count
@@ -51,7 +51,7 @@ class Batch:
         self.error: ExceptionWrapper | None = None
         self.done = self.ended = self.ready = False
         self.maker: int | None = None
-        worker.undone.add(number)
+        worker.undone.add(self.number)
 
     def divide(self, parts: Sequence[Sequence[int] | None]) -> "list[Part]":
         """Divide the samples into parts, each of some positions; None for all."""

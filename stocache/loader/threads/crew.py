@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch._utils import ExceptionWrapper  # raises the error of a worker in the loop, as torch's DataLoader does
-from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 from torch.utils.data._utils.worker import WorkerInfo, _generate_state  # torch's seed for numpy in worker processes
 
 from stocache.errors import ClosedError, DatasetError, WorkerError
@@ -45,7 +44,6 @@ from stocache.loader.threads.workers import Tasks
 from stocache.loader.workers.states import StatefulCollate
 from stocache.system.generators import Kept, read, restore_all
 from stocache.system.loading.arrays import Arrays
-from stocache.system.loading.children import hold_to_fork
 from stocache.system.loading.copies import (
     copy_dataset,
     find_open_handle,
@@ -62,10 +60,6 @@ _WATCHED = 8  # parts of batches
 _POLL_S = 0.05  # between checks whether it is a sample's turn
 _LONG_S = 30.0  # to wait for it, before a warning
 _OPENING_S = 2.0  # for another thread, to open a file that a process opens only once
-
-
-graph_lock = threading.RLock()  # torch walks through a graph of DataPipes with a global hook
-hold_to_fork(graph_lock)  # a child that inherits the hook could not walk through any graph
 
 
 class Stopped(BaseException):
@@ -101,16 +95,14 @@ class ThreadWorker:
         self.error: ExceptionWrapper | None = None
         self._epoch: int | None = None
 
-    def begin(self, shared_seed: int | None, lock: threading.Lock) -> None:
+    def begin(self, lock: threading.Lock) -> None:
         """Begin in the thread of this worker, and run ``worker_init_fn``, which may seed the global generators, with a lock."""
         self.rng.draws = self.stream.itself
         try:
-            with graph_lock if isinstance(self.dataset, IterDataPipe | MapDataPipe) else nullcontext():
-                self.reseed(shared_seed)
-                self.use(self.dataset)
-                if self._init_fn is not None:
-                    with lock, self.global_generators():
-                        self._init_fn(self.number)
+            self.use(self.dataset)
+            if self._init_fn is not None:
+                with lock, self.global_generators():
+                    self._init_fn(self.number)
         except BaseException as error:
             self.error = self.wrapped(error)
 
@@ -122,14 +114,6 @@ class ThreadWorker:
     def _info(self, rng: WorkerRng) -> Any:
         facts: Any = {"id": self.number, "num_workers": self._count, "seed": self._seed, "dataset": self.dataset}
         return WorkerInfo(**facts, rng=rng, worker_method="thread")  # type: ignore[arg-type]
-
-    def reseed(self, shared_seed: int | None) -> None:
-        """Seed a graph of DataPipes for an epoch, as torch does in a worker process."""
-        if isinstance(self.dataset, IterDataPipe):
-            shared = torch.Generator()
-            shared.manual_seed(shared_seed or 0)
-            with graph_lock:
-                self.dataset = graph_settings.apply_random_seed(self.dataset, shared)
 
     def set_epoch(self, epoch: int | None) -> None:
         """Set the epoch of the dataset. Raises Stopped after an error of ``worker_init_fn``."""
@@ -207,7 +191,6 @@ class Crew:
         count: int,
         parts: tuple[Any, Any, Any],
         base_seed: int,
-        shared_seed: int | None,
         one_at_a_time: bool,
         warned: set[str],
     ) -> None:
@@ -226,7 +209,7 @@ class Crew:
         self.workers = [ThreadWorker(number, count, base_seed, own) for number, own in enumerate(copies)]
         self.holds_generator = holds_generator(parts[:2]) or holds_dataset(parts[1])
         self.claiming: set[Any] = set()
-        self._shared_seed, self._lock = shared_seed, threading.Lock()
+        self._lock = threading.Lock()
         self.draws = self._has_loaded = False
         self.waiting = self._waits = 0  # the second: how many have begun
         self._wakes: SimpleQueue[None] = SimpleQueue()  # wake the loop
@@ -251,7 +234,7 @@ class Crew:
 
     def begin(self, number: int) -> None:
         """Begin a worker in its thread."""
-        self.workers[number].begin(self._shared_seed, self._lock)
+        self.workers[number].begin(self._lock)
 
     def shares_opened(self, worker: ThreadWorker, error: BaseException) -> bool:
         """Whether to load a sample again, because its worker has got the environment of LMDB that it could not open."""

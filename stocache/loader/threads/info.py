@@ -73,29 +73,11 @@ class Generators:
 
     def seed(self, python: int, numpy: int, torch: int) -> None:
         """Seed all generators."""
-        self._numbers = python, numpy, torch
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Seed all generators with the same numbers again."""
-        self._due = [True, True, True]
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Seed all generators with the same numbers again after a ``with`` block."""
-        try:
-            yield
-        finally:
-            self.rewind()
+        self._numbers, self._due = (python, numpy, torch), [True, True, True]
 
     def kept_now(self) -> "KeptGenerators":
         """Return the states of the generators, to restore them."""
         return KeptGenerators(self, list(self._due))
-
-    @property
-    def were_asked(self) -> bool:
-        """Whether a generator was used since they were seeded."""
-        return not all(self._due)
 
     def each(self) -> tuple[Any, ...]:
         """Return the generators, seeded or not."""

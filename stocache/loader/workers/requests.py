@@ -10,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 from stocache.observe.recording.record import record_here, row_here
 from stocache.samples.indices import as_array
-from stocache.shm.ring.ring import Ring, ring_of
+from stocache.shm.ring.ring import RemoteCall, Ring, ring_of
 from stocache.system.walking import set_epoch
 
 
@@ -54,35 +54,31 @@ answering = _Answering()
 """The request that this thread answers."""
 
 
-class BatchRequest:
-    """A batch of indices for a worker. It unpickles to the indices themselves, or to `EpochIndices`.
+class ThreadRequest(NamedTuple):
+    """A batch of indices for a worker thread.
 
     Attributes:
         number: of the batch in the epoch.
         epoch: the epoch that the user has set, or None.
+        index: the indices, or `EpochIndices`.
     """
 
-    __slots__ = ("_context", "_index", "_sample_epoch", "epoch", "number")
+    number: int
+    epoch: int | None
+    index: Any
 
-    def __init__(self, context: RequestContext, number: int, index: Any, sample_epoch: int | None = None) -> None:
-        self._context, self.number, self.epoch = context, number, context.epoch
-        self._index, self._sample_epoch = index, sample_epoch
+    def note(self) -> None:
+        """Note that this thread works on the request."""
+        answering.number, answering.indices = self.number, self.index
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        context = self._context
-        assert context.ring is not None
-        message = context.ring.key, context.iteration, self.number, self.epoch, self._sample_epoch
-        return _unpickle_request, (*message, *(_pack_indices(self._index) if context.arrays else (self._index,)))
 
-    def answer(self) -> Any:
-        """Return the object that the request unpickles to, for a worker thread, and note that this thread answers it."""
-        index = as_array(self._index) if self._context.arrays else self._index
-        self.note(answer := index if self._sample_epoch is None else EpochIndices(self._sample_epoch, index))
-        return answer
-
-    def note(self, answer: object) -> None:
-        """Note that this thread works on the answer."""
-        answering.number, answering.indices = self.number, answer
+def request(context: RequestContext, number: int, index: Any, sample_epoch: int | None) -> "RemoteCall | ThreadRequest":
+    """Return the request for a batch. In a worker process it unpickles to the indices themselves, or to `EpochIndices`."""
+    if context.ring is not None:
+        packed = _pack_indices(index) if context.arrays else (index,)
+        return RemoteCall(_take_request, context.ring.key, context.iteration, number, context.epoch, sample_epoch, *packed)
+    index = as_array(index) if context.arrays else index
+    return ThreadRequest(number, context.epoch, index if sample_epoch is None else EpochIndices(sample_epoch, index))
 
 
 def count_samples(indices: Any) -> int:
@@ -93,7 +89,7 @@ def count_samples(indices: Any) -> int:
 _epoch: int | None = None  # the epoch that was set in this worker process
 
 
-def _unpickle_request(
+def _take_request(
     key: str, iteration: int, number: int, epoch: int | None, sample_epoch: int | None, index: Any, dtype: str = ""
 ) -> Any:
     global _epoch

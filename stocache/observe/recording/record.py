@@ -263,10 +263,6 @@ class TimingRecord:
         assert self._segment is not None  # only a record with worker processes is sent
         self._assemble(self._segment.control)
 
-    def add_hand_over(self, duration_ns: int) -> None:
-        """Add how long a batch took from its worker to the main process, in nanoseconds."""
-        self.main.add_later(HAND_OVER_NS, duration_ns)
-
     @property
     def mine(self) -> bool:
         """Whether this process made the record; False in a forked child."""

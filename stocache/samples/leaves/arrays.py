@@ -20,7 +20,6 @@ from stocache.samples.leaves.kind import (
     Encoded,
     Kind,
     Leaf,
-    Leaves,
     Make,
     Write,
     no_bytes,
@@ -57,35 +56,17 @@ class TensorKind(DenseKind):
         description = ("tensor", str(value.dtype).removeprefix("torch."), value.dim(), *_given(order))
         return description, stream_of(value.dtype), data, tuple(value.shape)
 
-    def writer(self, description: Description) -> Write:
-        rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.array_dtype
-
-        def write(value: object, leaves: Leaves) -> None:
-            if type(value) is Tensor:
-                try:
-                    array = value.numpy()
-                except (TypeError, RuntimeError):  # see tensor_bytes
-                    return rest(value, leaves)
-                if array.dtype == dtype and array.ndim == dims and array.flags.c_contiguous:
-                    leaves.streams[stream].append(array)
-                    leaves.integers.extend(array.shape)
-                    return None
-            return rest(value, leaves)
-
-        return write if self.order is None and dtype is not None else rest
-
-    def maker(self, trusted: bool) -> Make:
-        dtype, known, itemsize, back = self.dtype, self.array_dtype, self.itemsize, self.back
+    def maker(self) -> Make:
+        dtype, known, back = self.dtype, self.array_dtype, self.back
+        numbers = np.dtype(f"i{self.itemsize}") if known is None else known  # numpy does not have bfloat16, for one
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Tensor:
             if not count:
                 value = torch.empty(shape, dtype=dtype, device="cpu")
-            elif known is not None:  # at a third of the cost of frombuffer; copies at less than memory of torch (both measured)
-                array: Any = np.ndarray(shape, known, buffer, at)
+            else:  # at a third of the cost of frombuffer; copies at less than memory of torch (both measured)
+                array: Any = np.ndarray(shape, numbers, buffer, at)
                 value = torch.from_numpy(array.copy() if copy else array)
-            else:
-                buffer, at = (bytearray(buffer[at : at + count * itemsize]), 0) if copy else (buffer, at)
-                value = torch.frombuffer(buffer, dtype=dtype, count=count, offset=at).view(shape)
+                value = value if known is not None else value.view(dtype)
             return value if back is None else value.permute(back)
 
         return make
@@ -143,7 +124,7 @@ class ArrayKind(DenseKind):
 
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "ArrayKind":
-        return cls(dtype_from_key(dtype), check_size(dims, MAX_DIMS + 1), _checked_order(order, dims))
+        return cls(numpy_dtype(dtype), check_size(dims, MAX_DIMS + 1), _checked_order(order, dims))
 
     @property
     def array_dtype(self) -> Any:
@@ -161,19 +142,7 @@ class ArrayKind(DenseKind):
             value = value.transpose(order)
         return (cls.name, key, value.ndim, *_given(order)), stream_of(value.dtype), array_bytes(value), value.shape
 
-    def writer(self, description: Description) -> Write:
-        rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.dtype
-
-        def write(value: object, leaves: Leaves) -> None:
-            if type(value) is np.ndarray and value.dtype == dtype and value.ndim == dims and value.flags.c_contiguous:
-                leaves.streams[stream].append(value)
-                leaves.integers.extend(value.shape)
-            else:
-                rest(value, leaves)
-
-        return write if self.order is None and dtype.kind in "biufc" else rest  # others need not be buffers
-
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         dtype, back = self.dtype, self.back
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
@@ -210,18 +179,13 @@ class ScalarKind(ArrayKind):
 
     @classmethod
     def parse(cls, dtype: Any, dims: Any, order: Any = None) -> "ScalarKind":
-        if dims or order:
-            raise ValueError("a scalar has no dimensions")
-        return cls(dtype_from_key(dtype), 0)
-
-    def holds(self, value: object) -> bool:
-        return type(value) is self.dtype.type
+        return cls(numpy_dtype(dtype), 0)  # whatever a forged text says, a scalar has no dimensions
 
     def writer(self, description: Description) -> Write:
         return Kind.writer(self, description)
 
-    def maker(self, trusted: bool) -> Make:
-        make = super().maker(trusted)
+    def maker(self) -> Make:
+        make = super().maker()
         # always copied: records would be views
         return lambda buffer, at, count, shape, copy=False: make(buffer, at, count, shape, True)[()]
 
@@ -319,15 +283,14 @@ def _empty_array(shape: Any, dtype: np.dtype[Any]) -> Any:
     return np.zeros(shape, dtype)
 
 
-def check_exact(value: object, cls: type) -> None:
+def check_exact(value: Any, cls: Any) -> None:
     """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
-    tensor = value if isinstance(value, Tensor) else None
-    displaced = tensor is not None and (not tensor.is_cpu or tensor.requires_grad)
+    displaced = isinstance(value, Tensor) and (not value.is_cpu or value.requires_grad)
     if type(value) is not cls and type(value) is not np.memmap:  # a memmap comes back as an array in memory
         raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=displaced)
-    if tensor is not None and displaced:
+    if displaced:
         raise Unfit(
-            f"is on {tensor.device}{' and requires a gradient' * tensor.requires_grad}, the cache gives plain CPU tensors back",
+            f"is on {value.device}{' and requires a gradient' * value.requires_grad}, the cache gives plain CPU tensors back",
             "Leave that to the transform, which runs after the cache",
             final=True,
         )
@@ -347,17 +310,9 @@ def _dtype_to_key(dtype: np.dtype[Any]) -> Any:
     """
     try:
         key = _hashable(dtype_to_descr(dtype))
-        same = dtype_from_key(key) == dtype
+        same = numpy_dtype(key) == dtype
     except Exception:  # whatever a dtype of another library raises
         same = False
     if not same:
         raise Unfit(f"has the dtype {dtype}, which cannot be written down", "Use a plain one")
     return key
-
-
-def dtype_from_key(key: object) -> np.dtype[Any]:
-    """Return the numpy dtype of a description. Raises ValueError as `type_lookup.numpy_dtype`."""
-    return _plain_dtype(key) if type(key) is str else numpy_dtype(key)
-
-
-_plain_dtype = functools.lru_cache(maxsize=1024)(numpy_dtype)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 from stocache.samples.leaves.type_lookup import Unfit, a
 
@@ -122,6 +122,7 @@ class Kind(ABC):
         itemsize: bytes of one value.
         dims: how many sizes a record holds for each leaf.
         order: see NOTE [ Orders ].
+        array_dtype: the dtype that numpy has for the values of a tensor or array; None for a kind of other values.
     """
 
     name: ClassVar[str]
@@ -131,6 +132,7 @@ class Kind(ABC):
     itemsize: Any = 1
     dims: Any = 1
     order: Any = None
+    array_dtype: Any = None
 
     @classmethod
     def parse(cls, *facts: Any) -> "Kind":
@@ -148,7 +150,7 @@ class Kind(ABC):
 
     def holds(self, value: object) -> bool:
         """Return whether `encode` is for values of this type. They may be of another kind all the same."""
-        return type(value) in self.types
+        return type(value) in self.types or (self.base is not None and isinstance(value, self.base))
 
     def writer(self, description: Description) -> Write:
         """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
@@ -165,16 +167,16 @@ class Kind(ABC):
 
         return write
 
-    def step(self, trusted: bool) -> Step:
-        """Return how a leaf is read from a record; ``trusted`` as in `type_lookup.resolve`. Raises Unresolved."""
-        return self.stream, self.dims, self.itemsize, self.maker(trusted)
+    def step(self) -> Step:
+        """Return how a leaf is read from a record. Raises Unresolved as `maker`."""
+        return self.stream, self.dims, self.itemsize, self.maker()
 
     @abstractmethod
-    def maker(self, trusted: bool) -> Make:
-        """Return the function that makes a leaf of bytes; ``trusted`` as in `type_lookup.resolve`.
+    def maker(self) -> Make:
+        """Return the function that makes a leaf of bytes.
 
         Raises:
-            Unresolved: its class is not here, or may not be used.
+            Unresolved: its class is not here.
         """
 
     @property
@@ -185,10 +187,6 @@ class Kind(ABC):
     def nbytes(self, stored: tuple[int, ...]) -> int:
         """Return the bytes of a value, given its shape in memory."""
         return math.prod(stored) * int(self.itemsize)
-
-    def batch_bytes(self, stored: tuple[int, ...]) -> int:
-        """Return the bytes of a value in a batch: more than `nbytes` where it is made of small integers."""
-        return self.nbytes(stored)
 
     def pack(self, value: Any, leaf: "Leaf") -> Any:
         """Return the bytes of a value of a row, a buffer. Raises Unfit where it is not as its leaf says."""
@@ -218,12 +216,6 @@ class Leaf:
         """The shape of a value."""
         return self.stored if self.kind.back is None else tuple(self.stored[dim] for dim in self.kind.back)
 
-    @property
-    def order(self) -> DimOrder:
-        """See NOTE [ Orders ]. Values of any order are taken."""
-        order: DimOrder = self.kind.order
-        return order
-
     @cached_property
     def nbytes(self) -> int:
         """Bytes of one value."""
@@ -231,8 +223,8 @@ class Leaf:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of one value in a batch."""
-        return int(self.kind.batch_bytes(self.stored))
+        """Bytes of one value in a batch: more than `nbytes` if it is made of small integers."""
+        return int(getattr(self.kind, "wide", self.kind).nbytes(self.stored))
 
     def encode(self, value: object) -> Any:
         """Return the bytes of a value, a buffer. Raises Unfit where it has another type, dtype or shape, or no data."""
@@ -240,7 +232,7 @@ class Leaf:
 
     def decoder(self) -> Callable[..., Any]:
         """Return the function that makes a value, given a buffer, the position of its bytes there, and whether to copy them."""
-        make, count, stored = self.kind.maker(True), math.prod(self.stored), self.stored
+        make, count, stored = self.kind.maker(), math.prod(self.stored), self.stored
         return lambda buffer, at, copy: make(buffer, at, count, stored, copy)
 
     def __str__(self) -> str:
@@ -266,6 +258,26 @@ class DenseKind(Kind):
         """The stream of values whose addresses should be multiples of the dtype's alignment."""
         return stream_of(self.dtype)
 
+    def writer(self, description: Description) -> Write:
+        """See `Kind.writer`. Most values are contiguous, and their own buffers."""
+        rest, stream, dims, dtype = super().writer(description), self.stream, self.dims, self.array_dtype
+        is_array, cls = self.name == "array", cast(Any, self.base)
+
+        def write(value: Any, leaves: Leaves) -> None:
+            if type(value) is cls:
+                try:
+                    array = value if is_array else value.numpy()
+                except (TypeError, RuntimeError):  # see tensor_bytes
+                    return rest(value, leaves)
+                if array.dtype == dtype and array.ndim == dims and array.flags.c_contiguous:
+                    leaves.streams[stream].append(array)
+                    leaves.integers.extend(array.shape)
+                    return None
+            return rest(value, leaves)
+
+        is_buffer = self.order is None and dtype is not None and dtype.kind in "biufc"  # other values need not be buffers
+        return write if is_buffer else rest
+
 
 def stream_of(dtype: Any) -> int:
     """Return the stream of values of a dtype of torch or numpy."""
@@ -277,5 +289,6 @@ def stream_of(dtype: Any) -> int:
 def no_bytes(value: object) -> Unfit:
     """Return the error of a value that is not of any kind that can be stored."""
     return Unfit(
-        f"is {a(value)}, which has no bytes of its own", "Turn it into tensors, arrays, numbers, str or bytes before the cache"
+        f"is {a(value)}, which has no bytes of its own",
+        "Turn it into tensors, arrays, numbers, str or bytes, in dicts, lists, tuples or dataclasses, before the cache",
     )

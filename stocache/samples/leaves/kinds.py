@@ -75,11 +75,11 @@ class NarrowKind(DenseKind):
     @classmethod
     def parse(cls, leaf: Any, stored: Any, divisor: Any, factor: Any, mean: Any, std: Any, last: Any) -> "NarrowKind":
         wide = kind_of(leaf)
-        if array_dtype_of(wide) is None or not all(type(n) in (int, float) and n for n in (divisor, factor, *std)):
+        if wide.array_dtype is None or not all(type(n) in (int, float) and n for n in (divisor, factor, *std)):
             raise ValueError(f"{leaf!r:.80} does not hold numbers")
         if stored not in ("|u1", "<i2", "<u2") or len(mean) != len(std) or not all(type(number) is float for number in mean):
             raise ValueError(f"{stored!r:.20}, {mean!r:.80}: this is no way to make numbers")
-        return cls(wide, Narrowing(array_dtype_of(wide).str, stored, divisor, factor, tuple(mean), tuple(std)), bool(last))
+        return cls(wide, Narrowing(wide.array_dtype.str, stored, divisor, factor, tuple(mean), tuple(std)), bool(last))
 
     @property
     def dtype(self) -> Any:
@@ -100,9 +100,6 @@ class NarrowKind(DenseKind):
 
     def nbytes(self, stored: tuple[int, ...]) -> int:
         return super().nbytes(stored) // self.narrowing.share
-
-    def batch_bytes(self, stored: tuple[int, ...]) -> int:
-        return self.wide.nbytes(stored)  # type: ignore[no-any-return]
 
     def _for(self, shape: Sequence[int]) -> Narrowing:
         """Return the steps for values of a shape. Raises Differs: it has no values, or other channels."""
@@ -129,8 +126,8 @@ class NarrowKind(DenseKind):
 
         return write
 
-    def maker(self, trusted: bool) -> Make:
-        make_wide, wide, stored, share = self.wide.maker(trusted), self.wide.array_dtype, self.dtype, self.narrowing.share
+    def maker(self) -> Make:
+        make_wide, wide, stored, share = self.wide.maker(), self.wide.array_dtype, self.dtype, self.narrowing.share
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
             out = np.empty(count, wide)
@@ -150,11 +147,6 @@ class NarrowKind(DenseKind):
         return f"{self.wide.text(shape)} of {self.narrowing}"
 
 
-def array_dtype_of(kind: Any) -> Any:
-    """Return numpy's dtype for tensors or arrays; None where it does not know it, or for another kind."""
-    return kind.array_dtype if type(kind) in (TensorKind, ArrayKind) else None
-
-
 def numbers_of(data: Any, dtype: Any) -> Any:
     """Return the bytes of a tensor or array as numbers in one dimension."""
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8).view(dtype)
@@ -163,7 +155,7 @@ def numbers_of(data: Any, dtype: Any) -> Any:
 def narrowed(encoded: Encoded) -> Encoded:
     """Return a leaf as the integers that it is made of, if that is so."""
     description, _, data, shape = encoded
-    dtype = array_dtype_of(kind_of(description)) if description[0] in ("tensor", "array") else None
+    dtype = kind_of(description).array_dtype if description[0] in ("tensor", "array") else None
     if dtype is None or dtype.hasobject or not dtype.itemsize or not math.prod(shape):
         return encoded
     values = np.frombuffer(data, dtype)
@@ -178,8 +170,7 @@ def leaf_of(value: Any, exact: bool = False) -> Leaf:
     """Return the leaf that holds values like ``value``."""
     kind: Kind
     if isinstance(value, Tensor):
-        if value.is_nested or value.is_quantized:
-            check_dense(value)  # raises: a nested one has no shape, a quantized one has a scale besides
+        check_dense(value)  # before its shape is asked for: a nested one has none
         kind = TensorKind(value.dtype, value.dim(), dim_order_of(value))
     elif isinstance(value, np.ndarray | np.generic):
         if value.dtype.hasobject:

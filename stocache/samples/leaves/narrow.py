@@ -111,9 +111,7 @@ def find(values: Sequence[_Array], shape: tuple[int, ...], for_all: bool = True)
     """
     dtype, size = values[0].dtype, values[0].size
     least = _LEAST_INTS if for_all and dtype.kind != "f" else _LEAST
-    if dtype.kind not in "fiu" or not dtype.isnative or size < least:
-        return None
-    if dtype == np.float16:  # its arithmetic is slow
+    if dtype.kind not in "fiu" or not dtype.isnative or size < least or dtype == np.float16:  # whose arithmetic is slow
         return None
     values = [array.reshape(-1) for array in values]
 

@@ -25,7 +25,7 @@ from stocache.samples.leaves.kind import (
     no_bytes,
 )
 from stocache.samples.leaves.texts import TEXT_NAMES, TEXTS
-from stocache.samples.leaves.type_lookup import Unfit, Unresolved, a, enum_class, member_name, member_of, name_of
+from stocache.samples.leaves.type_lookup import Unfit, a, enum_class, member_name, member_of, name_of
 from stocache.system.objects import is_decoder
 
 
@@ -44,6 +44,7 @@ NUMBERS: dict[type, _Number] = {
     bool: _Number("?", BYTES, struct.Struct("?")),
 }
 _NUMBER_TYPES = {cls.__name__: cls for cls in NUMBERS}
+SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,12 @@ class NumberKind(Kind):
 
         return super().writer(description) if number is complex else write
 
-    def step(self, trusted: bool) -> Step:
+    def step(self) -> Step:
         if self.type is complex:
-            return super().step(trusted)
+            return super().step()
         return self.stream, NUMBER, self.itemsize, NUMBERS[self.type].codec.unpack_from
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         unpack = NUMBERS[self.type].codec.unpack_from
         if self.type is complex:
             return lambda buffer, at, count, shape, copy=False: complex(*unpack(buffer, at))
@@ -119,7 +120,7 @@ class NumbersKind(Kind):
     name = "numbers"
 
     def __init__(self, class_name: Any, type_name: Any) -> None:
-        self._class, number = sequence_class(class_name), NUMBERS[_NUMBER_TYPES[type_name]]
+        self._class, number = SEQUENCES[class_name], NUMBERS[_NUMBER_TYPES[type_name]]
         self._dtype, self.stream, self.itemsize = np.dtype(number.dtype), number.stream, number.codec.size
 
     @classmethod
@@ -138,20 +139,13 @@ class NumbersKind(Kind):
     def holds(self, value: Any) -> bool:
         return type(value) is self._class and bool(value)
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         cls, dtype = self._class, self._dtype
 
         def make(buffer: Any, at: int, count: int, shape: tuple[int, ...], copy: bool = False) -> Any:
             return cls(np.frombuffer(buffer, dtype, count, at).tolist() if count else [])
 
         return make
-
-
-def sequence_class(name: object) -> type:
-    """Return list or tuple. Raises ValueError where the name is another one."""
-    if name not in ("list", "tuple"):
-        raise ValueError(f"{name!r:.50} is not a list or tuple")
-    return list if name == "list" else tuple
 
 
 class TextKind(Kind):
@@ -182,7 +176,7 @@ class TextKind(Kind):
 
         return super().writer(description) if cls is int else write  # an int may be of the kind "number"
 
-    def maker(self, trusted: bool) -> Make:
+    def maker(self) -> Make:
         return self._from_bytes
 
 
@@ -194,16 +188,13 @@ class EnumKind(Kind):
     def __init__(self, class_name: Any) -> None:
         self._class = class_name
 
-    def holds(self, value: object) -> bool:
-        return isinstance(value, Enum)
-
     @classmethod
     def encode(cls, value: object) -> Encoded:
         owner, data = member_bytes(value)
         return ("enum", owner), BYTES, data, (len(data),)
 
-    def maker(self, trusted: bool) -> Make:
-        cls = enum_class(self._class, trusted)
+    def maker(self) -> Make:
+        cls = enum_class(self._class)
         return lambda data: member_of(cls, str(data, "utf-8"))
 
 
@@ -219,10 +210,6 @@ def member_bytes(member: object) -> tuple[str, bytes]:
     return name_of(type(member)), name.encode()
 
 
-class _LiveError(Unfit):
-    """The error of a decoder."""
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         """Refuse a decoder, whose pickle would hold a pointer."""
@@ -234,7 +221,7 @@ class _Pickler(pickle.Pickler):
 def decoder_error(value: object) -> Unfit:
     """Return the error of an object that decodes audio or video."""
     remedy = "Return the decoded data, or the bytes of the file, and decode these after the cache"
-    return _LiveError(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
+    return Unfit(f"is {a(value)}, whose state is not in its attributes", remedy, final=True)
 
 
 class PickleKind(Kind):
@@ -248,13 +235,11 @@ class PickleKind(Kind):
         try:
             _Pickler(buffer, protocol=5).dump(value)
             data = buffer.getvalue()
-        except _LiveError:
+        except Unfit:  # a decoder
             raise
         except Exception as error:  # whatever the class raises
             raise Unfit(f"is {a(value)}, which cannot be pickled: {error}") from error
         return ("pickle",), BYTES, data, (len(data),)
 
-    def maker(self, trusted: bool) -> Make:
-        if not trusted:
-            raise Unresolved("its samples are partly pickled. To run the code that the pickles name, pass allow_pickle=True.")
+    def maker(self) -> Make:
         return pickle.loads

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import re
 import zoneinfo
 from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone, tzinfo
@@ -95,31 +94,22 @@ def _read_zone(zone: list[Any]) -> tzinfo | None:
     return timezone(timedelta(*zone[0]), *zone[1:])
 
 
-_ZONE = re.compile(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,3}")
-
-
 @functools.lru_cache(maxsize=512)
 def _zone_of(key: str) -> tzinfo:
-    """Return the time zone of a key. The package tzdata is imported only for a zone that it has and the system does not.
+    """Return the time zone of a key. ZoneInfo imports the package tzdata only for a zone that it has and the system does not.
 
     Raises:
         ValueError: the zone is not here.
     """
-    there = _ZONE.fullmatch(key) and any(os.path.isfile(os.path.join(folder, key)) for folder in zoneinfo.TZPATH)
-    if not there and _ZONE.fullmatch(key):
-        spec = importlib.util.find_spec("tzdata")  # imports nothing
-        there = spec is not None and any(
-            os.path.isfile(os.path.join(folder, "zoneinfo", key)) for folder in spec.submodule_search_locations or ()
-        )
-    if not there:
+    spec = importlib.util.find_spec("tzdata")  # imports nothing
+    packages = [] if spec is None else spec.submodule_search_locations or []
+    folders = [*zoneinfo.TZPATH, *(os.path.join(package, "zoneinfo") for package in packages)]
+    if not any(os.path.isfile(os.path.join(folder, key)) for folder in folders):
         raise ValueError("there is no such time zone here")
-    return ZoneInfo(key)
+    return ZoneInfo(key)  # refuses keys that lead out of these folders
 
 
-def _write_dtype(dtype: torch.dtype) -> str | None:
-    name = str(dtype).removeprefix("torch.")
-    return name if name in TORCH_DTYPES else None
-
+_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 TEXTS: dict[str, Text] = {
     "str": _text(str, str, str),
@@ -143,7 +133,7 @@ TEXTS: dict[str, Text] = {
     "Fraction": _text(
         Fraction, lambda value: _integers(value.numerator, value.denominator), lambda text: Fraction(*_parsed(text))
     ),
-    "torch.dtype": _text(torch.dtype, _write_dtype, torch_dtype),
+    "torch.dtype": _text(torch.dtype, _DTYPE_NAMES.get, torch_dtype),
     "torch.device": _text(torch.device, str, torch.device),
 } | {
     cls.__name__: _text(cls, str, cls)

@@ -2,8 +2,8 @@
 
 NOTE [ Names in data ]
     Blocks and records name classes and dtypes, and they may be damaged or forged. So a name is looked up, and nothing else: no
-    module is imported, no attribute hook, property or descriptor runs, and a class is called only as its kind says below. With
-    ``allow_pickle=True`` names are ``trusted``: then a module is imported, as pickle would.
+    module is imported, no attribute hook, property or descriptor runs, and no constructor written in Python. With
+    ``allow_pickle=True`` a reader first imports the modules, as pickle would.
 
     A class is one of Python's own, or of a module that this process has imported anyway. Its method resolution order says
     whether it may be of a kind:
@@ -13,21 +13,18 @@ NOTE [ Names in data ]
     namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
     dataclass    made by ``object.__new__``, its attributes set without properties
     tensor       a subclass of Tensor, made by ``as_subclass``
-    mapping      a subclass of dict or Mapping: the one kind whose constructor is called, with one dict
-    tensordict   the same, with a ``batch_size``, which is passed as well
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
     enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
 
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
 
-import importlib
-import itertools
+import contextlib
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, EnumMeta, Flag, IntFlag
-from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -95,12 +92,14 @@ def derives(cls: type, base: type) -> bool:
     return base in mro(cls)
 
 
-def find_class(name: str) -> type | None:
-    """Return the class of a name, "module:qualname"; None where it is missing, or not a class. Imports and calls nothing.
+def find_class(name: object) -> type | None:
+    """Return the class of a name, "module:qualname"; None if it is missing, or not a class. Import and call nothing.
 
     Raises:
-        Unresolved: the module is not imported.
+        Unresolved: the module is not imported, or ``name`` is not a str.
     """
+    if type(name) is not str:
+        raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
     if name == "builtins:NoneType":
         return type(None)
     module, _, path = name.partition(":")
@@ -117,43 +116,11 @@ def find_class(name: str) -> type | None:
     return found  # type: ignore[no-any-return]
 
 
-def import_class(name: str) -> Any:
-    """Return the class or function of a name; imports its module, as pickle would. Only for names that are trusted.
-
-    Raises:
-        ImportError, AttributeError, ValueError: it is missing.
-    """
-    if name == "builtins:NoneType":
-        return type(None)
-    module, _, path = name.partition(":")
-    return reduce(getattr, path.split("."), importlib.import_module(module))
-
-
-def resolve(name: object, trusted: bool) -> Any:
-    """Return the class of a name; None where it is not a class. If ``trusted``, import its module, and return functions, too.
-
-    Raises:
-        Unresolved: its module is not here.
-    """
-    if type(name) is not str:
-        raise Unresolved(f"its samples are made of {name!r:.50}, which is not a name.")
-    try:
-        found = find_class(name)
-    except Unresolved:
-        if not trusted:
-            raise
-        found = None
-    try:
-        return import_class(name) if found is None and trusted else found
-    except Exception as error:  # whatever its module raises
-        raise Unresolved(f"its samples are made of {name}, which is not here: {error}.") from None
-
-
 _classes: dict[str, Any] = {}
 
 
 def name_of(cls: Any) -> str:
-    """Return the name by which every process finds a class or a function.
+    """Return the name by which every process finds a class.
 
     Raises:
         Unfit: it does not have such a name: it was defined within a function, or replaced.
@@ -162,8 +129,8 @@ def name_of(cls: Any) -> str:
     name = f"{'__main__' if module == '__mp_main__' else module}:{path}"  # as spawn calls the script in a child
     if _classes.get(name) is not cls:
         try:
-            found = find_class(name) if is_class(cls) else import_class(name)
-        except (Unresolved, ImportError, AttributeError, ValueError):
+            found = find_class(name)
+        except Unresolved:
             found = None
         if found is not cls:
             raise Unfit(f"is of a class that other processes do not find as {name}", "Define it at the top of a module")
@@ -171,13 +138,13 @@ def name_of(cls: Any) -> str:
     return name
 
 
-def enum_class(name: object, trusted: bool) -> Any:
+def enum_class(name: object) -> Any:
     """Return the enum class of a name.
 
     Raises:
         Unresolved: it is not here, or not an enum.
     """
-    cls = resolve(name, trusted)
+    cls: Any = find_class(name)
     if not (is_class(cls) and derives(cls, Enum)):
         raise Unresolved(f"its samples have members of {name}, which is not an enum.")
     return cls
@@ -190,15 +157,13 @@ def member_of(cls: Any, name: Any) -> Any:
         ValueError: it has no such member.
     """
     members = attributes_of_class(cls).get("_member_map_", {})
-    if type(name) is str and name in members:
-        return members[name]
-    try:
-        if type(name) is not str or not _combines(cls):
-            raise KeyError(name)
-        values = [int(part) if part.lstrip("-").isdigit() else members[part]._value_ for part in name.split("|")]
-        return cls(reduce(int.__or__, values))
-    except (KeyError, ValueError, TypeError, OverflowError):
-        raise ValueError(f"{cls.__name__} has no member {name!r:.50}") from None
+    with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError, OverflowError):
+        if name in members:
+            return members[name]
+        if _combines(cls):
+            values = [int(part) if part.lstrip("-").isdigit() else members[part]._value_ for part in name.split("|")]
+            return cls(functools.reduce(int.__or__, values))
+    raise ValueError(f"{cls.__name__} has no member {name!r:.50}")
 
 
 def member_name(member: Any) -> str | None:
@@ -206,17 +171,14 @@ def member_name(member: Any) -> str | None:
 
     Combined flags have the name "A|B", with a number at the end for bits that have no name.
     """
-    cls, name = type(member), member._name_
+    cls, name, value = type(member), member._name_, member._value_
     try:
         if cls.__members__.get(name) is not member:
-            if not isinstance(member, Flag):
-                return None
-            value, rest, names = member._value_, member._value_, []
-            for name, single in cls.__members__.items():
-                if single._value_ and value & single._value_ == single._value_:
-                    names.append(name)
-                    rest &= ~single._value_
-            name = "|".join(names + [str(rest)] * bool(rest or not names))
+            parts = {
+                name: one._value_ for name, one in cls.__members__.items() if one._value_ and value & one._value_ == one._value_
+            }
+            rest = value & ~functools.reduce(int.__or__, parts.values(), 0)
+            name = "|".join([*parts] + [str(rest)] * bool(rest or not parts))
         again = member_of(cls, name)
     except Exception:  # the class makes its members in another way
         return None
@@ -256,49 +218,36 @@ _PLAIN_DTYPE = re.compile(
     r"[|<>]?b1|[|<>]?[iu][1248]|[<>]f(2|4|8|12|16)|[<>]c(8|16|24|32)|[|<>]?[SUV]\d{1,10}"
     r"|[<>][Mm]8(\[(\d{1,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)(/\d{1,9})?\])?"
 )
-_MAX_FIELDS, _MAX_LEVELS, _MAX_ITEMSIZE = 10_000, 16, 1 << 24
+_MAX_ITEMSIZE = 1 << 24
 MAX_DIMS = 64
 
 
+@functools.lru_cache(maxsize=1024)
 def numpy_dtype(descr: Any) -> np.dtype[Any]:
-    """Return the numpy dtype of a description: a str; or a tuple or list of fields, each a name (or a title and a name), a
-    description, and perhaps a shape.
+    """Return the numpy dtype of a description: a str; or a tuple of fields, each a name (or a title and a name), a description,
+    and perhaps a shape. numpy checks the fields, as those of the header of a .npy file.
 
     It is a dtype of numbers, bool, str, bytes, void, dates or time differences, or of records of these; never of objects.
 
     Raises:
-        ValueError: it is not the description of such a dtype.
+        ValueError, TypeError: it is not the description of such a dtype.
     """
     try:
-        dtype = descr_to_dtype(_checked_descr(descr, itertools.count(1), 0))
+        dtype = descr_to_dtype(_in_lists(descr))
     except (TypeError, ValueError, LookupError, OverflowError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"{descr!r:.80} is not a dtype: {error}") from None
-    if dtype.itemsize > _MAX_ITEMSIZE:
-        raise ValueError(f"{descr!r:.80} is a dtype of {dtype.itemsize} bytes, more than {_MAX_ITEMSIZE}")
+    if dtype.hasobject or dtype.itemsize > _MAX_ITEMSIZE:
+        raise ValueError(f"{descr!r:.80} is a dtype of objects, or of more than {_MAX_ITEMSIZE} bytes")
     return dtype
 
 
-def _checked_descr(descr: Any, count: Iterator[int], level: int) -> Any:
-    """Return a description with its fields in lists, as numpy wants it. Raises ValueError or TypeError where it is not one."""
-    if level > _MAX_LEVELS or next(count) > _MAX_FIELDS:
-        raise ValueError(f"a dtype has more than {_MAX_LEVELS} levels or {_MAX_FIELDS} fields")
+def _in_lists(descr: Any) -> Any:
+    """Return a description with its fields in lists, as numpy wants it. Raises ValueError where it is not one."""
     if type(descr) is str and _PLAIN_DTYPE.fullmatch(descr):
         return descr
-    if type(descr) not in (tuple, list):
+    if type(descr) is not tuple:
         raise ValueError(f"{descr!r:.80} is not a dtype that can be read")
-    fields = []
-    for name, inner, *shape in descr:  # with at most one shape
-        names = name if type(name) in (tuple, list) else ("", name)
-        sizes = [(each,) if type(each) is int else each for each in shape]
-        if len(names) != 2 or set(map(type, names)) != {str} or len(sizes) > 1 or not all(map(is_shape, sizes)):
-            raise ValueError(f"{name!r:.80}, {shape!r:.80} are not the name and the shape of a field of a dtype")
-        fields.append((name if names is not name else tuple(name), _checked_descr(inner, count, level + 1), *map(tuple, sizes)))
-    return fields
-
-
-def is_shape(shape: Any) -> bool:
-    """Return whether a value is a list of at most 64 sizes from 0 to 2^63 - 1."""
-    return type(shape) in (tuple, list) and len(shape) <= MAX_DIMS and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+    return [(name, _in_lists(inner), *shape) for name, inner, *shape in descr]
 
 
 def check_size(size: Any, limit: int = 2**63) -> int:
@@ -313,6 +262,6 @@ def check_size(size: Any, limit: int = 2**63) -> int:
 
 
 def class_text(cls: Any) -> str:
-    """Return the name of a class or function; with its module unless it is one of Python's own types."""
+    """Return the name of a class; with its module unless it is one of Python's own types."""
     module, name = getattr(cls, "__module__", None), getattr(cls, "__qualname__", repr(cls))
     return name if module == "builtins" else f"{'__main__' if module == '__mp_main__' else module}:{name}"

@@ -42,8 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import WorkerError
-from stocache.shm.pool import LeaseTracker
-from stocache.shm.ring.fork_tracker import ForkTracker
+from stocache.shm.leases import LeaseTracker
 from stocache.shm.ring.pickling import RingPickler, pack, unpack
 from stocache.shm.ring.pinned import Pinned
 from stocache.shm.segment import Segment
@@ -52,6 +51,8 @@ from stocache.system.platform import here
 from stocache.system.spans import RECEIVE, span
 
 logger = logging.getLogger("stocache")
+
+_clock_ns = time.perf_counter_ns
 
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
@@ -87,10 +88,12 @@ class Ring:
 
     Attributes:
         received: batches that came through the ring.
-        record: a `TimingRecord`, to which the receiver adds how long that takes; None if it is not recorded.
+        record: a `TimingRecord` that the senders get with the ring; None if nothing is recorded.
+        note_hand_over: called by the receiver with the nanoseconds that a batch took from its sender; or None.
     """
 
     record: Any = None
+    note_hand_over: Callable[[int], object] | None = None
 
     def __init__(self, lanes: int, depth: int, pinned: bool = False, keeps: bool = True) -> None:
         words = _LIVE + lanes * (_LANE_WORDS + depth)
@@ -99,10 +102,9 @@ class Ring:
         self.received, self._fallbacks = 0, dict.fromkeys((NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO_SMALL), 0)
         self._pid = os.getpid()
         self._iterations = itertools.count(1)
-        self._leases: LeaseTracker[int] = LeaseTracker()  # the slots of held batches
+        self._leases: LeaseTracker[int] = LeaseTracker(is_shared=True)  # the slots of held batches
         self._copied: deque[int] = deque()  # slots whose batches are gone, and are copied to GPUs
         self._reaping = threading.Lock()
-        self._forks = ForkTracker(self._leases.active)
         self._mapped = [0] * (lanes * depth)
         self._pinned, self._keeps = Pinned() if pinned else None, keeps
         if self._pinned is not None:
@@ -113,6 +115,7 @@ class Ring:
         words = segment.control.cast("Q")
         self._live, rest = words[:_LIVE], words[_LIVE:]
         self._owners, self._words = rest[: lanes * _LANE_WORDS], rest[lanes * _LANE_WORDS :]
+        self._data = segment.view(0, segment.data_bytes)
         self._address = segment.tensor(0, 1).data_ptr() if self.works else 0
         self._lane: Lane | None = None
         _rings[key] = self
@@ -166,7 +169,7 @@ class Ring:
 
     def copied(self, offset: int, nbytes: int) -> "NDArray[np.uint8]":
         """Return a private copy of bytes of the buffers, in any process that has the ring."""
-        return np.array(np.frombuffer(self._segment.view(offset, nbytes), np.uint8))
+        return np.array(np.frombuffer(self._data[offset : offset + nbytes], np.uint8))
 
     def begin(self) -> int:
         """Return the number of a new iteration, live until its `end`; 0, which gets no lane, if too many are live."""
@@ -204,7 +207,7 @@ class Ring:
                     segment.unlock(number)  # the parent will still receive these
                     continue
                 owner[0], owner[1], owner[2] = iteration, os.getpid(), 0
-            return Lane(self.key, segment, self._address, first, owner, words)
+            return Lane(self.key, segment, self._data, self._address, first, owner, words)
         return None
 
     def receive(
@@ -225,7 +228,7 @@ class Ring:
         if nbytes > self._mapped[slot]:
             self._segment.extents.populate(start, start + nbytes)
             self._mapped[slot] = nbytes
-        memory = _Memory(nbytes, np.uint8, self._segment.view(start, nbytes))
+        memory = _Memory(nbytes, np.uint8, self._data[start : start + nbytes])
         self._leases.acquire(slot, memory)
         if self._pinned is not None and places:
             self._pinned.register(self._address + start, -(-nbytes // _EXTENT) * _EXTENT)
@@ -256,14 +259,9 @@ class Ring:
                     self._pinned.after_copies(self._copied.append, slot)
                 else:
                     self._copied.append(slot)
-            if self._copied:
-                seen = self._forks.seen()
-                for _ in range(len(self._copied)):
-                    slot = self._copied.popleft()
-                    if slot in seen:
-                        self._copied.append(slot)
-                    else:  # a lock taken since orders the last read of the tensors before this write
-                        self._words[slot] = self._words[slot] & ~3 | _FREE
+            while self._copied:
+                slot = self._copied.popleft()  # a lock taken since orders the last read of the tensors before this write
+                self._words[slot] = self._words[slot] & ~3 | _FREE
         finally:
             self._reaping.release()
 
@@ -282,9 +280,16 @@ class Lane:
     """
 
     def __init__(
-        self, key: str, segment: Segment, address: int, first: int, owner: "memoryview[int]", words: "memoryview[int]"
+        self,
+        key: str,
+        segment: Segment,
+        data: memoryview,
+        address: int,
+        first: int,
+        owner: "memoryview[int]",
+        words: "memoryview[int]",
     ) -> None:
-        self._key, self._segment, self._ring_address, self._first = key, segment, address, first
+        self._key, self._segment, self._data, self._ring_address, self._first = key, segment, data, address, first
         self._words, self._owner = words, owner  # of this lane only
         self._pid = os.getpid()
         for at, word in enumerate(words):
@@ -319,16 +324,19 @@ class Lane:
         at = self._allocate(nbytes)
         if at is None:
             return None
-        return self._segment.tensor(self._start + at, nbytes).view(dtype).view(shape)
+        if not nbytes:  # which torch.frombuffer refuses
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        memory = torch.frombuffer(self._data, dtype=torch.uint8, offset=self._start + at, count=nbytes)
+        return memory.view(dtype).view(shape)
 
-    def publish(self, batch: object, kind: Hashable = None) -> "BatchHandle":
-        """Return the handle to send in place of ``batch``. From then on the buffer belongs to the receiver.
+    def publish(self, batch: object, kind: Hashable = None) -> "RemoteCall":
+        """Return the message to send in place of ``batch``. From then on the buffer belongs to the receiver.
 
         Args:
             kind: equal for batches that differ in their values only, and whose tensors all lie in the buffer. They are pickled
                 once.
         """
-        packed = None if kind is None else self._packed.get(kind)
+        began_ns, packed = _clock_ns(), None if kind is None else self._packed.get(kind)
         if packed is None:
             try:
                 packed = self._packer.pack(batch, self._place)
@@ -343,11 +351,12 @@ class Lane:
         if not places and isinstance(payload, bytes):  # send this very payload: it may hold descriptors to be fetched
             if self.problem is TOO_SMALL:
                 self._owner[3] += 1
-                return BatchHandle(pickle.loads, payload)
-            return BatchHandle(_receive_fallback, self._key, self.problem, payload)
+                return RemoteCall(pickle.loads, payload)
+            return RemoteCall(_receive_fallback, _clock_ns() - began_ns, self._key, self.problem, payload)
         number = (self._words[self._at] >> 2) + 1
         self._words[self._at] = number << 2 | _SENT
-        return BatchHandle(_receive, self._key, self._first + self._at, number, self._used, places, payload)
+        content = self._first + self._at, number, self._used, places, payload
+        return RemoteCall(_receive, _clock_ns() - began_ns, self._key, *content)
 
     def _write(self, pieces: list[bytes]) -> tuple[int, int] | None:
         """Write a pickle into the buffer, and return its offset and size; None if it is small, or if there is no room."""
@@ -355,9 +364,9 @@ class Lane:
         start = self._allocate(nbytes) if nbytes > _SMALL else None
         if start is None:
             return None
-        memory, at = self._segment.view(self._start + start, nbytes), 0
+        at = self._start + start
         for piece in pieces:
-            memory[at : at + len(piece)] = piece
+            self._data[at : at + len(piece)] = piece
             at += len(piece)
         return start, nbytes
 
@@ -395,38 +404,32 @@ class Lane:
         return True
 
 
-class BatchHandle:
-    """A handle that a worker sends. It unpickles to the batch."""
+class RemoteCall:
+    """A message to another process: a call that is made where the message is unpickled, and whose result takes its place."""
 
-    __slots__ = ("_content", "_packing_ns", "_receive")
+    __slots__ = ("_arguments", "function")
 
-    def __init__(self, receive: Callable[..., Any], *content: Any) -> None:
-        self._receive, self._content, self._packing_ns = receive, content, 0
-
-    def note_packing(self, duration_ns: int) -> bool:
-        """Send along how long it took to pack the batch. False if the receiver takes no note of it, for a small batch."""
-        self._packing_ns = duration_ns
-        return self._receive is not pickle.loads
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self._arguments = function, arguments
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if self._receive is pickle.loads:
-            return self._receive, self._content
-        return self._receive, (self._packing_ns, *self._content)
+        return self.function, self._arguments
 
 
-def fallback(key: str, reason: str, batch: object) -> BatchHandle:
-    """Return the handle to send if a batch cannot go through the ring ``key``, for that ``reason``.
+def fallback(key: str, reason: str, batch: object) -> RemoteCall:
+    """Return the message to send if a batch cannot go through the ring ``key``, for that ``reason``.
 
     The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the
     batch, and the parent would wait for ever. Where torch has no shared memory for its tensors, their bytes are sent.
     """
+    began_ns = _clock_ns()
     if reason is not NO_MEMORY:
         with contextlib.suppress(RuntimeError, OSError):
             pieces, _ = pack(batch, lambda address, nbytes: None)
-            return BatchHandle(_receive_fallback, key, reason, b"".join(pieces))
+            return RemoteCall(_receive_fallback, _clock_ns() - began_ns, key, reason, b"".join(pieces))
     memory = bytearray()
     pieces, places = pack(batch, partial(_append, memory))
-    return BatchHandle(_receive_fallback, key, NO_MEMORY, b"".join(pieces), memory, places)
+    return RemoteCall(_receive_fallback, _clock_ns() - began_ns, key, NO_MEMORY, b"".join(pieces), memory, places)
 
 
 def _append(memory: bytearray, address: int, nbytes: int) -> int:
@@ -435,11 +438,11 @@ def _append(memory: bytearray, address: int, nbytes: int) -> int:
 
 
 def _receive(packing_ns: int, key: str, *content: Any) -> Any:
-    began, ring = time.perf_counter_ns(), ring_of(key)
+    began_ns, ring = _clock_ns(), ring_of(key)
     with span(RECEIVE):
         batch = ring.receive(*content)
-    if ring.record is not None:
-        ring.record.add_hand_over(packing_ns + time.perf_counter_ns() - began)
+    if ring.note_hand_over is not None:
+        ring.note_hand_over(packing_ns + _clock_ns() - began_ns)
     return batch
 
 
@@ -451,12 +454,12 @@ def _receive_fallback(
     memory: bytes | bytearray = b"",
     places: Sequence[tuple[int, int]] = (),
 ) -> Any:
-    began, ring = time.perf_counter_ns(), ring_of(key)
+    began_ns, ring = _clock_ns(), ring_of(key)
     with span(RECEIVE):
         batch = unpack(payload, memoryview(memory), places)
     ring.record_fallback(reason)
-    if ring.record is not None:
-        ring.record.add_hand_over(packing_ns + time.perf_counter_ns() - began)
+    if ring.note_hand_over is not None:
+        ring.note_hand_over(packing_ns + _clock_ns() - began_ns)
     return batch
 
 

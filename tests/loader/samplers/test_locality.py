@@ -47,7 +47,7 @@ def stratified(samples, slots, batch_size, nodes, per_node, unit=1, **options):
     for node in range(nodes):
         dataset = Numbers(samples, slots, Placement("scattered", unit, node, nodes))
         with dataset.cache as cache:
-            resident = torch.nonzero(residency(cache.placement, samples, len(cache)).resident(torch.arange(samples))).flatten()
+            resident = np.flatnonzero(residency(cache.placement, samples, len(cache)).resident(np.arange(samples)))
             for rank in range(node * per_node, (node + 1) * per_node):
                 numbers = {"num_replicas": nodes * per_node, "rank": rank}
                 found.append(LocalityDistributedSampler(dataset, batch_size, stratify=True, **numbers, **options))

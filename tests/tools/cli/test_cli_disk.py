@@ -306,8 +306,6 @@ def test_a_sample_that_is_written_anew_while_it_is_checked_is_looked_at_again(fo
     assert inspection.find_damage(folder, 0).damaged == 0
     assert looks == [idx for idx in range(FILLED) for _ in range(2)]
     monkeypatch.undo()
-    monkeypatch.setattr(inspection, "_PIECE", 7)  # smaller than a sample
-    assert inspection.find_damage(folder, 0).damaged == 0
     flip(folder / "samples", DATA_OFFSET + 3 * ROOM + 14)
     assert inspection.find_damage(folder, 0).damaged == 1
 
