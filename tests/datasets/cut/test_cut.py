@@ -118,13 +118,22 @@ class Static(Numbers):
         return self.noisy(self, self.read(idx), idx, [idx], by=abs(-2), size=len(self))
 
 
+class Named(Numbers):
+    def __getitem__(self, idx):
+        image = super(Named, self).read(idx)
+        return image * random.random() + Named.__private(self)
+
+    def __private(self):
+        return random.random()
+
+
 def scaled(dataset, idx, by=lambda image: image * random.random()):
     image = dataset.read(idx)
     return by(image)
 
 
 CUT = {"if": Flipped, "expression": Returned, "method": Nested, "hoisted": Hoisted, "changed in between": Changed}
-CUT |= {"more arguments": Static}
+CUT |= {"more arguments": Static, "its class by name": Named}
 
 
 @pytest.mark.parametrize("name", CUT)
