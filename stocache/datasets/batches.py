@@ -299,11 +299,6 @@ class LazyBatch:
         return self._spec.on_device
 
     @property
-    def found_all(self) -> bool:
-        """Whether `claim_missing`, or `cached`, has found all samples in the caches."""
-        return all(part.hits is not None for part in self.parts)
-
-    @property
     def cached(self) -> bool:
         """Whether all samples are in the caches."""
         return all(part.find() for part in self.parts)

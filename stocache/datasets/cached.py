@@ -198,7 +198,7 @@ class CachedDataset(DatasetProxy[_T]):
     @property
     def transforms_batches(self) -> bool:
         """Whether a transform of the dataset gets whole batches."""
-        return self._split is not None and bool(self._split.takes_batches)
+        return self._split is not None and self._split.takes_batches
 
     @property
     def gathers_on_device(self) -> bool:
