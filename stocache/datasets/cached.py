@@ -239,8 +239,7 @@ class CachedDataset(DatasetProxy[_T]):
             copy = self._copies or self.is_transformed
             sample = self.cache.hit(idx, copy)
             if sample is MISSING:
-                load = self._audit.watched(self._loader.load)
-                sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
+                sample = self._tiers.get_or_load(idx, self._load_one, copy=copy, strict=False)
             if self._split is not None:
                 sample = self._split.finish(asked if asked == idx else idx, sample)  # of the type that the dataset would get
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -307,7 +306,11 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _load_missing(self, indices: list[int]) -> Iterable[Any]:
         """Return, or yield, samples that the cache misses: from the disk, or else from the dataset."""
-        return self._tiers.behind(self._audit.watched_many(self._loader))(indices)
+        return self._tiers.behind(partial(self._audit.watch, self._loader.load_many))(indices)
+
+    def _load_one(self, idx: int) -> Any:
+        """Load a sample for the cache by itself: it is not that of a ``__getitems__``."""
+        return next(iter(self._audit.watch(partial(map, self._loader.load), [idx])))
 
     def _keeps_types(self, indices: Sequence[Any]) -> bool:
         """Return whether samples depend on the types of these indices: numbers of numpy or torch, which the samples hold."""
