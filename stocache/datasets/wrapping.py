@@ -82,14 +82,14 @@ class Wrapper:
         self._caches = size == "auto" or parse_size(size) > 0 or options.disk is not None
         by_block = self._caches and options.admission == "all" and self._placement.unit == 1
         self._unit = admission_unit(dataset) if by_block else None
-        probes = self._caches and bool(samples.probe) and samples.example is None
-        self._stream = find_stream(dataset) if probes else None
-        self._splits = samples.split and self._unit is None and probes and length > 0 and self._stream is None
+        probes = bool(samples.probe) and samples.example is None
+        splits = bool(samples.split) and probes and self._unit is None
+        self._stream = find_stream(dataset) if probes and self._caches else None
+        self._splits = splits and self._caches and length > 0 and self._stream is None
         if not isinstance(samples.probe, int) or samples.probe < 0:
             raise LimitError(f"probe={samples.probe!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
         if samples.split not in (True, False, "straight"):
             raise LimitError(f"split={samples.split!r} is unknown. Use True, False or 'straight'.")
-        splits = samples.split and samples.probe and samples.example is None and self._unit is None
         if samples.store == "encoded" and not splits:
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         self._limit = 0
