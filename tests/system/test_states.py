@@ -53,7 +53,8 @@ def test_two_states_that_take_turns_keep_all_their_numbers(kept):
 
 
 DRAWS = {
-    "one number": lambda own: random.random(), "a bit": lambda own: random.getrandbits(1), "a pair": lambda own: random.gauss(0, 1),
+    "one number": lambda own: random.random(), "a bit": lambda own: random.getrandbits(1),
+    "a pair": lambda own: random.gauss(0, 1),
     "all numbers of a twister": lambda own: [random.getrandbits(32) for _ in range(624)], "a seed": lambda own: random.seed(3),
     "its own": lambda own: own.random(), "the other one of a pair": lambda own: own.gauss(0, 1),
     "numpy": lambda own: np.random.rand(), "torch": lambda own: torch.rand(1),

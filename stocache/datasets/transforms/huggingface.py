@@ -21,9 +21,10 @@ logger = logging.getLogger("stocache")
 
 _CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
 _CHANGING = frozenset({
-    "set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform", "map", "filter", "sort", "flatten", "flatten_indices", "batch", "repeat", "cast", "cast_column", "class_encode_column",
-    "add_column", "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns",
-    "align_labels_with_mapping", "to_iterable_dataset", "prepare_for_task",
+    "set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform", "map", "filter",
+    "sort", "flatten", "flatten_indices", "batch", "repeat", "cast", "cast_column", "class_encode_column", "add_column",
+    "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns", "align_labels_with_mapping",
+    "to_iterable_dataset", "prepare_for_task",
 })  # fmt: skip
 
 _warned: set[str] = set()  # names of methods

@@ -120,7 +120,7 @@ class Static(Numbers):
 
 class Named(Numbers):
     def __getitem__(self, idx):
-        image = super(Named, self).read(idx)
+        image = super(Named, self).read(idx)  # noqa: UP008 - as older programs are written
         return image * random.random() + Named.__private(self)
 
     def __private(self):
