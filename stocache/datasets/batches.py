@@ -204,13 +204,10 @@ class CacheRows:
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return their rows; see `LazyBatch.claim_missing`."""
-        if self.direct:
+        if self.direct or self.find():
             return []
         indices = check_indices(self.indices, self.cache.dataset_len, "batch")
         is_set = self.cache.set_among(indices)
-        if is_set.all():
-            self.hits = indices
-            return []
         first: dict[int, int] = {}  # by sample: where it is first
         if self.next_tier is not None:
             is_set |= self.cache.outside(indices) & self.next_tier.has_rows(indices)
@@ -297,11 +294,6 @@ class LazyBatch:
     def on_device(self) -> bool:
         """Whether a GPU gathers what is cached."""
         return self._spec.on_device
-
-    @property
-    def found_all(self) -> bool:
-        """Whether `claim_missing`, or `cached`, has found all samples in the caches."""
-        return all(part.hits is not None for part in self.parts)
 
     @property
     def cached(self) -> bool:
