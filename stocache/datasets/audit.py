@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from stocache.cache.disk.tiers import LoadMany
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.cut.tree import CONVENTIONAL
@@ -273,7 +274,7 @@ class Audit:
             return None
         place = difference(describe(cached, strides=False), describe(fresh, strides=False))
         if place is None:
-            return self._draws(load, [idx]) if drawn else None
+            return self._draws(partial(map, load), [idx]) if drawn else None
         if self._is_of_one_thread(idx, cached, fresh, load):
             return None
         names = self._set_attributes()
@@ -309,31 +310,20 @@ class Audit:
         names = _differing(self._attributes, _small_attributes(self._dataset))
         return [name for name in names if _holder_of(name) not in self._set_by_loads]
 
-    def watched(self, load: Callable[[int], object]) -> Callable[[int], Any]:
-        """Return a function that loads a sample for the cache, and notices if it depends on random numbers."""
+    def watch(self, load_many: LoadMany, indices: list[int]) -> Iterable[Any]:
+        """Load samples for the cache, and notice if they depend on random numbers."""
         if self._is_off or not self._looks_left:
-            return load
-        return lambda idx: next(self._watch_each(Kept(self._own), load, [idx], map(load, [idx])))
-
-    def watched_many(self, loader: Any) -> Callable[[list[int]], Iterable[Any]]:
-        """Return a function that loads several samples for the cache, and notices if they depend on random numbers."""
-        if self._is_off or not self._looks_left:
-            return loader.load_many  # type: ignore[no-any-return]
-        return partial(self._watch, loader)
-
-    def _watch(self, loader: Any, indices: list[int]) -> Iterable[Any]:
-        before, samples = Kept(self._own), loader.load_many(indices)
+            return load_many(indices)
+        before, samples = Kept(self._own), load_many(indices)
         if not isinstance(samples, list):
-            return self._watch_each(before, loader.load, indices, samples)
-        self._note_load(before, indices, loader.load)
+            return self._watch_each(before, load_many, indices, samples)
+        self._note_load(before, load_many, indices)
         return samples
 
-    def _watch_each(
-        self, before: Kept, load: Callable[[int], object], indices: list[int], samples: Iterable[object]
-    ) -> Iterator[Any]:
+    def _watch_each(self, before: Kept, load_many: LoadMany, indices: list[int], samples: Iterable[object]) -> Iterator[Any]:
         for number, sample in enumerate(samples, 1):
             if number == len(indices):  # who takes the samples does not ask for more
-                self._note_load(before, indices, load)
+                self._note_load(before, load_many, indices)
             yield sample
 
     def _note_first_load(self) -> None:
@@ -341,17 +331,17 @@ class Audit:
         if not self._has_loaded:
             self._has_loaded, self._tables = True, table_digests(self._dataset)
 
-    def _note_load(self, before: Kept, indices: Sequence[int], load: Callable[[int], object]) -> None:
+    def _note_load(self, before: Kept, load_many: LoadMany, indices: Sequence[int]) -> None:
         """Note what a load has done besides returning samples."""
         self._note_first_load()
-        finding = self._draws(load, indices) if self._looks_left and before.drawn() else None
+        finding = self._draws(load_many, indices) if self._looks_left and before.drawn() else None
         if finding is not None:
             self.change(finding)
 
-    def _draws(self, load: Callable[[int], object], indices: Sequence[int]) -> str | None:
+    def _draws(self, load_many: LoadMany, indices: Sequence[int]) -> str | None:
         """Return that random numbers are drawn to load samples. Those of a generator that has moved may be another thread's."""
         self._looks_left = max(0, self._looks_left - 1)
-        idx = self._in_child(partial(_find_draws, self._dataset, load, indices), indices[0])
+        idx = self._in_child(partial(_find_draws, self._dataset, load_many, indices), indices[0])
         return None if idx is None else f"random numbers are drawn to load sample {idx} of {type(self._dataset).__name__}"
 
     def _in_child(self, job: Callable[[], Iterator[object]], otherwise: Any) -> Any:
@@ -367,11 +357,11 @@ def _load_again(load: Callable[[int], object], idx: int, first: object) -> Itera
     yield difference(first, describe(load(idx), strides=False))
 
 
-def _find_draws(dataset: object, load: Callable[[int], object], indices: Iterable[int]) -> Iterator[int | None]:
+def _find_draws(dataset: object, load_many: LoadMany, indices: Iterable[int]) -> Iterator[int | None]:
     """Yield the first sample that draws from a generator while it is loaded; None if there is none. For a child."""
     for idx in indices:
         kept = Kept(own_generators(dataset))
-        load(idx)
+        list(load_many([idx]))
         if kept.drawn():
             yield idx
     yield None

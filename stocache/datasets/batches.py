@@ -212,11 +212,6 @@ class BatchRows:
         """Whether the samples can be written into the rows of a batch."""
         return True
 
-    @property
-    def found(self) -> bool:
-        """Whether all samples were found to be there."""
-        return True
-
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not there. Return their rows; see `LazyBatch.claim_missing`."""
         return []
@@ -287,24 +282,16 @@ class CacheRows(BatchRows):
         return not self.direct and self.samples is None and BatchSpec.of(self.cache) is not None
 
     @property
-    def found(self) -> bool:
-        """Whether all samples were found to be cached."""
-        return self.hits is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the samples in a collated batch."""
         return len(self.indices) * self.cache.slot_bytes
 
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return their rows; see `LazyBatch.claim_missing`."""
-        if self.direct:
+        if self.direct or self.find():
             return []
         indices = check_indices(self.indices, self.cache.dataset_len, "batch")
         is_set = self.cache.set_among(indices)
-        if is_set.all():
-            self.hits = indices
-            return []
         first: dict[int, int] = {}  # by sample: where it is first
         if self.next_tier is not None:
             is_set |= self.cache.outside(indices) & self.next_tier.has_rows(indices)
@@ -418,11 +405,6 @@ class LazyBatch:
     def on_device(self) -> bool:
         """Whether a GPU gathers what is cached."""
         return self._spec.on_device
-
-    @property
-    def found_all(self) -> bool:
-        """Whether `claim_missing`, or `cached`, has found all samples in the caches."""
-        return all(part.found for part in self.parts)
 
     @property
     def cached(self) -> bool:

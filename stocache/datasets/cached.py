@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, MapDataPipe, TensorDataset
 from tqdm import tqdm
 from typing_extensions import TypeVar
 
@@ -176,6 +176,16 @@ class CachedDataset(DatasetProxy[_T]):
         if self.cache.dataset_len < self._len:  # it has no table of so many
             self._audit.leave()
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """That of the wrapped dataset, so that `isinstance` finds it; ``type()`` is ours. Code that knows the class may ask.
+
+        Not of one that wraps another: its ``dataset`` would be taken for ours. Nor of a DataPipe, which torch serves otherwise.
+        """
+        dataset = vars(self).get("dataset")
+        stands_in = isinstance(dataset, Dataset) and not isinstance(dataset, MapDataPipe) and not hasattr(dataset, "dataset")
+        return type(dataset) if stands_in else type(self)
+
     @property
     def is_left(self) -> bool:
         """Whether the cache is not served any more, because samples depend on more than their index."""
@@ -194,7 +204,7 @@ class CachedDataset(DatasetProxy[_T]):
     @property
     def transforms_batches(self) -> bool:
         """Whether a transform of the dataset gets whole batches."""
-        return self._split is not None and bool(self._split.takes_batches)
+        return self._split is not None and self._split.takes_batches
 
     @property
     def gathers_on_device(self) -> bool:
@@ -244,8 +254,8 @@ class CachedDataset(DatasetProxy[_T]):
         if not served:
             sample = self.dataset[idx]
         else:
-            load, copy = self._audit.watched(self._loader.load), self._copies or self.is_transformed
-            sample = self._tiers.get_or_load(idx, load, copy=copy, strict=False)
+            copy = self._copies or self.is_transformed
+            sample = self._tiers.get_or_load(idx, self._load_one, copy=copy, strict=False)
             if self._split is not None:
                 sample = self._split.finish(asked if asked == idx else idx, sample)
         return sample if self.after_cache is None else self.after_cache(sample)
@@ -285,8 +295,7 @@ class CachedDataset(DatasetProxy[_T]):
         if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
             part = CacheRows(self.cache, indices, self._read, direct=True)
         else:
-            load_many = self._tiers.behind(self._audit.watched_many(self._loader))
-            part = CacheRows(self.cache, numbers, load_many, self.disk_cache)
+            part = CacheRows(self.cache, numbers, self._load_missing, self.disk_cache)
         return LazyBatch(spec, [part], len(indices))
 
     def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
@@ -307,17 +316,24 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _read_cached(self, indices: Sequence[int], before_each: Callable[[int], None] | None) -> Iterable[Any]:
         """Return samples of the cache, with the missing ones, after the transforms of the dataset."""
-        load_many = self._audit.watched_many(self._loader)
         large = isinstance(self.cache, RaggedCache) or self.cache.slot_bytes >= _LARGE
         # Large samples are not all held at once while they are transformed
         read = self.cache.each if self.is_transformed and large else self.cache.get_or_load_many
         copy = self._copies or self.is_transformed
-        samples: Iterable[Any] = read(indices, self._tiers.behind(load_many), copy=copy, strict=False)
+        samples: Iterable[Any] = read(indices, self._load_missing, copy=copy, strict=False)
         if before_each is not None and self.is_transformed:
             samples = _calling(before_each, samples)
         if self._split is None:
             return samples
         return self._split.finish_many(indices, samples) if before_each is None else map(self._split.finish, indices, samples)
+
+    def _load_missing(self, indices: list[int]) -> Iterable[Any]:
+        """Return, or yield, samples that the cache misses: from the disk, or else from the dataset."""
+        return self._tiers.behind(partial(self._audit.watch, self._loader.load_many))(indices)
+
+    def _load_one(self, idx: int) -> Any:
+        """Load a sample for the cache by itself: it is not that of a ``__getitems__``."""
+        return next(iter(self._audit.watch(partial(map, self._loader.load), [idx])))
 
     def _keeps_types(self, indices: Sequence[Any]) -> bool:
         """Return whether samples depend on the types of these indices: numbers of numpy or torch, which the samples hold."""
@@ -340,7 +356,8 @@ class CachedDataset(DatasetProxy[_T]):
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
         if not self._audit.is_due(len(indices)):
             return True
-        self._follow_transforms()
+        if self._audit.sees_new_transforms():
+            self._follow_transforms()
         if self._audit.allows(indices, self.cache, self._loader.load):
             return True
         self._serve_decoders()

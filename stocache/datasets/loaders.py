@@ -52,7 +52,7 @@ from stocache.cache.stats import MISSING, SlotState
 from stocache.errors import StorageError
 from stocache.samples.spec import RowLayout
 from stocache.storage.dataset import StorageDataset
-from stocache.system.background import start_daemon
+from stocache.system.background import Background
 from stocache.system.objects import attribute_of, get_many_of, newer_of, static_attribute
 
 logger = logging.getLogger("stocache")
@@ -243,53 +243,40 @@ class BlockAdmitter:
         return admitter
 
     def __init__(self, loader: BlockLoader) -> None:
-        self.pid = os.getpid()  # a forked child makes its own: it has no such thread
-        self._loader = weakref.ref(loader)
-        self._idle = threading.Condition()
-        self._loading, self._loaded_at = 0, 0.0
-        self._due: dict[int, None] = {}
-        self._thread: threading.Thread | None = None
+        self.pid = os.getpid()  # a forked child makes its own: the loads that go on are not in it
+        self._loader, self._background = weakref.ref(loader), Background("stocache admits blocks")
+        self._lock, self._loading, self._loaded_at = threading.Lock(), 0, 0.0
+        self._due: set[int] = set()
 
     @contextlib.contextmanager
     def behind(self, blocks: list[int]) -> Iterator[None]:
         """Stop admitting while a batch is loaded; then go on, with these blocks too."""
-        with self._idle:
+        with self._lock:
             self._loading += 1
         try:
             yield
         finally:
-            with self._idle:
-                self._loading -= 1
-                self._loaded_at = time.monotonic()
-                self._due.update(dict.fromkeys(blocks))
-                if self._thread is None:
-                    with contextlib.suppress(RuntimeError):  # no more threads: a later batch tries again
-                        self._thread = start_daemon(self._run, (), "stocache admits blocks", self.stop)
+            with self._lock:
+                self._loading, self._loaded_at = self._loading - 1, time.monotonic()
+                due = [block for block in dict.fromkeys(blocks) if block not in self._due]
+                self._due.update(due)
+            for block in due:
+                self._background.put(partial(self._admit, block))
 
     def stop(self) -> None:
         """Forget the blocks, and wait for the thread to end, while it reads one block at most."""
-        with self._idle:
+        with self._lock:
             self._due.clear()
-            self._idle.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_LONGEST_S)
+        self._background.stop(_LONGEST_S)
 
-    def _run(self) -> None:
-        """Admit blocks when nobody has loaded for a while, until there are no more."""
-        while True:
-            with self._idle:
-                while self._due and (self._loading or time.monotonic() < self._loaded_at + _IDLE_S):
-                    self._idle.wait(_IDLE_S)
-                loader = self._loader()
-                if not self._due or loader is None:
-                    self._thread = None
-                    return
-                block = next(iter(self._due))
-                del self._due[block]
-            with contextlib.suppress(Exception):  # the error is raised when the sample is requested
-                loader.admit(block)
-            del loader
+    def _admit(self, block: int) -> None:
+        """Admit a block when nobody has loaded for a while, unless it was forgotten meanwhile."""
+        while block in self._due and (self._loading or time.monotonic() < self._loaded_at + _IDLE_S):
+            time.sleep(_IDLE_S)
+        loader = self._loader()
+        if loader is not None and block in self._due:
+            self._due.discard(block)
+            loader.admit(block)  # an error is raised again when a sample is requested
 
 
 _admitters: "weakref.WeakKeyDictionary[SampleCache, BlockAdmitter]" = weakref.WeakKeyDictionary()

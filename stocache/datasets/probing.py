@@ -60,7 +60,6 @@ class Probe:
         loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
         draws: whether that are random numbers, so that the program may be cut.
-        survey: where it may be; see `Planner.survey`.
         keeps: whether the dataset keeps something of each sample that it loads.
         begun: the last sample that was begun, or None.
     """
@@ -72,7 +71,6 @@ class Probe:
     loaded_here: bool | None = None
     finding: str | None = None
     draws: bool = False
-    survey: list[Any] = field(default_factory=list)
     keeps: bool = False
     begun: Any = None
 
@@ -102,8 +100,6 @@ class Probe:
                 self.samples[self.begun] = unpack_sample(value)
             elif name == "errors":
                 self.errors[self.begun] = unpack_error(value[0]), value[1]
-            elif name == "survey":
-                self.survey.append(value)
             else:
                 setattr(self, name, value if name == "begun" else getattr(self, name) or value)
 
@@ -113,14 +109,15 @@ def probe_samples(
     length: int,
     count: int,
     load: Callable[[int], object] | None = None,
-    survey: Callable[[], Iterator[Any]] | None = None, first: Sequence[int] = (),
-) -> Probe:  # fmt: skip
+    first: Sequence[int] = (),
+    stops: bool = False,
+) -> Probe:
     """Load ``count`` samples, evenly spread, in a child process. Samples that fail, or cannot be kept, are left out.
 
     Args:
         load: called in place of ``dataset.__getitem__``, where only a part of the samples is cached.
-        survey: called at the first sample that draws random numbers, which is the last one then; yields `Probe.survey`.
         first: samples to load first, in the opposite order.
+        stops: whether to end with the first sample that draws random numbers, which is not kept.
 
     Raises:
         WorkerError: the child died before it had loaded a sample.
@@ -129,7 +126,7 @@ def probe_samples(
     indices = list(dict.fromkeys([*reversed(first), *spread(length, count)]))
     if not indices:
         return Probe()
-    job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices, survey)
+    job = partial(_load_all, dataset, load or partial(operator.getitem, dataset), indices, stops)
     probe, name = Probe(), type(dataset).__name__
     reason: Exception | None = None  # to load in this process
     try:
@@ -164,9 +161,7 @@ def probe_samples(
     return probe
 
 
-def _load_all(
-    dataset: object, load: Callable[[int], object], indices: list[int], survey: Callable[[], Iterator[Any]] | None
-) -> Iterator[tuple[str, Any]]:
+def _load_all(dataset: object, load: Callable[[int], object], indices: list[int], stops: bool) -> Iterator[tuple[str, Any]]:
     """Load samples in a child process, and yield what `Probe.take` takes."""
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
@@ -193,9 +188,7 @@ def _load_all(
         if draws and not drawn:
             drawn = True
             yield from drawing()
-            if survey is not None:
-                kept.restore()
-                yield from (("survey", item) for item in survey())
+            if stops:
                 return
         keeps = keeps or bool(_grown(dataset, sizes))
         try:

@@ -6,7 +6,7 @@ import logging
 import operator
 from typing import Any
 
-from torch.utils.data import Dataset, MapDataPipe, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import TypeVar
 
 from stocache.cache.stats import MISSING, SlotState
@@ -32,7 +32,7 @@ _said_hidden: set[tuple[type, str]] = set()
 
 
 class DatasetProxy(Dataset[_T]):
-    """The part of `CachedDataset` that stands in for the dataset: its length, its attributes, its class, and copies of it."""
+    """The part of `CachedDataset` that stands in for the dataset: its length, its attributes, and copies of it."""
 
     _audit: Audit
     _split: Any
@@ -167,16 +167,6 @@ class DatasetProxy(Dataset[_T]):
             logger.warning(
                 "a CachedDataset has attributes of its own called %s. Ask its `dataset` for those of %s.", hidden, kind.__name__
             )
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """That of the wrapped dataset, so that `isinstance` finds it; ``type()`` is ours. Code that knows the class may ask.
-
-        Not of one that wraps another: its ``dataset`` would be taken for ours. Nor of a DataPipe, which torch serves otherwise.
-        """
-        dataset = vars(self).get("dataset")
-        stands_in = isinstance(dataset, Dataset) and not isinstance(dataset, MapDataPipe) and not hasattr(dataset, "dataset")
-        return type(dataset) if stands_in else type(self)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle would compare the class
         return object.__new__, (type(self),), self.__getstate__()

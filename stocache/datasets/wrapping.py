@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from stocache.samples.spec import Structure
 from stocache.shm import registry, siblings
 from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import format_size, parse_size, recommended_limit
+from stocache.system.loading.children import SlowError
 from stocache.system.loading.streams import find_stream
 
 logger = logging.getLogger("stocache")
@@ -82,12 +83,12 @@ class Wrapper:
         self._caches = size == "auto" or parse_size(size) > 0 or options.disk is not None
         by_block = self._caches and options.admission == "all" and self._placement.unit == 1
         self._unit = admission_unit(dataset) if by_block else None
-        probes = self._caches and bool(samples.probe) and samples.example is None
-        self._stream = find_stream(dataset) if probes else None
-        self._splits = samples.split and self._unit is None and probes and length > 0 and self._stream is None
+        probes = bool(samples.probe) and samples.example is None
+        splits = bool(samples.split) and probes and self._unit is None
+        self._stream = find_stream(dataset) if probes and self._caches else None
+        self._splits = splits and self._caches and length > 0 and self._stream is None
         if not isinstance(samples.probe, int) or samples.probe < 0:
             raise LimitError(f"probe={samples.probe!r} is not a number of samples. Use 1 or more, or 0 for no probe.")
-        splits = samples.split and samples.probe and samples.example is None and self._unit is None
         if samples.store == "encoded" and not splits:
             raise LimitError("store='encoded' is for samples that are probed and split. Leave probe=, example= and split= out.")
         self._limit = 0
@@ -136,7 +137,7 @@ class Wrapper:
             planner = Planner(self._dataset, self._length, self._limit, options, wanted)
         needs_survey = planner is not None and (options.store == "encoded" or planner.reads)
         if self._caches and not needs_survey:
-            self.probe = probe = self._look(None, (), None if planner is None else planner.survey)
+            self.probe = probe = self._look(stops=planner is not None)
         if planner is None:
             return
         finds = probe.draws or needs_survey
@@ -144,9 +145,9 @@ class Wrapper:
             if not finds and probe.finding is None and (options.cut is not None or wanted or not self._fits()):
                 finds = bool(probe.samples) and holds_pipelines(self._dataset)
             if finds:
-                split, self.probe = planner.find(probe.survey if probe.draws else None, self._look)
+                split, self.probe = planner.find(not probe.draws, self._look)
                 self.split = split if split.has_rest else None
-        except CannotCut as error:
+        except (CannotCut, SlowError) as error:
             if options.store == "encoded":
                 raise DatasetError(ENCODED.format(type(self._dataset).__name__, str(error))) from None
             if needs_survey or probe.draws:
@@ -209,9 +210,7 @@ class Wrapper:
             f"in which they come; leave it out."
         )
 
-    def _look(
-        self, split: Split | None, first: Sequence[int] = (), survey: Callable[[], Iterator[Any]] | None = None
-    ) -> Probe:  # fmt: skip
+    def _look(self, split: Split | None = None, first: Sequence[int] = (), stops: bool = False) -> Probe:
         """Return the probed samples, or the example. See `probe_samples`."""
         count, example = self._samples.probe, self._samples.example
         if example is not None:
@@ -228,7 +227,7 @@ class Wrapper:
                 f"If samples depend on their index alone, pass probe=0"
             )
         if count:
-            return probe_samples(self._dataset, self._length, count, None if split is None else split.load, survey, first)
+            return probe_samples(self._dataset, self._length, count, None if split is None else split.load, first, stops)
         if self._samples.variable is False:
             raise LimitError("variable=False needs to know what samples look like. Give example=sample, or leave probe=0 out.")
         return Probe()

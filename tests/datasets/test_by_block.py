@@ -217,7 +217,7 @@ def test_a_block_whose_file_is_cut_is_an_error_when_it_is_wanted(prepared, caplo
         admitter = BlockAdmitter.of(cached._loader, cached.cache)
         with admitter.behind([2]):
             pass
-        wait_until(lambda: admitter._thread is None)
+        wait_until(lambda: not admitter._background.is_busy)
         assert cached_set(cached) == list(range(8))
         assert not caplog.records
         with pytest.raises(DamagedError, match=r"000002.safetensors is damaged"):
@@ -301,7 +301,7 @@ def test_wanted_samples_come_first_and_whole_blocks_are_kept(prepared, made, ord
                 assert made == [1]
                 for idx in np.random.permutation(MANY).tolist() if order == "random" else range(MANY):
                     assert cached[idx]["label"] == idx
-                wait_until(lambda cached=cached: BlockAdmitter.of(cached._loader, cached.cache)._thread is None)
+                wait_until(lambda cached=cached: not BlockAdmitter.of(cached._loader, cached.cache)._background.is_busy)
                 held = in_blocks(cached)
                 assert abs(len(held) - chosen) <= 2
                 cached.cache.clear()  # after which the same blocks are chosen
@@ -386,7 +386,7 @@ def test_a_block_is_admitted_only_while_nobody_loads(prepared):
         with admitter.behind([]):
             with admitter.behind([2]):
                 pass
-            admitter._thread.join(0.2)
+            admitter._background._thread.join(0.2)
             assert cached_set(cached) == []
         wait_until(lambda: cached_set(cached) == list(range(16, 24)))
 

@@ -52,6 +52,25 @@ def test_two_states_that_take_turns_keep_all_their_numbers(kept):
     assert found == expected
 
 
+DRAWS = {
+    "one number": lambda own: random.random(), "a bit": lambda own: random.getrandbits(1),
+    "a pair": lambda own: random.gauss(0, 1),
+    "all numbers of a twister": lambda own: [random.getrandbits(32) for _ in range(624)], "a seed": lambda own: random.seed(3),
+    "its own": lambda own: own.random(), "the other one of a pair": lambda own: own.gauss(0, 1),
+    "numpy": lambda own: np.random.rand(), "torch": lambda own: torch.rand(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_each_draw_is_noticed(draw):
+    own = random.Random(1)
+    own.gauss(0, 1)
+    kept = generators.Kept([own])
+    assert not kept.drawn()
+    DRAWS[draw](own)
+    assert kept.drawn()
+
+
 def test_damaged_states_of_generators_are_refused():
     saved, accepted = generators.states([torch.Generator()]), []
     for path in leaves(saved):

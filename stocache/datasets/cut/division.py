@@ -57,7 +57,6 @@ class Division:
         inner: how what a statement calls is divided, by its number.
         at: the number of an earlier statement, before which the first half ends; None for the first that draws.
         again: variables that are made again.
-        writes: attributes that drawing statements set.
         hoists: whether later statements are hoisted.
     """
 
@@ -66,7 +65,6 @@ class Division:
     inner: "Mapping[int, Division | Head]" = field(default_factory=dict)
     at: int | None = None
     again: frozenset[str] = frozenset()
-    writes: frozenset[str] = frozenset()
     hoists: bool = True
 
     @property
@@ -353,7 +351,7 @@ class _Divider:
             ends = any(isinstance(node, _ENDS) for each in (*skipped, statement) for node in ast.walk(each))
             fixed = isinstance(statement, ast.Expr) or not position_of([statement], self._cut) or _sets_attributes([statement])
             attributes = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
-            changed = attributes & (self._division.writes | _sets_attributes(skipped))
+            changed = attributes & _sets_attributes(skipped)
             move = skipped and free and not ends and not fixed and not changed
             (first if move else skipped).append(statement)
         return first, skipped

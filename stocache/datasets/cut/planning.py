@@ -8,7 +8,7 @@ NOTE [ Where to cut ]
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,30 +82,27 @@ class Planner:
         self._loaded, self._surveys = dict[Example, tuple[Any, ...]](), dict[int, Survey]()
         self._chosen: dict[int, Option] = {}
 
-    def survey(self, forced: bool = False) -> Iterator[Any]:
-        """Load samples to find where the program can be cut, and yield what `find` takes. For a child process.
-
-        ``forced``: at the first known transforms, whether or not they draw.
-        """
+    def _survey(self, forced: bool) -> Iterator[Any]:
+        """Load samples to find where the program can be cut, and yield what they show. For a child process."""
         how = "loader" if self._encoded else "pipelines" if forced else None
         every = self._cut is not None or self._wanted is not None
         for kind, examples in self._examples.items() if not self._problem else ():
             if kind not in self._read:
                 yield from survey(self._tree, kind, examples, how, self._hoists, self._room, every)
 
-    def find(self, items: Iterable[Any] | None, look: Callable[[Split, list[int]], Any]) -> tuple[Split, Any]:
+    def find(self, forced: bool, look: Callable[[Split, list[int]], Any]) -> tuple[Split, Any]:
         """Return the best split that is right, and the parts of the probed samples that are cached.
 
         Args:
-            items: what `survey` yields; None for a survey at the known transforms, or at the loader of files.
+            forced: cut at the first known transforms, or at the loader of files, whether or not these draw.
             look: called with a split and the samples that were loaded here; loads the parts of these, and others, that are
                 cached, in another process, and returns a `Probe`.
 
         Raises:
             CannotCut: there is none.
+            SlowError: a sample takes too long.
         """
-        job: Any = partial(self.survey, forced=True)
-        for item in in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if items is None else items:
+        for item in in_children_or_here(self._dataset, [partial(self._survey, forced)], patience_s=_PATIENCE_S):
             if isinstance(item, Survey):
                 self._surveys[item.kind] = item
             elif isinstance(item, Loaded):

@@ -176,8 +176,8 @@ def _compile(tree: ast.FunctionDef, function: FunctionType, names: Sequence[str]
     """Return the code of a definition in the class and the scope of ``function``, with further names in that scope."""
     inner: Any = copy.copy(tree)
     inner.name = f"{PREFIX}function"  # its own may be that of a global function
-    if owner := _class_of(function):
-        inner = _block(f"class {owner}", [inner], tree)
+    if _class_of(function):  # whose name stays that of a global variable; private names are spelled out already
+        inner = _block(f"class {PREFIX}class", [inner], tree)
     enclosing = [name for name in (*function.__code__.co_freevars, *names) if name != "__class__"]
     module = ast.Module([_block(f"def {PREFIX}scope({', '.join(enclosing)})", [inner], tree)], [])
     flags = function.__code__.co_flags & _FUTURE

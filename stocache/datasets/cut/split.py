@@ -169,8 +169,7 @@ class Split:
     @property
     def takes_batches(self) -> bool:
         """Whether a transform gets whole batches."""
-        reader = self._reader
-        return reader is not None and reader.takes_batches
+        return self._reader is not None and self._reader.function is not None
 
     def before_text(self) -> str:
         """Return what runs before the cache as text, the same in every process; empty where all does."""

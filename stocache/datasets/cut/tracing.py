@@ -33,7 +33,7 @@ from stocache.datasets.cut.source import (
 )  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
 from stocache.system.generators import Kept, LineOfSeed, global_generators, own_generators
-from stocache.system.objects import attribute_of, is_of_library, vars_of
+from stocache.system.objects import attribute_of, is_of_library
 
 _MOST_LEVELS = 4
 
@@ -63,7 +63,6 @@ class Trace:
         self._calls: dict[_Path, tuple[Any, tuple[Any, ...] | None, bool]] = {}  # what the statement at a path calls, and how
         self._heads: dict[_Path, Head] = {}  # the deterministic steps at the beginning of pipelines
         self._looked: set[_Path] = set()  # calls that were looked at
-        self._writes: set[str] = set()
         self._generators = [*own_generators(dataset), *global_generators()]
         self._stack: list[list[Any]] = []  # of the functions that run: the path, and the statement that runs
 
@@ -71,7 +70,7 @@ class Trace:
         """Return sample ``idx``, and note which statements draw to make it."""
         while True:
             self._kept, self._seeds, self._stack = Kept(self._generators), LineOfSeed(), []
-            self._before, self._attributes = self._kept.now(), dict(vars_of(self._dataset))
+            self._before = self._kept.now()
             with self._seeds if watch_seeds else contextlib.nullcontext():
                 sample = self._call((), self._dataset, idx)
             if not self._look_into():
@@ -105,9 +104,6 @@ class Trace:
         for path, number in self._stack:
             if number is not None:
                 self._drew.setdefault(path, set()).add(number)
-        attributes = dict(vars_of(self._dataset))
-        self._writes |= {name for name, value in attributes.items() if self._attributes.get(name, self) is not value}
-        self._attributes = attributes
 
     def _observe(self, outer: _Path, number: int, is_item: bool, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Make the call of a statement."""
@@ -163,7 +159,7 @@ class Trace:
                 inner[number] = self._heads[its]
             elif its in self._sources and number in firsts and (found := self.division(its)) is not None:
                 inner[number] = found
-        return Division(source.identity, frozenset(drew), inner, writes=frozenset(self._writes)) if firsts else None
+        return Division(source.identity, frozenset(drew), inner) if firsts else None
 
     @property
     def sources(self) -> dict[str, SourceCode]:

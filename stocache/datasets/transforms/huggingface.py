@@ -20,11 +20,11 @@ from stocache.errors import DatasetError
 logger = logging.getLogger("stocache")
 
 _CHOOSING = frozenset({"select", "shuffle", "train_test_split", "shard", "skip", "take"})
-_CHANGING = frozenset({"set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform"})
-_MAKING = frozenset({
-    "map", "filter", "sort", "flatten", "flatten_indices", "batch", "repeat", "cast", "cast_column", "class_encode_column",
-    "add_column", "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns",
-    "align_labels_with_mapping", "to_iterable_dataset", "prepare_for_task",
+_CHANGING = frozenset({
+    "set_format", "set_transform", "reset_format", "formatted_as", "with_format", "with_transform", "map", "filter",
+    "sort", "flatten", "flatten_indices", "batch", "repeat", "cast", "cast_column", "class_encode_column", "add_column",
+    "add_item", "remove_columns", "rename_column", "rename_columns", "select_columns", "align_labels_with_mapping",
+    "to_iterable_dataset", "prepare_for_task",
 })  # fmt: skip
 
 _warned: set[str] = set()  # names of methods
@@ -39,7 +39,7 @@ def method_beside_cache(dataset: object, name: str) -> Callable[..., Any] | None
         return None
     if name in _CHOOSING:
         return functools.partial(_choose_uncached, name, getattr(dataset, name))
-    return functools.partial(_refuse, name) if name in _CHANGING | _MAKING else None
+    return functools.partial(_refuse, name) if name in _CHANGING else None
 
 
 def _library_of(dataset: object) -> Any:
@@ -49,12 +49,9 @@ def _library_of(dataset: object) -> Any:
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
-    why = "changes samples, but those that are cached would stay as they are"
-    if name in _MAKING:
-        why = "makes another dataset, which would not be cached"
     call = f"dataset.{name}(...)"
     how = f"{call}; CachedDataset(dataset, ...)" if name.startswith(("set_", "reset_")) else f"CachedDataset({call}, ...)"
-    raise DatasetError(f"{name}() {why}. Call it before CachedDataset: {how}.")
+    raise DatasetError(f"{name}() changes samples, but not those that are cached. Call it before CachedDataset: {how}.")
 
 
 def _choose_uncached(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,18 +70,18 @@ class ReadTransform:
     Args:
         dataset: the dataset.
         encoded: whether images are cached as encoded files. Audio and video always are: a decoder cannot be cached.
+
+    Attributes:
+        function: the transform of the dataset, which gets whole batches; None without one.
     """
 
-    __slots__ = ("_columns", "_dataset", "_encoded", "_function", "_remaining", "_source")
+    __slots__ = ("_encoded", "_remaining", "_source", "function")
 
     def __init__(self, dataset: Any, encoded: bool) -> None:
-        self._dataset = dataset
         form = dataset.format
-        transformed = form["type"] == "custom"
-        self._function = form["format_kwargs"]["transform"] if transformed else None
-        self._columns: list[str] = list(form["columns"])
-        names = list(dataset.column_names) if form["output_all_columns"] else self._columns
-        self._remaining = [name for name in names if name not in self._columns]
+        self.function = form["format_kwargs"]["transform"] if form["type"] == "custom" else None
+        names = list(dataset.column_names) if form["output_all_columns"] else list(form["columns"])
+        self._remaining = [name for name in names if name not in form["columns"]]
         source = dataset.with_format(None, columns=names)
         self._encoded = _encoded_features(dataset.features, encoded)
         for name, feature in self._encoded.items():
@@ -94,12 +91,7 @@ class ReadTransform:
     @property
     def rest(self) -> list[str]:
         """The names of the steps that run after the cache."""
-        return ["decode"] * bool(self._encoded) + [step_name(self._function)] * (self._function is not None)
-
-    @property
-    def takes_batches(self) -> bool:
-        """Whether the dataset has a transform, which gets whole batches; images are decoded one by one."""
-        return self._function is not None
+        return ["decode"] * bool(self._encoded) + [step_name(self.function)] * (self.function is not None)
 
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""
@@ -126,9 +118,9 @@ class ReadTransform:
         if not samples:
             return []
         columns = {name: [self._decoded(name, sample[name]) for sample in samples] for name in samples[0]}
-        if self._function is not None:
+        if self.function is not None:
             remaining = {name: columns.pop(name) for name in self._remaining}
-            columns = self._function(columns)
+            columns = self.function(columns)
             columns.update(remaining)
         return [{name: column[row] for name, column in columns.items()} for row in range(len(samples))]
 

@@ -6,6 +6,7 @@ import linecache
 import logging
 import random
 import sys
+import time
 import traceback
 
 import numpy as np
@@ -118,13 +119,22 @@ class Static(Numbers):
         return self.noisy(self, self.read(idx), idx, [idx], by=abs(-2), size=len(self))
 
 
+class Named(Numbers):
+    def __getitem__(self, idx):
+        image = super(Named, self).read(idx)  # noqa: UP008 - as older programs are written
+        return image * random.random() + Named.__private(self)
+
+    def __private(self):
+        return random.random()
+
+
 def scaled(dataset, idx, by=lambda image: image * random.random()):
     image = dataset.read(idx)
     return by(image)
 
 
 CUT = {"if": Flipped, "expression": Returned, "method": Nested, "hoisted": Hoisted, "changed in between": Changed}
-CUT |= {"more arguments": Static}
+CUT |= {"more arguments": Static, "its class by name": Named}
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -248,6 +258,18 @@ def test_a_load_that_draws_later_is_not_cached(caplog):
             assert difference(epochs(Rare(rare=rare)), epochs(cached)) is None
             assert cached.stats().total.rejected >= min(3, len(rare))
     assert "random numbers are drawn to load sample" in caplog.text
+
+
+def test_a_sample_that_takes_too_long_when_it_is_followed_leaves_the_program_whole(caplog, monkeypatch):
+    class Slow(Numbers):
+        def __getitem__(self, idx):
+            time.sleep(1)
+            return self.read(idx) * random.random()
+
+    monkeypatch.setattr("stocache.datasets.cut.planning._PATIENCE_S", 0.1)
+    with CachedDataset(Slow(), 1) as cached:
+        assert cached.is_left
+    assert "sample 0 of Slow, nothing came from the child process" in caplog.text
 
 
 OPTIONS = {
