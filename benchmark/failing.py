@@ -59,7 +59,9 @@ def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 def once(rounds: int) -> None:
     """Print the time and the hash of epochs in which 1 % of the loads fail once."""
     on_error = Retry(times=3, backoff_s=0.001)
-    print("| workers | failures | jobs that ended | samples that differ | epoch, s | beside none |\n|---|---:|---:|---:|---:|---:|")
+    print(
+        "| workers | failures | jobs that ended | samples that differ | epoch, s | beside none |\n|---|---:|---:|---:|---:|---:|"
+    )
     for name, options in {"0": {}, "2": {"num_workers": 2}, "8": {"num_workers": 8}}.items():
         seconds: dict[bool, list[float]] = {False: [], True: []}
         hashes, ended = set(), 0

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from benchmark.support.measuring import machine
 from stocache import CachedDataset, DataLoader
-from stocache.datasets.batches import PlannedBatch
+from stocache.datasets.batches.planned import PlannedBatch
 from stocache.loader.device import kernels
 from stocache.loader.device.cuda import Cuda
 

@@ -22,7 +22,9 @@ from stocache.cache.options import ALL_OPTIONS, AuditOptions, CacheOptions, Samp
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.stats import MISSING, DatasetStats
 from stocache.datasets.audit import Audit
-from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.rows import CacheRows
+from stocache.datasets.batches.spec import BatchSpec
 from stocache.datasets.decoders.cache import decoders_job
 from stocache.datasets.failing import Guard
 from stocache.datasets.loaders import BlockLoader, MapStyle, SampleLoader

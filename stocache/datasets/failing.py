@@ -20,8 +20,9 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import Empty, LazyBatch
-from stocache.datasets.view import DatasetView
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.spec import Empty
+from stocache.datasets.batches.views import DatasetView
 from stocache.errors import DatasetError, SampleError
 from stocache.samples.indices import length_of
 from stocache.shm.tables.arrays import new_segment

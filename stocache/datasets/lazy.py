@@ -9,9 +9,11 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.rows import CacheRows
+from stocache.datasets.batches.spec import BatchSpec
+from stocache.datasets.batches.table import LazyTable, lazy_table
 from stocache.datasets.cached import is_cache
-from stocache.datasets.table import LazyTable, lazy_table
 from stocache.system.walking import inner_datasets, passes_on, through_subsets
 
 

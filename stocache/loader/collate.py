@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map  # documented, for extending it
 
-from stocache.datasets.batches import Empty, LazyBatch, PlannedBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.planned import PlannedBatch
+from stocache.datasets.batches.spec import Empty
 from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads.info import worker_info
 from stocache.loader.workers.requests import count_samples

@@ -22,9 +22,10 @@ from typing import Any, TypeAlias
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map  # documented, for extending default_collate
 
-from stocache.datasets.batches import Load, only_collates
+from stocache.datasets.batches.rows import Load
+from stocache.datasets.batches.spec import only_collates
+from stocache.datasets.batches.views import DatasetView, behind_views
 from stocache.datasets.cached import draws_nothing, is_cache
-from stocache.datasets.view import DatasetView, behind_views
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.info import CollateRng
 from stocache.loader.workers.requests import EpochIndices, answering

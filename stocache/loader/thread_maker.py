@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data._utils import pin_memory as torch_pinning
 
+from stocache.datasets.batches.views import behind_views
 from stocache.datasets.cached import is_cache
 from stocache.datasets.lazy import returns_lazy_batches
-from stocache.datasets.view import behind_views
 from stocache.errors import StocacheError
 from stocache.loader.collate import as_is
 from stocache.loader.threads.batches import Batch, Group, Part

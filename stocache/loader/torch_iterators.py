@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import dataloader as torch_dataloader
 
-from stocache.datasets.batches import LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.errors import SampleIndexError
 from stocache.samples.indices import as_array
 from stocache.system.platform import here

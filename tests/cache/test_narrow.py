@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, LimitError, RaggedCache, SampleError, SegmentError, SharedCache
 from stocache.cache.options import CacheOptions
-from stocache.datasets.batches import BatchSpec
+from stocache.datasets.batches.spec import BatchSpec
 from stocache.samples.leaves.kinds import NarrowKind, kind_of
 from stocache.samples.leaves.narrow import find
 from stocache.samples.leaves.type_lookup import Unfit

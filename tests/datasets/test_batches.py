@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
-from stocache.datasets.batches import BatchSpec, CacheRows, LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.rows import CacheRows
+from stocache.datasets.batches.spec import BatchSpec
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.samples.spec import Structure
 from tests.support.equality import everywhere, identical, same

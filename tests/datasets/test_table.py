@@ -9,7 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from torch.utils.data import DataLoader as TorchLoader
 
 from stocache import CachedDataset, DataLoader
-from stocache.datasets.batches import LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from tests.support.equality import identical
 

@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, RandomS
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.datasets.batches import LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
 from stocache.observe.recording import record
 from stocache.shm.ring.ring import NO_MEMORY

@@ -16,7 +16,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.datasets.batches import LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.errors import SampleIndexError
 from stocache.shm import pool
 from stocache.shm.claims import Claims

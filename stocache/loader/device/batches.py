@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import PlannedBatch
+from stocache.datasets.batches.planned import PlannedBatch
 from stocache.loader.device.cuda import Cuda
 from stocache.loader.device.gathering import DeviceGatherer, DeviceStats
 from stocache.system.platform import here

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from stocache.cache.columns import as_bytes
 from stocache.cache.shared import SharedCache
-from stocache.datasets.batches import BatchSpec, GatherPlan, PlannedBatch
+from stocache.datasets.batches.planned import GatherPlan, PlannedBatch
+from stocache.datasets.batches.spec import BatchSpec
 from stocache.loader.device.cuda import send_together
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch._utils import ExceptionWrapper
 
-from stocache.datasets.batches import LazyBatch
+from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.loader.threads.crew import Crew, Stopped, ThreadWorker
 from stocache.loader.threads.info import Generators
 from stocache.loader.workers.requests import EpochIndices, ThreadRequest, count_samples

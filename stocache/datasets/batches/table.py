@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.utils.data import StackDataset, TensorDataset
 
 from stocache.cache.columns import as_bytes
-from stocache.datasets.batches import BatchRows, BatchSpec, LazyBatch
-from stocache.datasets.view import DatasetView
+from stocache.datasets.batches.lazy_batch import LazyBatch
+from stocache.datasets.batches.rows import BatchRows
+from stocache.datasets.batches.spec import BatchSpec
+from stocache.datasets.batches.views import DatasetView
 from stocache.samples.indices import as_array, length_of
 from stocache.system.objects import get_many_of
 from stocache.system.walking import inner_datasets
