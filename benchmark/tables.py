@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from benchmark.support.measuring import alternate, machine
 from stocache import DataLoader
 
-CLAIM = "A loader of a TensorDataset takes batches of 1,024 rows and more at 0.6 of the rate of indexing, and is never behind torch."
+CLAIM = "A loader of a TensorDataset has batches of 1,024 rows and more at 0.6 of the rate of indexing; never behind torch."
 NEEDS = (("datasets", '-e ".[test]"', "rates"),)
 
 ROW_BYTES, BATCHES = (16, 256, 1024, 4096), (32, 256, 1024, 8192, 65536)
@@ -59,7 +59,7 @@ def contenders(dataset: TensorDataset, size: int, hugging_face: bool) -> dict[st
 def rates(rounds: int) -> None:
     """Print microseconds per batch."""
     print(
-        "| bytes of a row | rows of a batch | indexing, µs | ours | ours, threads | torch | rate beside indexing | beside torch |"
+        "| bytes of a row | rows of a batch | indexing, µs | ours | ours, threads | torch | indexing / ours | torch / ours |"
     )
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row_bytes, size in itertools.product(ROW_BYTES, BATCHES):

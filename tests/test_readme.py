@@ -131,7 +131,8 @@ def test_every_example_runs_as_a_script(name, run_script, tmp_path):
 
 def test_the_first_page_is_short_and_shows_the_main_job_and_there_is_a_recipe_for_each():
     lines = PAGES["README.md"].splitlines()
-    assert len(lines) <= 180 and max(map(len, lines[6:24])) <= 76  # code of the first screen
+    assert len(lines) <= 180
+    assert max(map(len, lines[6:24])) <= 76  # code of the first screen
     assert "CachedDataset(" in "\n".join(lines[:20]).split("```")[1]
     for name in ["image folder", "two-phase transform", "Detection", "Tokenised text", "Hugging Face", "MONAI", "DDP", "sweep"]:
         assert f"**{name}**" in "".join(PAGES.values())

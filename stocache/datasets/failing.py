@@ -279,7 +279,7 @@ class GuardedBatch(LazyBatch):
         return self._samples or self._try(super().read) or self._samples or []
 
     def load_all(self) -> dict[SharedCache, dict[int, Any]]:
-        """Return what `LazyBatch.load_all` returns; nothing if a sample failed: it fails again later, when the batch is gathered."""
+        """Return what `LazyBatch.load_all` returns; nothing if a sample failed: it will fail again in `gather`."""
         try:
             return super().load_all()
         except Exception as error:

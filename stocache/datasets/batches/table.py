@@ -1,8 +1,8 @@
 """Batches of tables in memory, gathered by whole columns: of torch's TensorDataset, and of Hugging Face's tables of numbers.
 
 NOTE [ Tables ]
-    torch makes a batch of a table from one Python tuple for each row, which default_collate stacks. One ``index_select`` of each
-    column returns the same bytes. Two rows are made both ways first: a table is gathered only if the dtypes, shapes and bytes
+    torch makes a batch of a table from one Python tuple for each row, which default_collate stacks. One ``index_select`` of
+    each column returns the same bytes. Two rows are made both ways first: a table is gathered only if dtypes, shapes and bytes
     are equal. If a column has a different shape or dtype later, or an index is not the number of a row, the batch is made as
     torch makes it.
 """
