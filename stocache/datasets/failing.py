@@ -8,9 +8,9 @@ NOTE [ Samples that fail ]
     that loaded at the first, and the following samples draw the same numbers.
 """
 
+import contextlib
 import logging
 import operator
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, islice
@@ -25,6 +25,7 @@ from stocache.datasets.batches.spec import Empty
 from stocache.datasets.batches.views import DatasetView
 from stocache.errors import DatasetError, SampleError
 from stocache.samples.indices import length_of
+from stocache.shm.segment import Segment
 from stocache.shm.tables.arrays import new_segment
 from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.objects import attribute_of
@@ -34,8 +35,7 @@ logger = logging.getLogger("stocache")
 
 _T = TypeVar("_T")
 
-_LISTED, _TEXT_BYTES = 3, 256  # failures whose errors are kept, and the room for each text
-_HEAD_BYTES = 8 + _LISTED * (8 + _TEXT_BYTES)
+_RETRIED = 0  # the counter of the segment
 _MOST_LISTED = 1000
 _MOST_SUBSTITUTES = 8  # of one sample, each of which fails
 
@@ -43,7 +43,7 @@ _MOST_SUBSTITUTES = 8  # of one sample, each of which fails
 class Failures:
     """Which samples have failed, and how often one was loaded again. Shared by all processes that have this object.
 
-    Without shared memory each process counts its own. Threads may use it at the same time.
+    Without shared memory each process has a table of its own, and counts no attempts.
 
     Args:
         length: number of samples.
@@ -52,77 +52,43 @@ class Failures:
     thread_safe = True
 
     def __init__(self, length: int) -> None:
-        self._length = length
-        try:
-            self._segment: Any = new_segment(_HEAD_BYTES + length)
-        except SampleError:
-            self._segment = None
+        self._length, self._segment = length, None
+        with contextlib.suppress(SampleError):
+            self._segment = new_segment(length)
         self._open()
 
     def _open(self) -> None:
-        self._guard, nbytes = threading.Lock(), _HEAD_BYTES + self._length
-        memory: Any = bytearray(nbytes) if self._segment is None else self._segment.view(0, nbytes)
-        self._retried, self._failed = np.frombuffer(memory, np.int64, 1), np.frombuffer(memory, np.uint8, offset=_HEAD_BYTES)
-        self._texts = memoryview(memory)[8:_HEAD_BYTES]
+        memory = bytearray(self._length) if self._segment is None else self._segment.view(0, self._length)
+        self._failed = np.frombuffer(memory, np.uint8)
 
-    def __getstate__(self) -> tuple[int, Any]:
+    def __getstate__(self) -> tuple[int, Segment | None]:
         return self._length, self._segment
 
-    def __setstate__(self, state: tuple[int, Any]) -> None:
+    def __setstate__(self, state: tuple[int, Segment | None]) -> None:
         self._length, self._segment = state
         self._open()
 
-    def _locked(self, work: Callable[[], _T], late: _T) -> _T:
-        if self._segment is None:
-            with self._guard:
-                return work()
-        with self._segment.guard:
-            return self._segment.run_locked(0, work, late)  # type: ignore[no-any-return]
-
     def note_retry(self) -> None:
         """Count a sample, or a batch, that is loaded again."""
-        self._locked(partial(operator.iadd, self._retried, 1), None)
+        if self._segment is not None:
+            self._segment.count(_RETRIED)
 
-    def note_failed(self, index: int, error: BaseException) -> int:
+    def note_failed(self, index: int) -> int:
         """Note that a sample was replaced. Return how many samples were, so far."""
-        if not self._failed[index]:
-            self._locked(partial(self._write, index, f"{type(error).__name__}: {error}"), None)
+        self._failed[index] = 1
         return int(np.count_nonzero(self._failed))
 
-    def _write(self, index: int, text: str) -> None:
-        number = int(np.count_nonzero(self._failed))
-        if number < _LISTED and not self._failed[index]:
-            at = number * (8 + _TEXT_BYTES)
-            encoded = text.encode(errors="replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-            self._texts[at : at + 8 + _TEXT_BYTES] = index.to_bytes(8, "little") + encoded
-        self._failed[index] = 1
-
-    @property
-    def retried(self) -> int:
-        """How often a sample was loaded again."""
-        return int(self._retried[0])
-
-    def indices(self) -> tuple[int, ...]:
-        """Return the samples that were replaced, in order, at most 1000."""
-        return tuple(np.flatnonzero(self._failed)[:_MOST_LISTED].tolist())
-
     def counts(self) -> tuple[int, tuple[int, ...]]:
-        """Return how often samples were loaded again, and the samples that were replaced."""
-        return self.retried, self.indices()
+        """Return how often samples were loaded again, and the samples that were replaced, in order, at most 1000."""
+        retried = 0 if self._segment is None else self._segment.totals()[_RETRIED]
+        return retried, tuple(np.flatnonzero(self._failed)[:_MOST_LISTED].tolist())
 
-    def text(self) -> str:
-        """Return how many samples were replaced, and the first three with their errors; empty if none was."""
-        count = int(np.count_nonzero(self._failed))
-        if not count:
-            return ""
-        first = []
-        for at in range(0, min(count, _LISTED) * (8 + _TEXT_BYTES), 8 + _TEXT_BYTES):
-            index = int.from_bytes(self._texts[at : at + 8], "little")
-            said = bytes(self._texts[at + 8 : at + 8 + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
-            first.append(f"{index} ({said})")
-        return f"{count} of {self._length} samples could not be loaded, and others took their places: {', '.join(first)}" + (
-            ", ..." if count > _LISTED else ""
-        )
+    def __str__(self) -> str:
+        """Say how many samples were replaced, and which are the first three; empty if none was."""
+        failed = list(map(str, np.flatnonzero(self._failed)))
+        first = ", ".join(failed[:3]) + ", ..." * (len(failed) > 3)
+        said = f"{len(failed)} of {self._length} samples could not be loaded, and others took their places: {first}"
+        return said if failed else ""
 
 
 class Guard:
@@ -218,16 +184,15 @@ class Guard:
                 self._note(other, again)
         raise TooManyFailed(
             f"sample {at} cannot be loaded, and neither can {_MOST_SUBSTITUTES} samples that were tried in its place: "
-            f"{self.failures.text()}"
+            f"{self.failures}"
         ) from error
 
     def _note(self, index: int, error: Exception) -> None:
         assert self.skip is not None
         most = self.skip.most(self._length)
-        if self.failures.note_failed(index, error) > most:
+        if self.failures.note_failed(index) > most:
             raise TooManyFailed(
-                f"{self.failures.text()}. {type(self.skip).__name__}(at_most={self.skip.at_most}) allows {most}. Mend these "
-                f"samples, or allow more."
+                f"{self.failures}. Skip(at_most={self.skip.at_most}) allows {most}. Mend these samples, or allow more."
             ) from error
 
     def begin_epoch(self, epoch: int) -> None:
@@ -237,9 +202,9 @@ class Guard:
 
     def warn(self) -> None:
         """Warn of the samples that were replaced, once in this process."""
-        if not self._warned and (text := self.failures.text()):
+        if not self._warned and (text := str(self.failures)):
             self._warned = True
-            logger.warning("%s. stats() lists them.", text)
+            logger.warning("%s. stats() lists them; dataset[index] raises the error.", text)
 
 
 class GuardedBatch(LazyBatch):

@@ -101,7 +101,7 @@ class DataLoader(TorchLoader[_T]):
         worker_method: str | None = None,
         device: Any = None,
         device_limit_gib: float | str = 0,
-        on_error: "OnError | None" = None,
+        on_error: OnError | None = None,
         **kwargs: Any,
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
@@ -113,14 +113,14 @@ class DataLoader(TorchLoader[_T]):
             args, kwargs = (), arguments
         super().__init__(dataset, *args, **kwargs)
         own: dict[str, Any] = {"snapshot_every_n_steps": snapshot_every_n_steps, "sample_seed": sample_seed}
-        own |= {"worker_method": worker_method, "device": device, "device_limit_gib": device_limit_gib}
-        own |= {"on_error": on_error}
+        own |= {"worker_method": worker_method, "device": device, "device_limit_gib": device_limit_gib, "on_error": on_error}
         engine = vars(self)["_stocache"] = LoaderEngine(self, DataLoader, **own)
         named = inspect.signature(type(self).__init__).parameters
         for name in own.keys() & named.keys():  # as attributes, from which trainers make a loader again
             if (own[name] is not _DEFAULTS[name] or type(self) is DataLoader) and not hasattr(type(self), name):
                 vars(self).setdefault(name, getattr(engine, name))
-        effects = {"sample_seed": sample_seed is not None, "worker_method": worker_method not in (None, "multiprocessing")}
+        effects = {"sample_seed": sample_seed is not None, "on_error": on_error is not None}
+        effects |= {"worker_method": worker_method not in (None, "multiprocessing")}
         if lost := [name for name, effect in (effects | {"device": engine.device is not None}).items() if effect]:
             engine.unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
 

@@ -191,9 +191,9 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
     with pytest.raises(ValueError, match="should not be set"):
         loader.batch_size = 3
     ours, theirs = (list(inspect.signature(kind).parameters.values()) for kind in (stocache.DataLoader, type(loader).__base__))
-    assert ours[:-5] == theirs
-    names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "device_limit_gib"]
-    assert [own.name for own in ours[-5:]] == names
+    assert ours[:-6] == theirs
+    names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "device_limit_gib", "on_error"]
+    assert [own.name for own in ours[-6:]] == names
 
 
 class Locked(Images):

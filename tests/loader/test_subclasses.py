@@ -15,7 +15,7 @@ from stocache.tools.run.loaders import ProgramLoader
 from tests.support.loading import THREADS
 
 BASES = [stocache.DataLoader, ProgramLoader]
-OPTIONS = {"device", "device_limit_gib", "sample_seed", "snapshot_every_n_steps", "worker_method"}
+OPTIONS = {"device", "device_limit_gib", "on_error", "sample_seed", "snapshot_every_n_steps", "worker_method"}
 METHODS = {"end_workers", "load_state_dict", "set_epoch", "state_dict", "stats"}
 ENGINE = {*dir(LoaderEngine), *vars(stocache.DataLoader([1])._stocache)}
 FORMER = {"changed", "iterate_changed", "iterates_as_torch", "_log", "_served", "_unused", "_warned"}
