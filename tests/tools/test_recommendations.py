@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import stocache
 from stocache import CachedDataset, CachedIterable, CacheOptions, DataLoader, KeyedCache, SharedCache, SharedCacheDDP
 from stocache.tools.cli.symptoms import symptoms
-from stocache.tools.run import loaders
+from stocache.tools.run import caching
 from tests.support.records import FOLDER
 
 CASES = {}
@@ -481,7 +481,7 @@ for says in ADVICE:
 def test(tmp_path, run, caplog, monkeypatch, clean):
     decode = ImageFile.ImageFile.load
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: LOADED.append("decoded") or decode(image))
-    monkeypatch.setattr(loaders, "_TRIAL_S", 60.0)  # other programs may keep the machine busy
+    monkeypatch.setattr(caching, "_TRIAL_S", 60.0)  # other programs may keep the machine busy
     caplog.set_level(logging.WARNING, "stocache")
     if not FILES:
         for seed in range(2):

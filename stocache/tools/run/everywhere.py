@@ -12,6 +12,7 @@ NOTE [ In place of torch's loader ]
     class of its modules), it gets the property when the program looks for any other module.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -155,9 +156,24 @@ def _program_loader(package: str, own: Any) -> Any:
         frame = frame.f_back
     if asking == package:
         return own
+    return _uncollected(_our_loader)
+
+
+def _our_loader() -> Any:
     from stocache.tools.run.loaders import ProgramLoader
 
     return ProgramLoader
+
+
+def _uncollected(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that imports while the garbage collector pauses: it would take 0.2 s, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return function(*arguments)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _listed(names: list[str]) -> str:
@@ -228,6 +244,8 @@ def _find_spec(cls: type, fullname: str, path: Any = None, target: Any = None) -
     if fullname in _replaced and hasattr(type(loader), "create_module"):
         # The method of the class, which is there once: the loader of an archive is there for many modules and questions
         loader.create_module = partial(_create, type(loader).create_module, loader)
+    if fullname == "torch" and _replaced and hasattr(type(loader), "exec_module"):
+        loader.exec_module = partial(_uncollected, type(loader).exec_module, loader)
     return spec
 
 
