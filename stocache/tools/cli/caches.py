@@ -123,12 +123,9 @@ def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updat
     """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
     import sys
 
-    from stocache.system.platform import here
     from stocache.tools.cli import listing
     from stocache.tools.cli.top import watch
 
-    if not here.SHARES_MEMORY:
-        fail("there are no named caches on this system: they are for Linux only.")
     if not sys.stdout.isatty():
         fail("top needs a terminal. In scripts: stocache ls --json")
     watch(listing.find, interval)

@@ -60,11 +60,6 @@ class ProgramDataset:
         except TypeError:  # a list
             self.reference = lambda: dataset
 
-    @property
-    def is_tried(self) -> bool:
-        """Whether a child process is trying a cache."""
-        return self.trial is not None and self.trial.is_alive()
-
     def state(self) -> str:
         """Return what is cached, or why it is not."""
         cached = self.cached()
@@ -138,11 +133,9 @@ class ProgramDatasets:
         disk = None if options.disk is None else os.path.join(options.disk, str(len(self._kept)))
         return CacheOptions(limit, disk=disk, disk_limit=options.disk_limit)
 
-    def try_cache(self, known: ProgramDataset, loader: DataLoader[Any] | None, own_way: bool, epoch_s: float) -> None:
+    def try_cache(self, dataset: Any, loader: DataLoader[Any] | None, own_way: bool, epoch_s: float) -> None:
         """Have a child process try what ``--cache auto`` would do for a dataset. The program goes on meanwhile."""
-        dataset = known.reference()
-        if dataset is None:
-            return
+        known = self.of(dataset)
         if problem := _why_not(dataset, loader, own_way, self._options):
             known.advice = f"a cache does not help: {problem}".rstrip(".")
             return

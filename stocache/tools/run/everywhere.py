@@ -50,9 +50,9 @@ class Everywhere(Use):
 
         return report_of(lines)
 
-    def lines(self) -> "list[LoaderLines]":
-        """Return what the report says of each loader."""
-        return [] if self.loaders is None else self.loaders.lines()
+    def lines(self, waits: bool = True) -> "list[LoaderLines]":
+        """Return what the report says of each loader. It waits for what is being tried, or leaves that out."""
+        return [] if self.loaders is None else self.loaders.lines(waits)
 
     def why_nothing(self) -> str:
         """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""

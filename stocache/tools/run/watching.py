@@ -82,8 +82,6 @@ class ProgramLoaders:
         if self._use.on_epoch is not None:
             self._use.on_epoch(seen.name, self._worded(seen, epoch, waits=False))
         if self._use.write is not None and (began_s := time.monotonic()) > self._write_at_s:
-            if any(each.dataset.is_tried for each in self._loaders):  # the files say what is found
-                return
             self._use.write()
             ended_s = time.monotonic()
             self._write_at_s = ended_s + max(_WRITE_S, (ended_s - began_s) / _WRITE_SHARE)
@@ -107,11 +105,12 @@ class ProgramLoaders:
         known = seen.dataset
         if any(each.name == seen.name and each.dataset is not known and each.dataset.advice for each in self._loaders):
             known.advice = _AGAIN
-        elif known.advice is None and not self._use.rank:
-            self._datasets.try_cache(known, seen.reference(), bool(seen.note), epoch_s)
-        if known.trial is not None and waits:
-            known.trial.join()
-        return "" if known.is_tried else known.advice or ""
+        elif known.advice is None and not self._use.rank and (dataset := known.reference()) is not None:
+            self._datasets.try_cache(dataset, seen.reference(), bool(seen.note), epoch_s)
+        trial = known.trial
+        if trial is not None and waits:
+            trial.join()
+        return "" if trial is not None and trial.is_alive() else known.advice or ""
 
     def enter(self, loader: DataLoader[Any]) -> None:
         """Note that this process iterates over a loader: it reports at its end, also if the program has started it."""
@@ -150,14 +149,17 @@ class ProgramLoaders:
         self._last_us[number] = now_ns / 1e3
         note(now_ns, duration_ns, worker)
 
-    def lines(self) -> list[LoaderLines]:
-        """Return what the report says of each loader; one that the program makes again and again counts as one."""
+    def lines(self, waits: bool = True) -> list[LoaderLines]:
+        """Return what the report says of each loader; one that the program makes again and again counts as one.
+
+        ``waits``: for what is being tried.
+        """
         found: dict[LoaderName, LoaderLines] = {}
         states: dict[LoaderName, dict[bool, str]] = {}  # the last ones of datasets that are cached, and that are not
         for seen in self._loaders:
             if seen.reference() is None:
                 seen.log.leave()  # the loop has left its last epoch, with the loader
-            epochs = [self._worded(seen, epoch, waits=True) for epoch in seen.log.epochs()[seen.skipped :]]
+            epochs = [self._worded(seen, epoch, waits) for epoch in seen.log.epochs()[seen.skipped :]]
             if epochs or seen.note:
                 before = found[seen.name].epochs if seen.name in found else ()
                 state = "" if self._use.options.cache is None else seen.dataset.state()
