@@ -1,5 +1,6 @@
 """Frameworks that make the loader themselves, or take it over, from Lightning to Ultralytics."""
 
+import os
 import random
 
 import numpy as np
@@ -106,6 +107,27 @@ def ignite(wrap, folder):
     return layer.weight.detach()
 
 
+def keras(wrap, folder):
+    os.environ["KERAS_BACKEND"] = "torch"
+    from keras import Sequential, layers
+
+    model = Sequential([layers.Input((8,)), layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model.fit(loader_of(wrap(Points(64))), epochs=EPOCHS, verbose=0).history["loss"]
+
+
+def torch_geometric(wrap, folder):
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+
+    graphs = [Data(x=torch.rand(8, 4), edge_index=torch.randint(8, (2, 12)), y=number % 3) for number in range(64)]
+    loader, layer, losses = DataLoader(wrap(graphs), 8, shuffle=True, num_workers=2), nn.Linear(4, 3), []
+    for _epoch in range(EPOCHS):
+        for batch in loader:
+            losses.append(functional.cross_entropy(layer(batch.x)[batch.ptr[:-1]], batch.y).item())
+    return losses
+
+
 def make_images(folder):
     """Write a folder of images, as ImageFolder reads it."""
     from PIL import Image
@@ -193,7 +215,8 @@ def steps(wrap, folder):
 
 
 FRAMEWORKS = {
-    function.__name__: function for function in (lightning, accelerate, transformers, ignite, torchvision, timm, ultralytics)
+    function.__name__: function
+    for function in (lightning, accelerate, transformers, ignite, keras, torch_geometric, torchvision, timm, ultralytics)
 } | {"torch.steps": steps}
 
 

@@ -33,6 +33,7 @@ _TRIED = 3  # samples
 _LITTLE = 0.8  # share of a sample's time that a cache leaves, from which it saves little
 
 _UNKNOWN = "whether a cache helps was not found in time; --cache auto tries it"
+_UNFIT = "none of the probed samples can be cached. See: stocache explain W03."
 _REMEDY = "Load first and draw random numbers later, or put @stocache.cached on the function that loads"
 
 
@@ -110,7 +111,7 @@ class ProgramDatasets:
             cached = self._open(dataset, self._cache_options())
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             return f"{type(error).__name__}: {str(error) or 'without a message'}"
-        problem = f"{finding_of(cached)}." if cached.is_left else ""
+        problem = f"{finding_of(cached)}." if cached.is_left else _UNFIT * _takes_none(cached)
         if not problem and (costs := costs_of(cached)) and costs[0] <= costs[1]:
             problem = "a sample takes {}, less than a cached one ({}).".format(*map(format_seconds, costs))
         if problem and not has_decoders(cached):
@@ -163,6 +164,8 @@ class ProgramDatasets:
             yield f"a cache of samples does not help: {finding}. {remedy}"
             if libraries := decoded_again(cached):
                 yield f"{finding}; --cache auto would keep what {libraries} decodes"
+        elif _takes_none(cached):
+            yield f"a cache does not help: {_UNFIT}".rstrip(".")
         elif costs := costs_of(cached):
             stats, cut = cached.cache.stats(), cut_of(cached)
             share = min(1.0, stats.capacity_bytes / max(1, stats.slot_bytes * stats.dataset_len))
@@ -171,6 +174,12 @@ class ProgramDatasets:
             brings = "a cache saves little" if costs[1] > _LITTLE * costs[0] else brings
             made, served = map(format_seconds, costs)
             yield f"{brings}: {made} a sample without a cache, {served} with it" + f" ({cut})" * bool(cut)
+
+
+def _takes_none(cached: CachedDataset) -> bool:
+    """Whether a cache has rejected all samples that were probed: it would try each in vain, in each epoch."""
+    stats = cached.cache.stats()
+    return stats.rejected > 0 and not stats.filled
 
 
 def _reads_in_order(loader: DataLoader[Any]) -> bool:

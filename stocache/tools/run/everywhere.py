@@ -37,6 +37,8 @@ _PLACES = {
 }
 """The modules that hold a loader, by its name. The last one defines it."""
 
+_LARGE = "torch", "stocache.tools.run.loaders"  # modules that import hundreds of others
+
 
 class Everywhere(Use):
     """The loader of stocache in place of torch's, from `use_everywhere` on until `undo`, or the end of a ``with`` block."""
@@ -156,24 +158,9 @@ def _program_loader(package: str, own: Any) -> Any:
         frame = frame.f_back
     if asking == package:
         return own
-    return _uncollected(_our_loader)
-
-
-def _our_loader() -> Any:
     from stocache.tools.run.loaders import ProgramLoader
 
     return ProgramLoader
-
-
-def _uncollected(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function that imports while the garbage collector pauses: it would take 0.2 s, and find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return function(*arguments)
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _listed(names: list[str]) -> str:
@@ -244,9 +231,20 @@ def _find_spec(cls: type, fullname: str, path: Any = None, target: Any = None) -
     if fullname in _replaced and hasattr(type(loader), "create_module"):
         # The method of the class, which is there once: the loader of an archive is there for many modules and questions
         loader.create_module = partial(_create, type(loader).create_module, loader)
-    if fullname == "torch" and _replaced and hasattr(type(loader), "exec_module"):
+    if fullname in _LARGE and _replaced and hasattr(type(loader), "exec_module"):
         loader.exec_module = partial(_uncollected, type(loader).exec_module, loader)
     return spec
+
+
+def _uncollected(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Import while the garbage collector pauses: it would take 0.2 s, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return function(*arguments)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _create(create: Callable[[Any, ModuleSpec], Any], loader: Any, spec: ModuleSpec) -> Any:

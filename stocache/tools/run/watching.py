@@ -1,6 +1,5 @@
 """The loaders of a program: what each did, for the report."""
 
-import logging
 import multiprocessing
 import os
 import sys
@@ -26,8 +25,6 @@ from stocache.tools.run.caching import ProgramDataset, ProgramDatasets
 from stocache.tools.run.messages import as_options
 from stocache.tools.run.report import LoaderLines
 from stocache.tools.run.use import LoaderName, Use
-
-logger = logging.getLogger("stocache")
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _WRITE_S, _WRITE_SHARE = 1.0, 0.02  # between two writes of the files while the program runs, at least; of the time, at most
@@ -65,10 +62,8 @@ class ProgramLoaders:
 
     def note(self, loader: DataLoader[Any]) -> None:
         """Note a loader of the program, for the report."""
-        note = ""
-        if self._has_own_way(loader):
-            note = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used: only waiting is timed."
-            logger.info("%s", note)
+        way = f"{type(loader).__qualname__} iterates in its own way, so torch's iterators are used: only waiting is timed."
+        note = way if self._has_own_way(loader) else ""
         known = self._datasets.of(loader.dataset)
         seen = _Loader(weakref.ref(loader), (_place(), known.name, known.length), known, engine_of(loader).log, note)
         self._loaders.append(seen)
@@ -83,8 +78,7 @@ class ProgramLoaders:
             self._use.on_epoch(seen.name, self._worded(seen, epoch, waits=False))
         if self._use.write is not None and (began_s := time.monotonic()) > self._write_at_s:
             self._use.write()
-            ended_s = time.monotonic()
-            self._write_at_s = ended_s + max(_WRITE_S, (ended_s - began_s) / _WRITE_SHARE)
+            self._write_at_s = time.monotonic() + max(_WRITE_S, (time.monotonic() - began_s) / _WRITE_SHARE)
 
     def _worded(self, seen: _Loader, epoch: LoaderEpochStats, waits: bool) -> LoaderEpochStats:
         """Return the figures of an epoch with the verdict in the words of ``stocache run``, and with advice that was tried.
