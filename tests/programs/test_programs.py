@@ -64,7 +64,7 @@ def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path
     compare([(program, options) for options in rows], tmp_path)
 
 
-FRAMEWORKS = "lightning accelerate transformers ignite keras torch_geometric torchvision timm ultralytics torch.steps".split()
+FRAMEWORKS = "lightning accelerate transformers ignite keras torch_geometric torchvision timm ultralytics torch.steps".split()  # noqa: SIM905
 UNDER_RUN = [
     *(("frameworks", {"of": of}) for of in FRAMEWORKS),
     ("detection", {"flip": True, **FORKED}), ("lazy_files", {"kind": "h5py"}), ("vision", FORKED), ("monai_dicts", FORKED),
