@@ -475,13 +475,6 @@ class Pictures(Numbers):
         return torch.from_numpy(np.array(Image.open(io.BytesIO(FILES[random.randrange(2)]))))[0, 0]
 
 
-class HalfDrawn(Numbers):
-    """Samples whose loops before and after the first random number take the same time."""
-
-    def __getitem__(self, idx):
-        return super().__getitem__(idx) + random.random() + super().__getitem__(idx)
-
-
 class Objects(Numbers):
     """Samples of a class that a cache does not know. Its loader makes no tensors of them."""
 

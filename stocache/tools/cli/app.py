@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from typer.core import TyperCommand
 from stocache.system.figures import plural
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, show, text_option
+from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, need, print_rows, show, text_option
 
 _AllowPickle = Annotated[
     bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
@@ -62,9 +61,8 @@ def bench(
 ) -> None:
     """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
     own = source is not None and ":" in source and not Path(source).is_dir()
-    for needed in ["matplotlib"] + ["PIL"] * (not own):
-        if find_spec(needed) is None:
-            fail(f"This command needs {needed}: pip install 'stocache[bench]'", 2)
+    for module in ["matplotlib"] + ["PIL"] * (not own):
+        need(module, "bench")
     _refuse(context, own)
     from stocache.tools import bench as experiment
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, show, text_option
+from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, need, show, text_option
 
 
 def ls(as_json: Json = False) -> None:
@@ -154,12 +154,9 @@ def metrics(
         return
     if allow_remote and listen is None:
         fail("--allow-remote needs --listen HOST:PORT.", 2)
-    try:
-        from stocache.tools.cli import metrics, metrics_server
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "prometheus_client":
-            raise
-        fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
+    need("prometheus_client", "metrics")
+    from stocache.tools.cli import metrics, metrics_server
+
     if listen is None:
         typer.echo(metrics.text_of(), nl=False)
     else:

@@ -56,7 +56,6 @@ class ProgramLoaders:
         self.events: list[dict[str, Any]] = []  # of a trace
         self._loaders: list[_Loader] = []
         self._datasets = ProgramDatasets(use.options, use.tried)
-        self._last_us: dict[int, float] = {}
         self._write_at_s = 0.0
         self._pid = os.getpid()
 
@@ -133,14 +132,10 @@ class ProgramLoaders:
         return next((number for number, seen in enumerate(self._loaders) if seen.reference() is loader), -1)
 
     def trace(self, number: int, note: Callable[..., None], now_ns: int, duration_ns: int, worker: int | None) -> None:
-        """Note when a batch came; the time between two batches is that of a step."""
-        began, last = (now_ns - duration_ns) / 1e3, self._last_us.get(number)
-        common = {"ph": "X", "pid": os.getpid(), "tid": number}
-        if last is not None:
-            self.events.append(common | {"name": "step", "ts": last, "dur": began - last})
+        """Note when a batch came; the time between two waits is that of a step."""
+        times = {"ts": (now_ns - duration_ns) / 1e3, "dur": duration_ns / 1e3, "pid": os.getpid(), "tid": number}
         arguments = {"worker": worker, "loader": self._loaders[number].name[0]}
-        self.events.append(common | {"name": "wait for data", "ts": began, "dur": duration_ns / 1e3, "args": arguments})
-        self._last_us[number] = now_ns / 1e3
+        self.events.append({"ph": "X", "name": "wait for data", **times, "args": arguments})
         note(now_ns, duration_ns, worker)
 
     def lines(self, waits: bool = True) -> list[LoaderLines]:
