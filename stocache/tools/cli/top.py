@@ -14,7 +14,7 @@ from stocache.system.limits import format_size
 from stocache.tools.cli.listing import NamedCache, describe_users
 from stocache.tools.cli.output import console
 
-_LEAST = {"name": 16, "held by": 20}  # width of the columns whose texts may be cut off
+_LEAST = {"name": 16, "held by": 20}  # width of the columns that may become narrower
 _LEFT = {"name", "kind", "state", "keep", "age", "held by"}  # the others are numbers
 
 
@@ -26,7 +26,7 @@ def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None =
         title = "stocache top: quit with Ctrl-C" + ". There are no named caches." * (not caches)
     stats = [cache.stats for cache in caches]
     columns: dict[str, Sequence[str | Text]] = {
-        "name": [Text(cache.name, no_wrap=True, overflow="ellipsis") for cache in caches],
+        "name": [cache.name for cache in caches],
         "memory": [format_size(cache.memory_bytes) for cache in caches],
         "kind": [cache.kind for cache in caches],
         "size": [format_size(cache.size_bytes) for cache in caches],
@@ -47,18 +47,32 @@ def table(caches: list[NamedCache], width: int, rates: dict[str, float] | None =
 
 
 def _fit(columns: dict[str, Sequence[str | Text]], width: int, spare: Sequence[str], title: str | None) -> Table:
-    """Return a table that is at most ``width`` wide if possible. ``spare`` names the columns to leave out, in this order."""
+    """Return a table that is at most ``width`` wide if possible.
+
+    Columns that may become narrower share the width that the others leave. ``spare`` names those to leave out, in this order.
+    """
     widths = {heading: max(cell_len(str(cell)) for cell in (heading, *cells)) for heading, cells in columns.items()}
+    least = {heading: min(wide, _LEAST.get(heading, wide)) for heading, wide in widths.items()}
     for heading in ["", *spare]:
         columns.pop(heading, None)
-        if sum(min(widths[each], _LEAST.get(each, width)) + 2 for each in columns) <= width + 2:
+        left = width - sum(least[heading] for heading in columns) - 2 * (len(columns) - 1)
+        if left >= 0:
             break
     view = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for heading in columns:
-        view.add_column(heading, justify="left" if heading in _LEFT else "right", no_wrap=heading not in _LEAST)
-    for row in zip(*columns.values(), strict=True):
+    shown = []
+    for heading, cells in columns.items():
+        wide = min(widths[heading], least[heading] + max(0, left))
+        left -= wide - least[heading]
+        view.add_column(heading, justify="left" if heading in _LEFT else "right", width=wide)
+        shown.append([Text(_shorten(cell, wide)) if isinstance(cell, str) else cell for cell in cells])
+    for row in zip(*shown, strict=True):
         view.add_row(*row)
     return view
+
+
+def _shorten(text: str, width: int) -> str:
+    """Return a text with its middle left out, if it is longer than ``width``."""
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
 def _holders(cache: NamedCache) -> Text:

@@ -72,7 +72,7 @@ def test_columns_that_have_no_room_are_left_out(what, width):
         first = next(row for row in rows if re.search("imagenet|/data", row))
     assert re.split(r" {2,}", heading.strip()) == COLUMNS[what, width].split(", ")
     name = re.split(r" {2,}", first)[0]
-    assert LONG[:30] in name if width == 200 else re.match(r"(imagenet|/data).*…", name)
+    assert name.endswith(LONG) if width == 200 else re.match(r".*(imagenet|/data).*….*flo", first)
     if what == "ls":
         assert len(rows) == 3 + (width == 80)  # the problem takes two lines
         assert rows[1].split()[:2] == ["short", "3.7"]
@@ -81,10 +81,11 @@ def test_columns_that_have_no_room_are_left_out(what, width):
         assert "is a symbolic link" in " ".join(rows[2:])
 
 
-def test_top_shows_the_busiest_first():
+def test_top_shows_the_busiest_first_and_names_shortened_in_the_middle():
     rates = dict(zip((cache.path for cache in CACHES), (2.0, 3.0, 1.0), strict=True))
     _, _, _, *rows = shown(top.table(CACHES, 200, rates), 200)
-    assert [row.split()[0] for row in rows] == ["short", f"{LONG[:59]}…", "broken"]
+    assert [row.split()[0] for row in rows] == ["short", LONG, "broken"]
+    assert [top._shorten("abcdefgh", width) for width in (8, 7, 4)] == ["abcdefgh", "abc…fgh", "ab…h"]
 
 
 @pytest.mark.parametrize("width", [50, 80, 200])
