@@ -91,4 +91,5 @@ def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached
     assert difference(outcomes["plain"], outcomes["run"]) is None
     loaders = json.loads((tmp_path / "run" / "report.json").read_text())
     hits, misses = (sum(epoch[name] or 0 for loader in loaders for epoch in loader["epochs"]) for name in ("hits", "misses"))
-    assert hits > misses or all(loader["state"].startswith("cached: ") for loader in loaders), loaders
+    state = "not cached: none of" if options.get("of") == "torch_geometric" else "cached: "  # graphs are objects
+    assert hits > misses or all(loader["state"].startswith(state) for loader in loaders), loaders
