@@ -28,7 +28,7 @@ import torch
 import stocache
 from benchmark.support.measuring import alternate
 
-CLAIM = "Under stocache run, programs start 0.1 s later, loops cost 1 % and, with --cache auto, whole programs 3 % more at most."
+CLAIM = "Under stocache run programs start 0.1 s later, loops cost 1 % and, with --cache auto, whole programs 3 % more at most."
 
 SCRIPTS = {"pass": "pass", "import torch": "import torch", "import DataLoader": "from torch.utils.data import DataLoader"}
 NAME = "benchmark-startup"
