@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -62,13 +62,6 @@ class Waiting(Dataset[Any]):
     def __getitem__(self, idx: int) -> Any:
         time.sleep(self.load_s * (0.5 + idx % 2))
         return self.data[idx % 97].clone(), idx
-
-
-class Row(NamedTuple):
-    """A setting, and what was measured in each round."""
-
-    setting: Setting
-    measured_s: list[float]
 
 
 def all_settings(sample_bytes: int, samples: int) -> list[Setting]:
@@ -166,11 +159,10 @@ def main() -> None:
         paths = find_jpegs(options.folder or photo_folder(min(options.photos, 400)))
         dataset = Photos((paths * -(-options.photos // len(paths)))[: options.photos])
     sample = dataset[0]
-    settings = all_settings(sample[0].nbytes + 8, len(dataset))
-    rows = [Row(setting, []) for setting in settings]
+    measured: dict[Setting, list[float]] = {setting: [] for setting in all_settings(sample[0].nbytes + 8, len(dataset))}
     chosen: list[float] = []
     choices: list[Advice] = []
-    with tqdm(total=options.rounds * (len(settings) + 1), unit="setting", smoothing=0) as bar:
+    with tqdm(total=options.rounds * (len(measured) + 1), unit="setting", smoothing=0) as bar:
         for number in range(options.rounds):
             bar.set_description("advise")
             settle(1024 * MIB)
@@ -179,32 +171,32 @@ def main() -> None:
             )
             choices.append(advice)
             bar.set_description(f"round {number + 1}")
-            found = run_round(dataset, settings, bool(number % 2), options.step_ms, bar)
-            for row in rows:
-                row.measured_s.append(found[row.setting])
+            found = run_round(dataset, list(measured), bool(number % 2), options.step_ms, bar)
+            for setting, seconds in found.items():
+                measured[setting].append(seconds)
             best = advice.best.setting
             with open_cache(dataset, best) as cached:
                 chosen.append(measure_epochs(cached, best, step_of(options.step_ms, best)))
             bar.update()
-    show(rows, choices, chosen)
+    show(measured, choices, chosen)
 
 
-def show(rows: Sequence[Row], choices: Sequence[Advice], chosen: Sequence[float]) -> None:
+def show(measured: dict[Setting, list[float]], choices: Sequence[Advice], chosen: Sequence[float]) -> None:
     """Print the tables."""
     print("| limit, GiB | codec | batch | workers | measured, s | spread |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        setting, measured = row.setting, row.measured_s
-        middle_s, spread = statistics.median(measured), (max(measured) - min(measured)) / statistics.median(measured)
+    middle_s = {setting: statistics.median(seconds) for setting, seconds in measured.items()}
+    for setting, seconds in measured.items():
+        spread = (max(seconds) - min(seconds)) / middle_s[setting]
         cells = [
             f"{setting.limit_bytes / GIB:.3f}", setting.codec or "-", setting.batch_size, setting.workers,
-            f"{middle_s:.4f}", f"{spread:.0%}",
+            f"{middle_s[setting]:.4f}", f"{spread:.0%}",
         ]  # fmt: skip
         print(f"| {' | '.join(map(str, cells))} |")
-    least = min(rows, key=lambda row: statistics.median(row.measured_s))
-    ratio = statistics.median(chosen) / statistics.median(least.measured_s)
+    least = min(middle_s, key=middle_s.__getitem__)
+    ratio = statistics.median(chosen) / middle_s[least]
     took = statistics.median(advice.took_s for advice in choices)
-    print(f"\nchosen to best: {ratio:.3f} (at most 1.05); the best: {least.setting}; advise took {took:.0f} s, and chose")
+    print(f"\nchosen to best: {ratio:.3f} (at most 1.05); the best: {least}; advise took {took:.0f} s, and chose")
     for advice in choices:
         print(f"  {advice.best.code}")
 

@@ -180,7 +180,8 @@ def linearity(paths: list[Path], workers: int, repeats: int) -> None:
     rows = bench.summarize(epochs)
     print(f"\n### {workers} workers\n")
     Console(width=120).print(bench.table(rows))
-    print(f"Warm seconds over cached share: R² {bench.linearity(rows):.4f}.", flush=True)
+    r = statistics.correlation(*zip(*((row.fraction, row.warm_s) for row in rows), strict=True))
+    print(f"Warm seconds over cached share: R² {r**2:.4f}.", flush=True)
     for row in rows:
         assert row.warm_reads == len(paths) - round(row.fraction * len(paths)), row
 

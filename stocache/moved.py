@@ -2,7 +2,6 @@
 
 import importlib
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -19,12 +18,15 @@ _PLACES = {
 """Modules and folders, by their former names. Documented ones stay for good."""
 
 
-class MovedFinder(MetaPathFinder, Loader):
-    """Finds the module itself, not a second one of the same code: a class has one identity."""
+class MovedFinder:
+    """Finds the module itself, not a second one of the same code: a class has one identity.
+
+    It has the methods of a finder and of a loader without their base classes: `importlib.abc` imports tempfile and zipfile.
+    """
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return how to import a module by a former name; None for any other name."""
-        return ModuleSpec(name, self) if _place_of(name) else None
+        return ModuleSpec(name, self) if _place_of(name) else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module, imported by its present name; for a folder an empty module, below which this finder is asked."""

@@ -1,7 +1,6 @@
 """Recommend settings for a dataset: run short epochs of the real loader with some, and rank them."""
 
 import math
-import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -183,14 +182,10 @@ def _is_number(value: object) -> bool:
 
 
 def _check_sizes(batch_size: Any) -> tuple[int, ...]:
-    many = batch_size if isinstance(batch_size, list | tuple) else [batch_size]
-    try:
-        sizes = tuple(dict.fromkeys(operator.index(size) for size in many))
-    except TypeError:
-        sizes = ()
-    if not sizes or not all(1 <= size <= _MOST_BATCH for size in sizes) or any(isinstance(size, bool) for size in many):
+    sizes = batch_size if isinstance(batch_size, list | tuple) else [batch_size]
+    if not sizes or not all(_is_number(each) and each in range(1, _MOST_BATCH + 1) for each in sizes):
         raise LimitError(f"batch_size={batch_size!r} must be a number of samples from 1 to {_MOST_BATCH}, or a list of them.")
-    return sizes
+    return tuple(dict.fromkeys(map(int, sizes)))
 
 
 def _advised(setting: Setting, epoch_s: float, cached: str, collate_fn: object) -> Advised:

@@ -249,11 +249,6 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[SweepRow]:
     return rows
 
 
-def linearity(rows: Sequence[SweepRow]) -> float:
-    """Return R² of a straight line through the seconds of warm epochs over the cached fraction, for 3 rows or more."""
-    return float(np.corrcoef([row.fraction for row in rows], [row.warm_s for row in rows])[0, 1] ** 2)
-
-
 _HEADINGS = ("cached", "cold s", "warm s", "cold /s", "warm /s", "cold reads", "warm reads", "hit rate", "1st epoch")
 _FORMATS = ("{:.0%}", "{:.2f}", "{:.2f}", "{:.0f}", "{:.0f}", "{}", "{}", "{:.1%}", "{:+.1%}")
 

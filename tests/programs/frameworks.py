@@ -1,5 +1,6 @@
 """Frameworks that make the loader themselves, or take it over, from Lightning to Ultralytics."""
 
+import os
 import random
 
 import numpy as np
@@ -7,6 +8,8 @@ import torch
 import torch.utils.data
 from torch import nn
 from torch.nn import functional
+
+from tests.programs.running import EPOCHS
 
 
 class Points(torch.utils.data.Dataset):
@@ -48,7 +51,7 @@ def lightning(wrap, folder):
 
     module = Module()
     trainer = pytorch.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, loader_of(wrap(Points(64))), loader_of(wrap(Points(16)), shuffle=False))
@@ -61,7 +64,7 @@ def accelerate(wrap, folder):
     accelerator, layer = Accelerator(cpu=True), nn.Linear(8, 3)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
     layer, optimizer, loader = accelerator.prepare(layer, optimizer, loader_of(wrap(Points(64))))
-    for _epoch in range(3):
+    for _epoch in range(EPOCHS):
         for points, labels in loader:
             optimizer.zero_grad()
             accelerator.backward(functional.cross_entropy(layer(points), labels))
@@ -82,7 +85,7 @@ def transformers(wrap, folder):
             return {"loss": functional.cross_entropy(scores, labels), "logits": scores}
 
     arguments = TrainingArguments(
-        str(folder / "trainer"), num_train_epochs=3, per_device_train_batch_size=8, report_to=[], use_cpu=True,
+        str(folder / "trainer"), num_train_epochs=EPOCHS, per_device_train_batch_size=8, report_to=[], use_cpu=True,
         save_strategy="no", dataloader_num_workers=2, logging_strategy="no", eval_strategy="epoch", disable_tqdm=True,
         remove_unused_columns=False,
     )  # fmt: skip
@@ -100,8 +103,29 @@ def ignite(wrap, folder):
 
     layer = nn.Linear(8, 3)
     trainer = create_supervised_trainer(layer, torch.optim.SGD(layer.parameters(), 0.1), functional.cross_entropy)
-    trainer.run(loader_of(wrap(Points(64))), max_epochs=3)
+    trainer.run(loader_of(wrap(Points(64))), max_epochs=EPOCHS)
     return layer.weight.detach()
+
+
+def keras(wrap, folder):
+    os.environ["KERAS_BACKEND"] = "torch"
+    from keras import Sequential, layers
+
+    model = Sequential([layers.Input((8,)), layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model.fit(loader_of(wrap(Points(64))), epochs=EPOCHS, verbose=0).history["loss"]
+
+
+def torch_geometric(wrap, folder):
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+
+    graphs = [Data(x=torch.rand(8, 4), edge_index=torch.randint(8, (2, 12)), y=number % 3) for number in range(64)]
+    loader, layer, losses = DataLoader(wrap(graphs), 8, shuffle=True, num_workers=2), nn.Linear(4, 3), []
+    for _epoch in range(EPOCHS):
+        for batch in loader:
+            losses.append(functional.cross_entropy(layer(batch.x)[batch.ptr[:-1]], batch.y).item())
+    return losses
 
 
 def make_images(folder):
@@ -119,7 +143,7 @@ def make_images(folder):
 def train(model, training, validation):
     """Return the losses of three epochs of training and validation."""
     optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
-    for _epoch in range(3):
+    for _epoch in range(EPOCHS):
         for images, labels in training:
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(images), labels)
@@ -176,7 +200,7 @@ def steps(wrap, folder):
     )
     layer, batches, losses = nn.Linear(8, 3), iter(loader), []
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    for _step in range(24):
+    for _step in range(8 * EPOCHS):
         try:
             batch = next(batches)
         except StopIteration:
@@ -191,7 +215,8 @@ def steps(wrap, folder):
 
 
 FRAMEWORKS = {
-    function.__name__: function for function in (lightning, accelerate, transformers, ignite, torchvision, timm, ultralytics)
+    function.__name__: function
+    for function in (lightning, accelerate, transformers, ignite, keras, torch_geometric, torchvision, timm, ultralytics)
 } | {"torch.steps": steps}
 
 

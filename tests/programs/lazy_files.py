@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from tests.programs.running import epochs
+from tests.programs.running import EPOCHS, epochs
 
 COUNT = 96
 
@@ -161,4 +161,4 @@ def main(wrap, folder, kind="lmdb", start_method="fork", splits=False):
     torch.manual_seed(0)
     options = {"batch_size": 8, "num_workers": 2, "multiprocessing_context": start_method, "persistent_workers": True}
     loaders = DataLoader(train, shuffle=True, **options), DataLoader(val, **options)
-    return [list(loader) for _epoch in range(3) for loader in loaders]
+    return [list(loader) for _epoch in range(EPOCHS) for loader in loaders]

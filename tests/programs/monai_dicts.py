@@ -6,6 +6,8 @@ import numpy as np
 from monai.data import DataLoader, Dataset, decollate_batch, list_data_collate
 from monai.transforms import Compose, EnsureChannelFirstd, LoadImaged, RandFlipd, RandGaussianNoised, ScaleIntensityd
 
+from tests.programs.running import EPOCHS
+
 KEYS = ["img", "seg"]
 
 
@@ -39,7 +41,7 @@ def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augmen
     workers = {"num_workers": num_workers, "multiprocessing_context": context, "persistent_workers": num_workers > 0}
     loader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=list_data_collate, **workers)
     results = []
-    for _epoch in range(3):
+    for _epoch in range(EPOCHS):
         for batch in loader:
             if augment:  # its traces have the id() of each random transform, which is another in each run
                 results.append((batch["img"].as_tensor(), batch["seg"].as_tensor(), batch["img"].meta))

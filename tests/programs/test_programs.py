@@ -64,7 +64,7 @@ def test_the_one_line_changes_nothing_in_longer_programs(program, rows, tmp_path
     compare([(program, options) for options in rows], tmp_path)
 
 
-FRAMEWORKS = "lightning", "accelerate", "transformers", "ignite", "torchvision", "timm", "ultralytics", "torch.steps"
+FRAMEWORKS = "lightning accelerate transformers ignite keras torch_geometric torchvision timm ultralytics torch.steps".split()  # noqa: SIM905
 UNDER_RUN = [
     *(("frameworks", {"of": of}) for of in FRAMEWORKS),
     ("detection", {"flip": True, **FORKED}), ("lazy_files", {"kind": "h5py"}), ("vision", FORKED), ("monai_dicts", FORKED),
@@ -76,8 +76,8 @@ UNDER_RUN = [
 @pytest.mark.parametrize(("program", "options"), UNDER_RUN, ids=str)
 def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached(program, options, tmp_path):
     needs = [options["of"].split(".")[0]] if program == "frameworks" else NEEDS[program]
-    for library in needs:
-        pytest.importorskip(library)
+    if not all(map(importlib.util.find_spec, needs)):
+        pytest.skip(f"needs {', '.join(needs)}")
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
@@ -91,4 +91,5 @@ def test_a_program_under_stocache_run_gives_the_same_and_its_datasets_are_cached
     assert difference(outcomes["plain"], outcomes["run"]) is None
     loaders = json.loads((tmp_path / "run" / "report.json").read_text())
     hits, misses = (sum(epoch[name] or 0 for loader in loaders for epoch in loader["epochs"]) for name in ("hits", "misses"))
-    assert hits > misses or all(loader["state"].startswith("cached: ") for loader in loaders), loaders
+    state = "not cached: none of" if options.get("of") == "torch_geometric" else "cached: "  # graphs are objects
+    assert hits > misses or all(loader["state"].startswith(state) for loader in loaders), loaders

@@ -31,19 +31,17 @@ def folder(tmp_path):
 def test_bench_prints_a_table_and_writes_csv_and_plot(run, folder, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra bench")
     small = ("bench", folder, "--size", 8, "--workers", 0, "--out", tmp_path)
-    result = run(*small, "--repeat-folder", 2, "--fractions", "100,0,50")
+    result = run(*small, "--fractions", "100,0,50")
     assert result.exit_code == 0, result.output
-    assert "24 photos" in result.output
+    assert "12 photos" in result.output
     assert "dropped from the page cache before each epoch" in result.output
     lines = [line.split("|") for line in result.stdout.splitlines() if line.startswith("|")]
-    assert [(line[1].strip(), line[7].strip()) for line in lines[2:]] == [("0%", "24"), ("50%", "12"), ("100%", "0")]
+    assert [(line[1].strip(), line[7].strip()) for line in lines[2:]] == [("0%", "12"), ("50%", "6"), ("100%", "0")]
     assert (tmp_path / "stocache-bench.csv").read_text().count("\n") == 4
     with image.open(tmp_path / "stocache-bench.png") as opened:
         assert opened.size[0] > 500
-    assert "R² of a straight line" in result.output
     result = run(*small, "--fractions", "0,100", "--warm-pages")
     assert "left in the page cache" in result.output
-    assert "R²" not in result.output  # any two points lie on a line
 
 
 def test_bench_makes_the_folder_of_its_results(tmp_path, monkeypatch):
@@ -114,9 +112,6 @@ def test_summarize_takes_medians_and_compares_with_no_cache():
     assert first == SweepRow(0, 2.0, 2.0, 5.0, 5.0, 10, 10, 0.0, 0.0)
     assert (last.warm_per_s, last.warm_reads, last.warm_hit_rate) == (20.0, 0, 1.0)
     assert last.first_epoch_overhead == pytest.approx(0.1)
-    for seconds, linearity in (([3, 2, 1], 1), ([3, 3, 1], 0.75)):  # a line and a bend
-        rows = [SweepRow(number / 2, 1, warm_s, 1, 1, 1, 1, 0, 0) for number, warm_s in enumerate(seconds)]
-        assert bench.linearity(rows) == pytest.approx(linearity)
 
 
 def test_the_table_is_markdown_and_never_wider_than_the_terminal():

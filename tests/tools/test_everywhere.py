@@ -17,6 +17,7 @@ from torch.utils.data import dataloader
 import stocache
 from stocache.loader.dataloader import DataLoader
 from stocache.system.objects import TorchLoader
+from stocache.tools.run import caching
 
 AUDITS = 6  # at most, samples that are loaded again in three epochs
 
@@ -386,3 +387,23 @@ def test_torchdatas_loader_is_stood_in_for_if_asked(monkeypatch):
         again.load_state_dict(state)
         assert [ids.tolist() for _, ids in again] == [ids.tolist() for _, ids in rest] == [[2, 3], [4, 5], [6, 7]]
     assert module.StatefulDataLoader is theirs
+
+
+@pytest.mark.linux
+def test_the_program_goes_on_while_a_child_process_tries_a_cache(tmp_path, monkeypatch, clean):
+    monkeypatch.setattr(caching, "_TRIAL_S", 60.0)
+
+    class Waits(Slow):
+        def __getitem__(self, idx):
+            while data.get_worker_info() is not None and not (tmp_path / "go").exists():
+                time.sleep(0.01)
+            return super().__getitem__(idx)
+
+    said = []
+    with stocache.use_everywhere() as everywhere:
+        everywhere.on_epoch = lambda name, epoch: said.append(str(epoch.verdict))
+        loader = data.DataLoader(Waits(12), batch_size=4, shuffle=True)
+        assert [len(list(loader)) for _ in range(2)] == [3, 3]
+        (tmp_path / "go").touch()
+        assert "--cache auto would make them once" in everywhere.report()
+    assert [text.endswith("is the limit") for text in said] == [True, True]

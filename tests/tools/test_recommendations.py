@@ -4,6 +4,7 @@ A case is called twice: without the advice and with it. It counts what the sympt
 errors, started workers, batches beside the ring. The first count must not be 0, the second must.
 """
 
+import collections
 import io
 import logging
 import os
@@ -23,7 +24,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import stocache
 from stocache import CachedDataset, CachedIterable, CacheOptions, DataLoader, KeyedCache, SharedCache, SharedCacheDDP
 from stocache.tools.cli.symptoms import symptoms
-from stocache.tools.run import loaders
+from stocache.tools.run import caching
 from tests.support.records import FOLDER
 
 CASES = {}
@@ -37,6 +38,7 @@ ELSEWHERE = {  # what a case would need, and what tests it
     "GraphError": "a graph (tests/reading)", "WorkerError": "a killed worker (tests/loader)",
     "StateError": "a checkpoint (tests/loader)",
 }  # fmt: skip
+SLOW = {"adv", "col"}  # they measure for seconds
 LOADED = []  # the indices of samples that this process has loaded
 SMALL = {"size_limit_gib": "1MB", "audit": 0}
 AUDITED = 3  # samples of an epoch, or pictures, that are loaded again at most, to compare them
@@ -427,13 +429,43 @@ def take_the_limit_that_the_verdict_names(follow, test):
         return loads
 
 
+def batches_beside_the_ring(held, prefetch_factor):
+    loader = DataLoader(TensorDataset(torch.zeros(400, 64)), batch_size=4, num_workers=1, prefetch_factor=prefetch_factor)
+    collections.deque(loader, maxlen=held)
+    return sum(loader.stats().fallbacks.values())
+
+
 @case("ring")
 def hold_fewer_batches(follow, test):
-    loader = DataLoader(TensorDataset(torch.zeros(400, 64)), batch_size=4, num_workers=1, prefetch_factor=1)
-    held = [] if follow else None
-    for batch in loader:
-        held = [] if follow else [*(held or []), batch]
-    return sum(loader.stats().fallbacks.values())
+    return batches_beside_the_ring(1 if follow else 100, 1)
+
+
+@case("ring")
+def raise_the_prefetch_factor(follow, test):
+    return batches_beside_the_ring(10, 32 if follow else 1)
+
+
+@case("advise")
+def take_what_advise_recommends(follow, test):
+    dataset, code = Numbers(), "DataLoader(dataset, batch_size=4)"
+    if follow:
+        code = stocache.advise(dataset, batch_size=4, time_limit_s=40, progress=False).best.code
+    loader = eval(code)
+    for _ in range(3):
+        list(loader)
+    loader.end_workers()
+    return max(0, 12 - (loader.stats().epochs[-1].hits or 0) - AUDITED)
+
+
+@case("collate, workers")
+def take_the_number_of_workers_that_the_verdict_names(follow, test):
+    loader = DataLoader(range(60), num_workers=test.workers if follow else 0, collate_fn=lambda batch: time.sleep(0.02))
+    for _ in loader:
+        time.sleep(0.015)
+    verdict = loader.stats().verdict
+    if not follow:
+        test.workers = int(re.search(r"num_workers=(\d+) would remove it", str(verdict))[1])
+    return verdict is not None and verdict.limit == "collate"
 
 
 class Pictures(Numbers):
@@ -443,11 +475,11 @@ class Pictures(Numbers):
         return torch.from_numpy(np.array(Image.open(io.BytesIO(FILES[random.randrange(2)]))))[0, 0]
 
 
-class HalfDrawn(Numbers):
-    """Samples whose loops before and after the first random number take the same time."""
+class Objects(Numbers):
+    """Samples of a class that a cache does not know. Its loader makes no tensors of them."""
 
     def __getitem__(self, idx):
-        return super().__getitem__(idx) + random.random() + super().__getitem__(idx)
+        return SimpleNamespace(sample=self.load(idx))
 
 
 ADVICE = {  # what `stocache run` says of a program, and the program that follows it
@@ -455,6 +487,7 @@ ADVICE = {  # what `stocache run` says of a program, and the program that follow
     "--cache auto would make a part of each once: .*run each time: line": (DrawsLater, DrawsLater),
     "; --cache auto would keep what Pillow decodes": (Pictures, Pictures),
     r"in line \d+ of DrawsFirst.__getitem__; nothing .* Load first and draw random numbers later, or": (DrawsFirst, DrawsLater),
+    "none of the probed samples can be cached": (Objects, Numbers),
     "it has a state_dict": (type("Stateful", (Numbers,), {"state_dict": lambda self: {}, "load_state_dict": print}), Numbers),
 }
 FILES = []
@@ -465,7 +498,7 @@ def of_run(says):
 
     def follow_run(follow, test):
         with stocache.use_everywhere("64MB" if follow else None) as everywhere:
-            loader = data.DataLoader(ADVICE[says][follow](), batch_size=4, shuffle=True)
+            loader = data.DataLoader(ADVICE[says][follow](), batch_size=4, shuffle=True, collate_fn=list)
             loads = loads_of(loader, 3)
             assert bool(re.search(says, everywhere.report())) is not follow, everywhere.report()
         return max(0, loads - AUDITED) if follow else loads
@@ -481,7 +514,7 @@ for says in ADVICE:
 def test(tmp_path, run, caplog, monkeypatch, clean):
     decode = ImageFile.ImageFile.load
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: LOADED.append("decoded") or decode(image))
-    monkeypatch.setattr(loaders, "_TRIAL_S", 60.0)  # other programs may keep the machine busy
+    monkeypatch.setattr(caching, "_TRIAL_S", 60.0)  # other programs may keep the machine busy
     caplog.set_level(logging.WARNING, "stocache")
     if not FILES:
         for seed in range(2):
@@ -494,7 +527,7 @@ def test(tmp_path, run, caplog, monkeypatch, clean):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name[:3] in SLOW else []) for name in CASES])
 def test_who_follows_a_recommendation_is_rid_of_the_problem(name, test, caplog):
     assert CASES[name](False, test) > 0, "the program does not have the problem"
     caplog.clear()

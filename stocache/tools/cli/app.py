@@ -4,10 +4,9 @@ Each command imports what it needs: torch takes seconds to import, and info, ls,
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ from typer.core import TyperCommand
 from stocache.system.figures import plural
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, print_rows, show, text_option
+from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, need, print_rows, show, text_option
 
 _AllowPickle = Annotated[
     bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
@@ -55,37 +54,28 @@ def bench(
         text_option("PATH", "Folder for the results, or a path that ends in .csv, .png or .svg. Missing folders are made."),
     ] = Path(),
     size: Annotated[int, count_option("Photos: cache them as uint8 3 x N x N.")] = 256,
-    repeat_folder: Annotated[int, count_option("Photos: use each one of the folder N times.")] = 1,
     photos: Annotated[int, count_option("Photos: generate N of 512 x 512 if there is no SOURCE.")] = 1000,
     warm_pages: Annotated[bool, flag("--warm-pages", "Photos: leave the files in the page cache.")] = False,
     allow_pickle: _AllowPickle = False,
     collate_fn: _CollateFn = None,
 ) -> None:
     """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
-    folder = Path(source) if source is not None and (":" not in source or Path(source).is_dir()) else None
-    by_function = source is not None and folder is None
-    for needed in ["matplotlib"] + ["PIL"] * (not by_function):
-        if find_spec(needed) is None:
-            fail(f"This command needs {needed}: pip install 'stocache[bench]'", 2)
+    own = source is not None and ":" in source and not Path(source).is_dir()
+    for module in ["matplotlib"] + ["PIL"] * (not own):
+        need(module, "bench")
+    _refuse(context, own)
     from stocache.tools import bench as experiment
 
     shares, (csv_path, picture_path) = _parse_percentages(fractions), _result_paths(out)
-    used: dict[str, Any] = {}
-    if source is not None and by_function:
-        _refuse(context, ("size", "repeat_folder", "photos", "warm_pages"), "photos. Leave it out for a dataset of yours")
+    if source is not None and own:
         dataset, used = _load_source(source, collate_fn)
         used["make"] = partial(experiment.PartlyCached, allow_pickle=allow_pickle)
         samples = f"{plural(len(dataset), 'sample')} of {source}"
         how = f"{type(dataset).__name__}, files left in the page cache"
     else:
-        _refuse(context, ("allow_pickle", "collate_fn"), "a dataset of yours. Leave it out for photos")
-        if folder is not None and not folder.is_dir():
-            fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
-        paths = experiment.find_jpegs(folder or experiment.photo_folder(photos)) * repeat_folder
-        if not paths:
-            fail(f"{folder} holds no .jpg or .jpeg files.", 2)
+        paths, used = _find_photos(source, photos), {}
         dataset = experiment.JpegFolder(paths, size)
-        samples = f"{plural(len(paths), 'photo')} from {folder or 'generated files'}"
+        samples = f"{plural(len(paths), 'photo')} from {source or 'generated files'}"
         how = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
         how += f"; decoded and resized to 3x{size}x{size} uint8"
         if not warm_pages:
@@ -99,8 +89,6 @@ def bench(
         "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
         "with fewer than --repeats 9 it varies too much to be of use."
     )
-    if len(rows) > 2:
-        echo(f"Warm seconds over cached share: R² of a straight line {experiment.linearity(rows):.4f}.")
     experiment.write_csv(rows, csv_path)
     experiment.draw(rows, picture_path, f"{samples}, {workers} workers")
     echo(f"wrote {csv_path} and {picture_path}")
@@ -133,12 +121,22 @@ def advise(
         echo(line.lstrip(), indent, f"{indent}  ")
 
 
-def _refuse(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Fail if an option is given that is for something else."""
-    for name in names:
+def _refuse(context: typer.Context, own: bool) -> None:
+    """Fail if an option of ``bench`` is given that is for photos, and the dataset is the user's own; or the other way round."""
+    for name in ("size", "photos", "warm_pages") if own else ("allow_pickle", "collate_fn"):
         origin = context.get_parameter_source(name)
         if origin is not None and origin.name == "COMMANDLINE":
-            fail(f"--{name.replace('_', '-')} is for {reason}.", 2)
+            other, this = ("photos", "a dataset of yours") if own else ("a dataset of yours", "photos")
+            fail(f"--{name.replace('_', '-')} is for {other}. Leave it out for {this}.", 2)
+
+
+def _find_photos(folder: str | None, count: int) -> list[Path]:
+    """Return the JPEGs in a folder; without one, of ``count`` that are generated."""
+    from stocache.tools.bench import find_jpegs, photo_folder
+
+    if folder is not None and not Path(folder).is_dir():
+        fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
+    return find_jpegs(Path(folder or photo_folder(count))) or fail(f"{folder} holds no .jpg or .jpeg files.", 2)
 
 
 @contextmanager

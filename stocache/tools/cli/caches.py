@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, show, text_option
+from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, need, show, text_option
 
 
 def ls(as_json: Json = False) -> None:
@@ -123,12 +123,9 @@ def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updat
     """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
     import sys
 
-    from stocache.system.platform import here
     from stocache.tools.cli import listing
     from stocache.tools.cli.top import watch
 
-    if not here.SHARES_MEMORY:
-        fail("there are no named caches on this system: they are for Linux only.")
     if not sys.stdout.isatty():
         fail("top needs a terminal. In scripts: stocache ls --json")
     watch(listing.find, interval)
@@ -157,12 +154,9 @@ def metrics(
         return
     if allow_remote and listen is None:
         fail("--allow-remote needs --listen HOST:PORT.", 2)
-    try:
-        from stocache.tools.cli import metrics, metrics_server
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "prometheus_client":
-            raise
-        fail("This command needs prometheus-client: pip install 'stocache[metrics]'", 2)
+    need("prometheus_client", "metrics")
+    from stocache.tools.cli import metrics, metrics_server
+
     if listen is None:
         typer.echo(metrics.text_of(), nl=False)
     else:

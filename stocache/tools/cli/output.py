@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -84,6 +85,12 @@ def fail(message: str, code: int = 1) -> NoReturn:
     for line in message.splitlines() or [""]:
         echo(" ".join(line.split()), err=True)
     raise typer.Exit(code) from None
+
+
+def need(module: str, extra: str) -> None:
+    """End the command if a package of an extra is not installed."""
+    if find_spec(module) is None:
+        fail(f"This command needs {module.replace('_', '-')}: pip install 'stocache[{extra}]'", 2)
 
 
 @contextmanager

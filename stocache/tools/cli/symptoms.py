@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PAGE = Path(__file__).parents[2] / "SYMPTOMS.md"
-_GAP = "…"  # of a message on the page
 
 
 class Symptom(NamedTuple):
@@ -41,7 +40,7 @@ def _symptom(section: str) -> Symptom:
     code, _, title = heading.partition(": ")
     seen = re.search(r"\*\*Seen\*\*: (.*?)\n- ", text, re.DOTALL)
     messages = re.findall(r"`([^`]+)`", " ".join(seen[1].split())) if seen and not re.match(r"S\d", code) else []
-    patterns = [".*".join(map(re.escape, message.split(_GAP))) for message in messages]
+    patterns = [".*".join(map(re.escape, message.split("…"))) for message in messages]
     return Symptom(code, title, text.strip(), re.compile("|".join(patterns), re.DOTALL) if patterns else None)
 
 

@@ -72,9 +72,7 @@ def _fit(columns: dict[str, Sequence[str | Text]], width: int, spare: Sequence[s
 
 def _shorten(text: str, width: int) -> str:
     """Return a text with its middle left out, if it is longer than ``width``."""
-    if len(text) <= width:
-        return text
-    return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
 def _holders(cache: NamedCache) -> Text:

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from stocache.tools.run.everywhere import Everywhere
@@ -16,6 +15,7 @@ def compare(steps: int, arguments: list[str]) -> int:
     """Run the program of ``stocache run`` twice, up to ``steps`` batches, and print whether they are equal. Return a status."""
     import subprocess
     import tempfile
+    from pathlib import Path
 
     runs = []
     with tempfile.TemporaryDirectory() as folder:

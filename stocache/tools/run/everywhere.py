@@ -12,6 +12,7 @@ NOTE [ In place of torch's loader ]
     class of its modules), it gets the property when the program looks for any other module.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -36,6 +37,8 @@ _PLACES = {
 }
 """The modules that hold a loader, by its name. The last one defines it."""
 
+_LARGE = "torch", "stocache.tools.run.loaders"  # modules that import hundreds of others
+
 
 class Everywhere(Use):
     """The loader of stocache in place of torch's, from `use_everywhere` on until `undo`, or the end of a ``with`` block."""
@@ -49,9 +52,9 @@ class Everywhere(Use):
 
         return report_of(lines)
 
-    def lines(self) -> "list[LoaderLines]":
-        """Return what the report says of each loader."""
-        return [] if self.loaders is None else self.loaders.lines()
+    def lines(self, waits: bool = True) -> "list[LoaderLines]":
+        """Return what the report says of each loader. It waits for what is being tried, or leaves that out."""
+        return [] if self.loaders is None else self.loaders.lines(waits)
 
     def why_nothing(self) -> str:
         """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""
@@ -228,7 +231,20 @@ def _find_spec(cls: type, fullname: str, path: Any = None, target: Any = None) -
     if fullname in _replaced and hasattr(type(loader), "create_module"):
         # The method of the class, which is there once: the loader of an archive is there for many modules and questions
         loader.create_module = partial(_create, type(loader).create_module, loader)
+    if fullname in _LARGE and _replaced and hasattr(type(loader), "exec_module"):
+        loader.exec_module = partial(_uncollected, type(loader).exec_module, loader)
     return spec
+
+
+def _uncollected(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Import while the garbage collector pauses: it would take 0.2 s, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return function(*arguments)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _create(create: Callable[[Any, ModuleSpec], Any], loader: Any, spec: ModuleSpec) -> Any:

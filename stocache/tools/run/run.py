@@ -211,7 +211,7 @@ def _report(use: Everywhere, given: argparse.Namespace) -> None:
 def _write_files(use: Everywhere, given: argparse.Namespace, ended: bool) -> None:
     process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
-        _write(given.json + process, json.dumps([lines.as_dict() for lines in use.lines()]))
+        _write(given.json + process, json.dumps([lines.as_dict() for lines in use.lines(ended)]))
     if given.trace and ended:
         _write(given.trace + process, json.dumps({"traceEvents": getattr(use.loaders, "events", [])}))
     if given.report:
@@ -219,7 +219,7 @@ def _write_files(use: Everywhere, given: argparse.Namespace, ended: bool) -> Non
 
         root, ending = os.path.splitext(given.report)
         command = " ".join([given.program, *given.arguments])
-        _write(root + process + ending, page_of(use.lines(), command, use.tried, ended))
+        _write(root + process + ending, page_of(use.lines(ended), command, use.tried, ended))
 
 
 def _write(path: str, text: str) -> None:

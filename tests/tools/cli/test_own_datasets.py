@@ -194,7 +194,7 @@ def test_what_bench_cannot_load_or_take_is_one_line(run):
         last = result.stderr.splitlines()[-1]
         assert "own_data:broken: a sample cannot be loaded or cached: ValueError: sample 7 is broken" in last
         assert (result.exit_code, "Traceback" in result.output) == (2, False)
-    for option in (("--size", 8), ("--repeat-folder", 2), ("--photos", 9), ("--warm-pages",)):
+    for option in (("--size", 8), ("--photos", 9), ("--warm-pages",)):
         result = run("bench", "own_data:numbers", *option)
         expected = f"{option[0]} is for photos. Leave it out for a dataset of yours.\n"
         assert (result.exit_code, result.stderr) == (2, expected)

@@ -27,6 +27,7 @@ TRAIN = textwrap.dedent("""
     loader = DataLoader(Slow(), batch_size=4)
 
     def train(loader):
+        assert DataLoader.__module__ == "stocache.tools.run.loaders"
         for _ in range(2):
             list(loader)
         print("trained", flush=True)
