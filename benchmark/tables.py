@@ -58,9 +58,7 @@ def contenders(dataset: TensorDataset, size: int, hugging_face: bool) -> dict[st
 
 def rates(rounds: int) -> None:
     """Print microseconds per batch."""
-    print(
-        "| bytes of a row | rows of a batch | indexing, µs | ours | ours, threads | torch | indexing / ours | torch / ours |"
-    )
+    print("| bytes of a row | rows of a batch | indexing, µs | ours | ours, threads | torch | indexing / ours | torch / ours |")
     print("|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row_bytes, size in itertools.product(ROW_BYTES, BATCHES):
         rows = max(LEAST_BATCHES * size, min(200_000, MOST_BYTES // row_bytes))
