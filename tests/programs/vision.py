@@ -35,7 +35,7 @@ def make(root):
     rng = np.random.default_rng(0)
     for number in range(48):
         (root / f"class{number % 4}").mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (50 + number % 5, 60, 3), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (150 + number % 5, 180, 3), dtype=np.uint8)  # as quick ones are not worth a cache
         Image.fromarray(pixels).save(root / f"class{number % 4}" / f"{number}.jpg")
 
 
