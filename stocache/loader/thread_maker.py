@@ -81,7 +81,8 @@ class ThreadMaker:
             return [group]
         if len(batches) > 1:
             return [group for batch in batches for group in self.submit([batch])]
-        self.crew.tasks.put(partial(self._claim, batches[0]), 0 if compares or self.crew.in_turn else None)
+        thread = 0 if compares or self.crew.in_turn else None
+        self.crew.tasks.put(partial(self._claim, batches[0]), thread, batch=batches[0].number)
         return []
 
     def _find(self, batches: list[Batch]) -> Group | None:
@@ -125,7 +126,7 @@ class ThreadMaker:
         parts = [rows[at : at + length] for at in range(0, len(rows), length)] or [rows]
         thread = batch.worker.number if self.is_bound else 0 if self.crew.in_turn else None
         for part in batch.divide(parts if self.shares else [None]):
-            self.crew.tasks.put(partial(self._make, part), thread)
+            self.crew.tasks.put(partial(self._make, part), thread, batch=batch.number)
 
     def _part_length(self, count: int) -> int:
         """Return how many samples a thread makes at a time, of a batch of ``count``."""

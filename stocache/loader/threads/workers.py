@@ -2,17 +2,19 @@
 
 NOTE [ Threads that end ]
     The threads hold the queue of tasks, and not the object that the user holds. When that object dies, its finalizer stops the
-    queue, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock:
-    the queue is made of deques, and each thread waits at a SimpleQueue, whose ``put`` may interrupt itself. For the end of a
-    program, see NOTE [ Threads at exit ].
+    queue, and each thread ends after its task. The finalizer may run in any thread at any moment, so it takes no lock: it only
+    clears lists, and each thread waits at a SimpleQueue, whose ``put`` may interrupt itself. For the end of a program, see
+    NOTE [ Threads at exit ].
 """
 
+import heapq
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count as count_up
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,7 +30,7 @@ Task = Callable[[int], None]
 class Tasks:
     """The tasks that threads are to run. It does not keep the threads alive.
 
-    A thread takes the tasks for itself first, then those for any thread, then those that may wait; each kind in order.
+    A thread takes the tasks for itself first, then those for any thread by batch, then those that may wait.
 
     Attributes:
         stopped: whether the threads are to end.
@@ -37,23 +39,30 @@ class Tasks:
 
     def __init__(self, count: int) -> None:
         self.stopped = self.ended = False
-        self._for_any: deque[Task] = deque()
+        self._for_any: list[tuple[int, int, Task]] = []  # a heap
+        self._numbers, self._lock = count_up(), threading.Lock()
         self._may_wait: deque[Task] = deque()
         self._own: list[deque[Task]] = [deque() for _ in range(count)]  # of each thread
         self._calls: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(count)]  # wake a thread
         self._idle: deque[int] = deque()  # threads that wait, or are about to
 
-    def put(self, task: Task, thread: int | None = None, may_wait: bool = False) -> None:
+    def put(self, task: Task, thread: int | None = None, may_wait: bool = False, batch: int = 0) -> None:
         """Have a thread run a task. If it ``may_wait``, run it after the others.
 
         Args:
             thread: the number of the thread; None for any.
+            batch: the number of its batch. Those of earlier batches are run first: samples that draw random numbers wait for
+                these, and the tasks of a batch may come after those of later ones.
         """
         if thread is not None:
             self._own[thread].append(task)
             self._calls[thread].put(None)
             return
-        (self._may_wait if may_wait else self._for_any).append(task)
+        if may_wait:
+            self._may_wait.append(task)
+        else:
+            with self._lock:
+                heapq.heappush(self._for_any, (batch, next(self._numbers), task))
         self._call_one()
 
     def _call_one(self) -> None:
@@ -80,15 +89,18 @@ class Tasks:
         return None
 
     def _next(self, thread: int) -> Task | None:
-        for tasks in (self._own[thread], self._for_any, self._may_wait):
-            if tasks:
-                with suppress(IndexError):  # another thread may have taken it
-                    return tasks.popleft()
+        with suppress(IndexError):
+            return self._own[thread].popleft()
+        with suppress(IndexError), self._lock:
+            return heapq.heappop(self._for_any)[-1]
+        with suppress(IndexError):
+            return self._may_wait.popleft()
         return None
 
     def drop(self) -> None:
         """Drop all tasks that have not begun."""
-        for tasks in (*self._own, self._for_any, self._may_wait):
+        self._for_any.clear()
+        for tasks in (*self._own, self._may_wait):
             tasks.clear()
 
     def stop(self) -> None:
