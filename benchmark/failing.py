@@ -4,7 +4,6 @@ python -m benchmark failing once      # 1 % of the loads fail once: jobs that en
 python -m benchmark failing always    # 0.01 % of the samples always fail: one hash over workers, ranks and a resume
 """
 
-import argparse
 import hashlib
 import statistics
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from benchmark.support.measuring import machine
+from benchmark.support.measuring import run_one
 from stocache import CachedDataset, DataLoader, Retry, Skip, StatefulDistributedSampler
 
 CLAIM = "With on_error, no job ends by loads that fail, and batches are the same over workers, ranks and a resume."
@@ -106,9 +105,4 @@ def always() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["once", "always"])
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    print(machine())
-    once(arguments.rounds) if arguments.experiment == "once" else always()
+    run_one(str(__doc__), {"once": once, "always": lambda rounds: always()}, rounds=3)

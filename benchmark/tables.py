@@ -4,7 +4,6 @@ python -m benchmark tables rates      # microseconds per batch, by bytes of a ro
 python -m benchmark tables scripts    # an epoch of a table of 1,000,000 x 10, and of MNIST's size, as two reports time them
 """
 
-import argparse
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import TensorDataset
 
-from benchmark.support.measuring import alternate, machine
+from benchmark.support.measuring import alternate, run_one
 from stocache import DataLoader
 
 CLAIM = "A loader of a TensorDataset has batches of 1,024 rows and more at 0.6 of the rate of indexing; never behind torch."
@@ -87,9 +86,4 @@ def scripts(rounds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["rates", "scripts"])
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    print(machine())
-    {"rates": rates, "scripts": scripts}[arguments.experiment](arguments.rounds)
+    run_one(str(__doc__), {"rates": rates, "scripts": scripts}, rounds=5)

@@ -1,5 +1,6 @@
 """Times of contenders that take turns, and the memory of processes."""
 
+import argparse
 import os
 import platform
 import re
@@ -36,6 +37,16 @@ def machine() -> str:
     python, linux = platform.python_version(), platform.release()
     versions = f"Python {python}, torch {torch.__version__}, numpy {np.__version__}"
     return f"{os.cpu_count()} cores ({processor}), {memory_gib:.0f} GiB, Linux {linux}; {versions}"
+
+
+def run_one(description: str, experiments: dict[str, Callable[[int], None]], rounds: int) -> None:
+    """Run the experiment that the command line names, with its ``--rounds``; print the machine first."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=experiments)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    arguments = parser.parse_args()
+    print(machine())
+    experiments[arguments.experiment](arguments.rounds)
 
 
 def settle(nbytes: int) -> None:

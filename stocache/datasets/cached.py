@@ -33,7 +33,7 @@ from stocache.datasets.transforms.part_transform import PartTransform, as_transf
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
 from stocache.samples.containers import echoes_index
-from stocache.samples.indices import check_indices
+from stocache.samples.indices import after_each, check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.loading.fallback import in_children_or_here, run_here
 from stocache.system.objects import newer_of, static_attribute, takes_epoch
@@ -152,10 +152,10 @@ class CachedDataset(DatasetProxy[_T]):
         checked = type(dataset) is StorageDataset and dataset.reads_blocks  # by checksums
         self._audit = Audit(dataset, self._len, dataclasses.replace(checks, audit=0) if checked else checks)
         self._wrapping, self._decoders_job = (where, samples), decoders_job()
+        self._guard = None if on_error is None else Guard(on_error, dataset)
         wrapper = Wrapper(dataset, self._len, where, samples)
         wrapper.cut()
         self._take(wrapper)
-        self._guard = None if on_error is None else Guard(on_error, dataset)
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
@@ -281,7 +281,7 @@ class CachedDataset(DatasetProxy[_T]):
             SampleIndexError: an index is outside the dataset, or the dataset does not take it.
         """
         if newer_of(self) is None:  # a subclass has a __getitem__ of its own
-            return list(map(self.__getitem__, _calling(before_each, indices)))
+            return list(map(self.__getitem__, after_each(before_each, indices)))
         if self._guard is not None:
             get_many = partial(self._get_many, before_each=before_each)
             samples: list[Any] | LazyBatch = self._guard.many(get_many, self.__getitem__, indices, before_each)
@@ -303,14 +303,14 @@ class CachedDataset(DatasetProxy[_T]):
     def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
         """Return the samples ``indices``; from the dataset if they may not be served from the cache, or are not numbers."""
         if self._keeps_types(indices):
-            return list(map(self.__getitem__, _calling(before_each, indices)))
+            return list(map(self.__getitem__, after_each(before_each, indices)))
         numbers = self._numbers(indices)
         if numbers is not None and self._serves(numbers):
             samples = self._read_cached(numbers, before_each)
         else:
             keys = list(indices) if numbers is None else check_indices(numbers, self._len, "dataset").tolist()
             load_many = SampleLoader(self.dataset).load_many
-            singly = chain.from_iterable(load_many([key]) for key in _calling(before_each, keys))
+            singly = chain.from_iterable(load_many([key]) for key in after_each(before_each, keys))
             samples = load_many(keys) if before_each is None else singly
         if self.after_cache is not None:
             samples = map(self.after_cache, samples)
@@ -324,7 +324,7 @@ class CachedDataset(DatasetProxy[_T]):
         copy = self._copies or self.is_transformed
         samples: Iterable[Any] = read(indices, self._load_missing, copy=copy, strict=False)
         if before_each is not None and self.is_transformed:
-            samples = _calling(before_each, samples)
+            samples = after_each(before_each, samples)
         if self._split is None:
             return samples
         return self._split.finish_many(indices, samples) if before_each is None else map(self._split.finish, indices, samples)
@@ -447,7 +447,8 @@ class CachedDataset(DatasetProxy[_T]):
         """
         self._epochs.epoch_is_set(self.cache.counts(), epoch, expected=not self._audit.changed)
         if self._guard is not None:
-            self._guard.begin_epoch(epoch)
+            self._guard.epoch = epoch
+            self._guard.warn()
         if takes_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
         self._audit.begin_epoch()
@@ -474,14 +475,6 @@ class CachedDataset(DatasetProxy[_T]):
     def __repr__(self) -> str:
         # Says nothing that reading changes: some compare it with that of the run that they resume
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
-
-
-def _calling(before_each: Callable[[int], None] | None, values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values, each after a call with its position."""
-    for position, value in enumerate(values):
-        if before_each is not None:
-            before_each(position)
-        yield value
 
 
 def is_cache(dataset: object) -> bool:

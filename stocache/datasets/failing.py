@@ -24,7 +24,7 @@ from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.datasets.batches.spec import Empty
 from stocache.datasets.batches.views import DatasetView
 from stocache.errors import DatasetError, SampleError
-from stocache.samples.indices import length_of
+from stocache.samples.indices import after_each, length_of
 from stocache.shm.segment import Segment
 from stocache.shm.tables.arrays import new_segment
 from stocache.system.generators import Kept, in_worker_thread
@@ -128,12 +128,7 @@ class Guard:
         self, get: Callable[[Any], Any], indices: Sequence[Any], before_each: Callable[[int], None] | None = None
     ) -> list[Any]:
         """Return the samples of a batch, each made by itself, after a call of ``before_each`` with its position."""
-        samples = []
-        for position, index in enumerate(indices):
-            if before_each is not None:
-                before_each(position)
-            samples.append(self.one(get, index))
-        return samples
+        return [self.one(get, index) for index in after_each(before_each, indices)]
 
     def many(
         self,
@@ -195,14 +190,9 @@ class Guard:
                 f"{self.failures}. Skip(at_most={self.skip.at_most}) allows {most}. Mend these samples, or allow more."
             ) from error
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Choose the substitutes of an epoch."""
-        self.epoch = epoch
-        self.warn()
-
     def warn(self) -> None:
-        """Warn of the samples that were replaced, once in this process."""
-        if not self._warned and (text := str(self.failures)):
+        """Warn of the samples that were replaced: once, and not in a worker, whose parent does."""
+        if not self._warned and get_worker_info() is None and (text := str(self.failures)):
             self._warned = True
             logger.warning("%s. stats() lists them; dataset[index] raises the error.", text)
 
@@ -241,7 +231,9 @@ class GuardedBatch(LazyBatch):
 
     def read(self) -> list[Any]:
         """Return the samples."""
-        return self._samples or self._try(super().read) or self._samples or []
+        if self._samples is None:
+            self._try(super().read)  # which sets them, too
+        return self._samples or []
 
     def load_all(self) -> dict[SharedCache, dict[int, Any]]:
         """Return what `LazyBatch.load_all` returns; nothing if a sample failed: it will fail again in `gather`."""

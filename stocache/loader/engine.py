@@ -210,7 +210,8 @@ class LoaderEngine(ResumableEngine):
         dataset, collate_fn = self.source if lazy is None else lazy, loader.collate_fn
         if self._guard is not None:
             self.log.guard = self._guard
-            self._guard.epoch, dataset = self._epoch or 0, guarded(dataset, self._guard)
+            self._guard.epoch = self._epoch or 0
+            dataset = guarded(dataset, self._guard)
         if seed is not None:
             dataset, collate_fn = seeded(dataset, collate_fn, seed, lazy is not None, batched)
         replaced: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}

@@ -29,6 +29,7 @@ from stocache.datasets.cached import draws_nothing, is_cache
 from stocache.errors import DatasetError, LimitError
 from stocache.loader.threads.info import CollateRng
 from stocache.loader.workers.requests import EpochIndices, answering
+from stocache.samples.indices import after_each
 from stocache.system.generators import Kept, seed_all
 from stocache.system.objects import attribute_of
 from stocache.system.walking import through_subsets, walk
@@ -242,12 +243,7 @@ def _get_batch(dataset: object, indices: Sequence[object], before_each: _BeforeE
 
 
 def _each(get: Callable[[Any], object], indices: Sequence[object], before_each: _BeforeEach | None) -> list[Any]:
-    samples = []
-    for position, index in enumerate(indices):
-        if before_each is not None:
-            before_each(position)
-        samples.append(get(index))
-    return samples
+    return list(map(get, after_each(before_each, indices)))
 
 
 class SeededCollate:

@@ -2,13 +2,16 @@
 
 import operator
 from array import array
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stocache.errors import LimitError, SampleIndexError
+
+_T = TypeVar("_T")
 
 
 def length_of(value: Any) -> int | None:
@@ -74,6 +77,14 @@ def check_indices(indices: Any, dataset_len: int, call: str) -> NDArray[np.int64
             f"{call}: indices from {index.min()} to {index.max()} reach outside the dataset of {dataset_len} samples."
         )
     return index
+
+
+def after_each(call: Callable[[int], None] | None, values: Iterable[_T]) -> Iterator[_T]:
+    """Yield values, each after a call with its position."""
+    for position, value in enumerate(values):
+        if call is not None:
+            call(position)
+        yield value
 
 
 def as_array(index: Any) -> Any:

@@ -142,6 +142,11 @@ def parse_on_error(value: Any) -> tuple[Retry | None, Skip | None]:
     return retries[0] if retries else None, skips[0] if skips else None
 
 
+def of_word(on_error: Any) -> Any:
+    """Return what a word of a user stands for: "skip" leaves out whatever fails, another word nothing. Objects stay."""
+    return (Skip(at_most=1.0) if on_error == "skip" else None) if isinstance(on_error, str) else on_error
+
+
 class TooManyFailed(DatasetError):
     """More samples cannot be loaded than `Skip` allows."""
 

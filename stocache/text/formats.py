@@ -17,7 +17,7 @@ import torch
 from stocache.errors import StreamError
 from stocache.system.hashing import callable_text
 from stocache.system.limits import parse_size
-from stocache.system.on_error import OnError, Retry, Skip, parse_on_error
+from stocache.system.on_error import OnError, Retry, Skip, of_word, parse_on_error
 from stocache.text.lines import Lines
 from stocache.text.options import check_choice, check_integer
 from stocache.text.parsers import Custom, Delimited, FixedWidth, JsonLines, RowParser, Target, fields_of, numpy_dtype
@@ -73,7 +73,7 @@ class TextFormat(ABC):
             raise StreamError(f"comments={self.comments!r} marks nothing. Use None for no comments.")
         if isinstance(self.on_error, str):
             check_choice("on_error", self.on_error, ("raise", "skip"))
-        parse_on_error(() if isinstance(self.on_error, str) else self.on_error)
+        parse_on_error(of_word(self.on_error))
         _line_limit(self.max_line_bytes)
 
     @abstractmethod
@@ -87,17 +87,17 @@ class TextFormat(ABC):
     @property
     def skips(self) -> bool:
         """Whether bad lines are left out."""
-        return self.on_error == "skip" or self.skip is not None
+        return self.skip is not None
 
     @property
     def skip(self) -> Skip | None:
-        """How many bad lines may be left out; None if that is not limited, or none may."""
-        return None if isinstance(self.on_error, str) else parse_on_error(self.on_error)[1]
+        """How many bad lines may be left out; None if none may."""
+        return parse_on_error(of_word(self.on_error))[1]
 
     @property
     def retry(self) -> Retry | None:
         """When a file that could not be read is read again; None for never."""
-        return None if isinstance(self.on_error, str) else parse_on_error(self.on_error)[0]
+        return parse_on_error(of_word(self.on_error))[0]
 
     @property
     def line_limit(self) -> int:

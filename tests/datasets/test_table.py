@@ -29,6 +29,7 @@ def arrow(kind, *left_out):
     datasets = pytest.importorskip("datasets")
     values = np.random.default_rng(0).normal(size=(ROWS, 2))
     columns = {"a": values[:, 0], "b": values.astype(np.float32), "n": np.arange(ROWS), "flag": np.arange(ROWS) % 3 == 0}
+    columns |= {"pair": np.arange(2 * ROWS).reshape(ROWS, 2).tolist()}
     columns = {name: column for name, column in columns.items() if name not in left_out}
     return datasets.Dataset.from_dict(columns).with_format(kind).select(range(1, ROWS))
 
@@ -93,6 +94,15 @@ NO_TABLES = {
     "rows of float64 in batches of float32": lambda: arrow("numpy"),
     "without a format": lambda: arrow(None),
 }
+
+
+def test_a_table_with_images_is_not_read_to_find_out(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    files = {"image": [{"bytes": b"", "path": None}] * 2, "n": [1, 2]}
+    features = datasets.Features({"image": datasets.Image(), "n": datasets.Value("int64")})
+    rows = datasets.Dataset.from_dict(files, features).with_format("torch")
+    monkeypatch.setattr(type(rows), "__getitem__", lambda *arguments: pytest.fail("it was read"))
+    assert with_lazy_batches(rows) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

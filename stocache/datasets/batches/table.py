@@ -28,6 +28,8 @@ from stocache.samples.indices import as_array, length_of
 from stocache.system.objects import get_many_of
 from stocache.system.walking import inner_datasets
 
+_NUMBERS = "int", "uint", "float", "bool"
+
 
 class LazyTable(DatasetView):
     """A table whose ``__getitems__`` returns a `LazyBatch`; see NOTE [ Tables ].
@@ -118,8 +120,14 @@ def _select_of(dataset: Any) -> Select | None:
         if len(selects) == len(inner) and all(select for select, _ in selects):
             return partial(_select_stacked, selects)
     if kind.__module__ == "datasets.arrow_dataset" and dataset.format["type"] in ("torch", "numpy"):
-        return partial(_select_arrow, dataset)
+        return partial(_select_arrow, dataset) if all(map(_has_numbers, dataset.features.values())) else None
     return None
+
+
+def _has_numbers(feature: Any) -> bool:
+    """Return whether a column of Hugging Face's has numbers, or lists of them: others would be decoded, in this process."""
+    inner = getattr(feature, "feature", None)
+    return _has_numbers(inner) if inner is not None else str(getattr(feature, "dtype", "")).startswith(_NUMBERS)
 
 
 def _select_tensors(dataset: TensorDataset, indices: NDArray[np.int64], out: list[Tensor]) -> bool:

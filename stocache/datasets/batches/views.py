@@ -1,5 +1,6 @@
 """The dataset that a loader iterates in place of the user's: `DatasetView`."""
 
+from types import MemberDescriptorType
 from typing import Any
 
 from stocache.system.walking import set_epoch
@@ -15,12 +16,12 @@ class DatasetView:
     dataset: Any
 
     def __getattr__(self, name: str) -> Any:
-        if _is_own(type(self), name) or name.startswith("__"):
+        if _is_slot(type(self), name) or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if _is_own(type(self), name):
+        if _is_slot(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.dataset, name, value)
@@ -33,8 +34,8 @@ class DatasetView:
         set_epoch(self.dataset, epoch)
 
 
-def _is_own(cls: type, name: str) -> bool:
-    return any(name in vars(base).get("__slots__", ()) for base in cls.__mro__)
+def _is_slot(cls: type, name: str) -> bool:
+    return isinstance(getattr(cls, name, None), MemberDescriptorType)
 
 
 def behind_views(dataset: Any) -> Any:

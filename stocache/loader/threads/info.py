@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker  # for get_worker_info and the class of its results
 
-from stocache.system.generators import read_generator, restore_generator
+from stocache.system.generators import Kept
 
 
 class _InfoHere(threading.local):
@@ -77,7 +77,7 @@ class Generators:
 
     def kept_now(self) -> "KeptGenerators":
         """Return the states of the generators, to restore them."""
-        return KeptGenerators(self, list(self._due))
+        return KeptGenerators(self)
 
     def each(self) -> tuple[Any, ...]:
         """Return the generators, seeded or not."""
@@ -112,18 +112,16 @@ class Generators:
         return self._torch
 
 
-class KeptGenerators:
+class KeptGenerators(Kept):
     """The states of `Generators` at one moment. A generator that was not used is seeded again when it is."""
 
-    def __init__(self, generators: Generators, due: list[bool]) -> None:
-        self._of, self._due = generators, due
-        self._states = [None if is_due else read_generator(each) for is_due, each in zip(due, generators.each(), strict=True)]
+    def __init__(self, generators: Generators) -> None:
+        self._of, self._due = generators, list(generators._due)
+        super().__init__([each for each, due in zip(generators.each(), self._due, strict=True) if not due], global_too=False)
 
     def restore(self) -> None:
         """Set the generators back."""
-        for generator, state in zip(self._of.each(), self._states, strict=True):
-            if state is not None:
-                restore_generator(generator, state)
+        super().restore()
         self._of._due[:] = self._due
 
 

@@ -22,7 +22,7 @@ from stocache.storage.storage import OnDiskBlockDataStorage
 from stocache.storage.urls import is_url
 from stocache.storage.writer import BLOCK_BYTES, BlockCutter, NewBlock, check_block_bytes
 from stocache.system.loading.fallback import in_children_or_here
-from stocache.system.on_error import OnError, Retry, Skip, parse_on_error
+from stocache.system.on_error import OnError, Retry, Skip, of_word, parse_on_error
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -197,9 +197,7 @@ def _parse_on_error(on_error: Any) -> tuple[Retry | None, Skip | None]:
     """Return what happens when a sample cannot be loaded."""
     if isinstance(on_error, str) and on_error not in ("stop", "skip"):
         raise LimitError(f"on_error={on_error!r} is unknown. Use 'stop' or 'skip', a Retry or a Skip.")
-    if isinstance(on_error, str):
-        return None, Skip(at_most=1.0) if on_error == "skip" else None
-    return parse_on_error(on_error)
+    return parse_on_error(of_word(on_error))
 
 
 def _import_ray(engine: str, address: str | None) -> ModuleType | None:
