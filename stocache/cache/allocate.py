@@ -1,4 +1,4 @@
-"""Allocate the memory of a cache: new, or that of other processes with the same name, or of other ranks of this job.
+"""Allocate the memory of a cache: new memory, or the memory of processes with the same name, or of other ranks of this job.
 
 NOTE [ Sharing between ranks ]
     A rank uses the cache that another rank has made if that has the same arguments and is for the same samples. The *proof*
@@ -50,7 +50,7 @@ logger = logging.getLogger("stocache")
 
 _CHUNK = 1 << 16  # samples marked at a time: half a MiB of indices
 _DIGESTS = re.compile(r" '[0-9a-f]{16,}', now '[0-9a-f]{16,}'")  # which tell a reader nothing
-_PARTS, _SHOWN, _LONGEST = 3, 400, 24  # texts of values in a header, their length, and that of the text of a value
+_PARTS, _SHOWN, _LONGEST = 3, 400, 24  # texts of values in a header, their length, and the length of one value's text
 _SLOT_EXTENT = 1 << 16  # bytes: the first batch, of slots at random, reserves an extent for each sample
 
 
@@ -116,7 +116,7 @@ class CacheLayout:
         return capacity
 
     def affordable(self, size_limit_gib: float | str, named: bool, most: int | None = None) -> int:
-        """Return the capacity that a limit stands for; or that of the memory that the machine gives, if less, with a warning.
+        """Return the capacity that a limit stands for; if the machine gives less memory, the capacity of that, with a warning.
 
         ``most``: the bytes that this cache may have of a limit that it shares with others.
 
@@ -212,7 +212,7 @@ class Proof:
         return [(name, text) for name, text in self.values if not text.startswith("a ")]
 
     def other_value(self, held: Identity) -> str:
-        """Return how a value differs from that of another rank, whose identity is ``held``; "" if none does."""
+        """Return how a value differs from the value of a different rank, whose identity is ``held``; "" if none does."""
         if held.get("values") == self.identity.get("values"):
             return ""
         *theirs, _ = "".join(str(held.get(f"values {number}", "")) for number in range(_PARTS)).split("\n")
@@ -266,7 +266,7 @@ def open_memory(
 
 
 class _Opener:
-    """Opens a cache: that of its name, that of another rank, or a new one. Its methods return the segment, and the capacity."""
+    """Opens a cache: by its name, with other ranks, or a new one. Its methods return the segment and the capacity."""
 
     def __init__(self, layout: CacheLayout, options: CacheOptions, proof: Proof | None, job: Job) -> None:
         self._layout, self._options, self._job, self._size = layout, options, job, options.size_limit_gib
@@ -350,7 +350,7 @@ class _Opener:
         return segment
 
     def _divide(self, rivals: list[Sibling]) -> int:
-        """Give each of the caches that were made at this place its part of the limit. Return that of a new one."""
+        """Give each of the caches that were made at this place its part of the limit. Return the part of a new one."""
         total = self._total()
         if self._size == "auto":
             total += sum(sibling.layout.data_bytes for sibling in rivals)

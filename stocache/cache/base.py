@@ -86,7 +86,7 @@ class SampleCache(LoadingCache[_T]):
         return self._load(self._slot(idx), True) if self.set_among(np.array([idx]))[0] else MISSING
 
     def _miss(self, indices: list[int]) -> None:
-        """Count misses, and remember those of samples that can be set."""
+        """Count misses, and remember the misses of samples that can be set."""
         now = time.perf_counter()
         self._warn_of_unreadable(indices)
         self._segment.count(MISSES, len(indices))
@@ -193,7 +193,7 @@ class SampleCache(LoadingCache[_T]):
                 self._outside(indices[0], "set_slot")
 
     def get_slots(self, indices: Sequence[int] | Tensor) -> tuple[list[_T | None], Tensor]:
-        """Return the samples ``indices``, with None for those that are not cached, and a mask of those that are.
+        """Return the samples ``indices``, with None for missing ones, and a mask of the cached ones.
 
         Returns:
             ``(samples, mask)``: a list of B samples, and a bool tensor of shape (B,).
@@ -245,7 +245,7 @@ class SampleCache(LoadingCache[_T]):
             self.exclude(empty)
 
     def exclude(self, indices: Iterable[int]) -> None:
-        """Mark samples as outside the cache, except those that are set or being written."""
+        """Mark samples as outside the cache, except samples that are set or being written."""
         taken = set[int]()
         try:
             self._claims.to_write(list(indices), taken)
@@ -294,7 +294,7 @@ class SampleCache(LoadingCache[_T]):
         claimed: Collection[int] = (),
         ahead: Container[int] = (),
     ) -> list[_T]:
-        """Return the samples ``indices``. Load those that are not cached with one call of ``load``, and cache them.
+        """Return the samples ``indices``. Load the missing ones with one call of ``load``, and cache them.
 
         Args:
             indices: sample indices, in any order, repeats allowed.
@@ -339,7 +339,7 @@ class SampleCache(LoadingCache[_T]):
             yield loaded.pop(idx) if idx in loaded else self.get_or_load(idx, partial(only, load), copy=copy, strict=strict)
 
     def claim_to_load(self, indices: list[int], taken: set[int]) -> None:
-        """Claim samples that are not cached; add to ``taken`` those that can be, and that nobody else is loading.
+        """Claim samples that are not cached; add to ``taken`` the samples that can be cached and that nobody else is loading.
 
         Until `end_loading`, other threads and processes wait for them.
         """

@@ -334,7 +334,7 @@ class CachedDataset(DatasetProxy[_T]):
         return self._tiers.behind(partial(self._audit.watch, self._loader.load_many))(indices)
 
     def _load_one(self, idx: int) -> Any:
-        """Load a sample for the cache by itself: it is not that of a ``__getitems__``."""
+        """Load a sample for the cache by itself, not by a ``__getitems__``."""
         return next(iter(self._audit.watch(partial(map, self._loader.load), [idx])))
 
     def _keeps_types(self, indices: Sequence[Any]) -> bool:
@@ -375,7 +375,7 @@ class CachedDataset(DatasetProxy[_T]):
         return self.dataset[key]
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
-        """Have the storage read blocks ahead, except those that are cached. A `BlockSampler` calls it."""
+        """Have the storage read blocks ahead, except cached ones. A `BlockSampler` calls it."""
         self.dataset.prefetch_blocks(self._loader.uncached(blocks) if isinstance(self._loader, BlockLoader) else blocks)
 
     def warm(self, num_workers: int = 1, progress: bool = True) -> DatasetStats:
@@ -425,7 +425,7 @@ class CachedDataset(DatasetProxy[_T]):
             yield len(batch)
 
     def stats(self) -> DatasetStats:
-        """Return the counts of all processes, in total and for each epoch; after `close` those of that moment."""
+        """Return the counts of all processes, in total and for each epoch; after `close` the counts of that moment."""
         if self.cache.closed and self._last_stats is not None:
             return self._last_stats
         total, disk = self._tiers.stats()
@@ -473,7 +473,7 @@ class CachedDataset(DatasetProxy[_T]):
         self.close()
 
     def __repr__(self) -> str:
-        # Says nothing that reading changes: some compare it with that of the run that they resume
+        # Says nothing that reading changes: some programs compare it with the text of the run that they resume
         return f"<{type(self).__name__} of {type(self.dataset).__name__} in a {type(self.cache).__name__}>"
 
 

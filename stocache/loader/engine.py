@@ -13,7 +13,7 @@ NOTE [ How torch's DataLoader is used ]
 NOTE [ Names of a loader ]
     Programs write subclasses of torch's DataLoader, with attributes and methods of any name. So a loader has one attribute of
     ours, ``_stocache``, which is its engine. The engine never calls a method of the loader, and reads and sets only attributes
-    that torch's loader has. A subclass that makes torch's iterators in its own way (``_get_iterator``) gets those of torch.
+    that torch's loader has. A subclass that makes torch's iterators in its own way (``_get_iterator``) gets torch's.
 """
 
 import copy
@@ -76,7 +76,7 @@ class LoaderEngine(ResumableEngine):
 
     Attributes:
         log: the figures of the epochs, which may outlive the loader.
-        served: the dataset that is iterated in place of that of the loader; None for that of the loader.
+        served: the dataset that is iterated in place of the loader's own; None for its own.
         in_iter: whether ``__iter__`` of torch's loader asks for an iterator.
         while_starting: returns the context in which the workers of a dataset are started.
     """
@@ -143,15 +143,15 @@ class LoaderEngine(ResumableEngine):
         if not any(map(takes_epoch, samplers_in(self._index_source))):
             return self.begin()
         if self._promised:
-            self._leave_resumed_epoch()  # it is that of the earlier iterator, as with torchdata
+            self._leave_resumed_epoch()  # the earlier iterator has resumed it, as with torchdata
         self._promised = self._loaded is not None
         if self._loaded is None:
-            self._progress = dataclasses.replace(self._progress, finished=True)  # a state is that of the epoch to come
+            self._progress = dataclasses.replace(self._progress, finished=True)  # a state describes the epoch to come
         loader, epochs = self.loader, order.epochs()
         return LateIteration(lambda: engine_of(loader).begin(epochs))  # it holds the loader, which may have no other holder
 
     def begin(self, epochs: list[int | None] | None = None) -> "Iteration":
-        """Begin an epoch. ``epochs``: those of the samplers when the user asked for the iterator; see `LateIteration`."""
+        """Begin an epoch. ``epochs``: the samplers' epochs when the user asked for the iterator; see `LateIteration`."""
         if epochs is not None and epochs != self._order().epochs():
             self._leave_resumed_epoch()
         progress = self._next_progress()
@@ -223,7 +223,7 @@ class LoaderEngine(ResumableEngine):
         if alone:
             collate = MainCollate(collate_fn, batched, self.record.main, stacking, self._pool)
             order.arrays = lazy is not None
-            # A state is that of the delivered batches
+            # A state describes the delivered batches
             if self.device is not None and lazy is not None and order.may_run_ahead and not self._keeps_states:
                 order.at_once = order.most_at_once if seed is None and _gathered_on_device(lazy) is not None else 1
         else:
@@ -246,7 +246,7 @@ class LoaderEngine(ResumableEngine):
             ring.end(iteration)
             raise
         weakref.finalize(iterator, ring.end, iteration).atexit = False
-        group.workers = tuple(iterator._workers)  # multiprocessing forgets those that have ended
+        group.workers = tuple(iterator._workers)  # multiprocessing forgets processes that have ended
         group.watch()
         return iterator, group
 
@@ -396,7 +396,7 @@ def torch_loader_of(loader: Any, replaced: dict[str, Any], kind: type = TorchLoa
     """
     made: Any = object.__new__(kind)
     vars(made).update(vars(loader))
-    vars(made).update({name: getattr(loader, name) for name in _ARGUMENTS - vars(loader).keys()})  # those that are properties
+    vars(made).update({name: getattr(loader, name) for name in _ARGUMENTS - vars(loader).keys()})  # some are properties
     for name, value in replaced.items():
         object.__setattr__(made, name, value)  # torch's __setattr__ refuses these names, to protect loaders in use
     return made

@@ -137,7 +137,7 @@ class Order:
         if progress.resumed is not None:
             with rng.Kept():
                 self.restore(progress.begun, progress.samplers, progress.epochs)
-                progress.epochs = self.epochs()  # of those that the state does not have
+                progress.epochs = self.epochs()  # of samplers that the state does not have
                 numbered = self._numbered(progress, self._begin_sampler())
         else:
             if progress.skip_rng_draw:
@@ -183,7 +183,7 @@ class Order:
         return index if progress.sample_epoch is None else EpochIndices(progress.sample_epoch, index)
 
     def _skip(self, progress: Progress, indices: Iterator[object]) -> Iterator[Any]:
-        """Return an iterator over the indices after those that were delivered."""
+        """Return an iterator over the indices after the delivered ones."""
         skipped = sum(1 for _ in islice(rest_of(indices), progress.resumed))
         tracked = self._tracked(indices)
         if progress.now is None or (skipped == progress.resumed and equal_states(_states_of(tracked), progress.now)):
@@ -212,7 +212,7 @@ class Order:
                 yield
 
     def rng_state(self) -> dict[str, Any]:
-        """Return the states of the global generators, and of those that the loader and its samplers own, for JSON."""
+        """Return the states of the global generators, and of the generators that the loader and its samplers own, for JSON."""
         return rng.states(self.generators)
 
     def restore(self, taken: Any, samplers: list[Any] | None = None, epochs: list[int | None] | None = None) -> None:
@@ -238,7 +238,7 @@ class Order:
         return states or None
 
     def epochs(self) -> list[int | None]:
-        """Return the epoch of each sampler; None for those that do not have ``set_epoch``."""
+        """Return the epoch of each sampler; None if a sampler does not have ``set_epoch``."""
         return list(map(epoch_of, samplers_in(self.sampler)))
 
     @property

@@ -33,7 +33,7 @@ _WORDS_BYTES = 64
 _USED, _FULL = 0, 1  # words: where the next sample can be written; whether the disk has refused one
 _ENOUGH = 16  # samples from which the bytes of the others are estimated
 _LOOK_S = 0.1  # for which an estimate counts: looking at all states is too slow for each sample
-_LOCK = 1  # of the owner's locks; 0 is that of the claims
+_LOCK = 1  # of the owner's locks; the claims have 0
 _WINDOW = 32 << 20  # bytes, after which pages are dropped
 
 _Indices = NDArray[np.int64]
@@ -186,7 +186,7 @@ class DiskStore:
         return places
 
     def _write(self, places: list[int], packed: list[tuple[list[Any], int]]) -> None:
-        """Write packed samples, those that lie one behind the other together.
+        """Write packed samples, adjacent ones together.
 
         Have the kernel write the file up to there to the disk soon, and drop the pages that are there already. So samples that
         were written once, and are read an epoch later, do not fill the memory.
@@ -302,7 +302,7 @@ class DiskStore:
     def fill(self, indices: _Indices, rows: _Indices, items: list[Any]) -> "NDArray[np.bool_]":
         """Read samples into rows of a contiguous batch. Return which of them are there.
 
-        Read those that the page cache has, then the others, which the kernel reads at the same time.
+        Read what the page cache has, then the others, which the kernel reads at the same time.
         """
         assert isinstance(self._form, Rows)
         offsets, sizes = (np.frombuffer(numbers, np.uint64)[indices] for numbers in (self._offsets, self._sizes))
@@ -362,7 +362,7 @@ class DiskStore:
             self._words[_USED], self._words[_FULL] = DATA_OFFSET, 0
 
     def amounts(self, filled: int) -> dict[str, int]:
-        """See `SampleStore`. The reserved bytes are those that are taken on the disk."""
+        """See `SampleStore`. The reserved bytes are the bytes taken on the disk."""
         slots = len(self._states) - int(np.count_nonzero(np.asarray(self._states) == OOB))
         taken, capacity_bytes = max(0, self.used - DATA_OFFSET), max(0, self._capacity - DATA_OFFSET)
         sizes = {"slot_bytes": taken // max(1, filled), "capacity_bytes": capacity_bytes, "reserved_bytes": taken}

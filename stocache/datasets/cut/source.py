@@ -2,9 +2,9 @@
 
 NOTE [ Statements with one call ]
     ``return self.transform(read(path)), label`` becomes three statements: the result of ``read`` is assigned to a name of ours,
-    then that of ``self.transform``, and the pair is returned. So a cut may lie between any two calls. Operands are evaluated
-    in the same order; what is evaluated only under a condition, or several times (``and``, a lambda, a comprehension), is left
-    as it is. A conditional expression that is assigned or returned becomes an ``if``.
+    then the result of ``self.transform``, and the pair is returned. So a cut may lie between any two calls. Operands are
+    evaluated in the same order; what is evaluated only under a condition, or several times (``and``, a lambda, a
+    comprehension), is left as it is. A conditional expression that is assigned or returned becomes an ``if``.
 
     Files and lines are kept, for tracebacks and breakpoints. The code is compiled with the variables, defaults and cells of the
     function, ``__class__`` among them. If the source does not compile to the code of the function, it was edited since.
@@ -59,7 +59,7 @@ class SourceCode:
 
     @property
     def name(self) -> str:
-        """Its name, with that of its class."""
+        """Its name, with the name of its class."""
         return self.function.__qualname__.rpartition("<locals>.")[2]
 
 
@@ -153,7 +153,7 @@ def _mangle(node: ast.AST, owner: str) -> None:
 
 
 def statements(body: Iterable[ast.AST]) -> Iterator[Any]:
-    """Yield the statements of a body and those within them, but not those of functions and classes."""
+    """Yield the statements of a body and the statements within them, except inside functions and classes."""
     for node in body:
         if isinstance(node, ast.stmt):
             yield node
@@ -175,8 +175,8 @@ def number_of(statement: Any) -> Any:
 def _compile(tree: ast.FunctionDef, function: FunctionType, names: Sequence[str]) -> CodeType:
     """Return the code of a definition in the class and the scope of ``function``, with further names in that scope."""
     inner: Any = copy.copy(tree)
-    inner.name = f"{PREFIX}function"  # its own may be that of a global function
-    if _class_of(function):  # whose name stays that of a global variable; private names are spelled out already
+    inner.name = f"{PREFIX}function"  # a global function may have its own name
+    if _class_of(function):  # whose name stays a global variable; private names are spelled out already
         inner = _block(f"class {PREFIX}class", [inner], tree)
     enclosing = [name for name in (*function.__code__.co_freevars, *names) if name != "__class__"]
     module = ast.Module([_block(f"def {PREFIX}scope({', '.join(enclosing)})", [inner], tree)], [])

@@ -41,7 +41,7 @@ logger = logging.getLogger("stocache")
 _clock_ns = time.perf_counter_ns
 
 # The words of a row. Sums are of nanoseconds
-WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # those that have a histogram as well
+WAIT_NS, LOAD_NS, COLLATE_NS, HAND_OVER_NS = range(4)  # these have a histogram as well
 MAKE_NS = 4  # to make the samples of batches, without loading: to read cached ones, transforms; without a cache all of it
 SAMPLES_MADE = 5  # of made batches
 WORKER, PID = 6, 7  # the worker's number plus 1, and its process
@@ -96,7 +96,7 @@ class TimingRow:
         return sum(self._words[word] for word in (LOAD_NS, MAKE_NS, COLLATE_NS, HAND_OVER_NS))
 
     def add(self, quantity: int, duration_ns: int) -> None:
-        """Add a duration to one of the quantities that have a histogram."""
+        """Add a duration to a quantity that has a histogram."""
         words = self._words
         words[quantity] += duration_ns
         words[_HISTOGRAM_AT[quantity] + bucket_of(duration_ns)] += 1
@@ -232,7 +232,7 @@ class TimingRecord:
         workers: number of workers.
         shared: whether workers may be processes.
         cache_name: the name of the cache, under which other processes find the record; None for a cache without a name.
-        rank: of this process, for those that find it.
+        rank: of this process, for readers that find the record.
 
     Attributes:
         workers: number of workers.
@@ -309,7 +309,7 @@ class TimingRecord:
 
     def write(self, wait_s: float = 0.0) -> None:
         """Write the durations that this process has kept; then other processes see them."""
-        if self.mine:  # a forked child has a copy of those that its parent will write
+        if self.mine:  # a forked child has a copy of what its parent will write
             for row in list(self._rows.values()):
                 row.write(wait_s)
 
@@ -343,7 +343,7 @@ class Counted:
         return sum(self.rows[:, word].tolist())
 
     def of_workers(self, word: int) -> int:
-        """Return the sum of a word over the rows of workers; without workers, that of the main process."""
+        """Return the sum of a word over the rows of workers; without workers, the word of the main process."""
         return sum(self.rows[1 if self.workers else 0 :, word].tolist())
 
     @property

@@ -132,7 +132,7 @@ class ProgramLoaders:
         return next((number for number, seen in enumerate(self._loaders) if seen.reference() is loader), -1)
 
     def trace(self, number: int, note: Callable[..., None], now_ns: int, duration_ns: int, worker: int | None) -> None:
-        """Note when a batch came; the time between two waits is that of a step."""
+        """Note when a batch came; the time between two waits is the time of a step."""
         times = {"ts": (now_ns - duration_ns) / 1e3, "dur": duration_ns / 1e3, "pid": os.getpid(), "tid": number}
         arguments = {"worker": worker, "loader": self._loaders[number].name[0]}
         self.events.append({"ph": "X", "name": "wait for data", **times, "args": arguments})
@@ -158,7 +158,7 @@ class ProgramLoaders:
 
 
 def _place() -> str:
-    """Return the place of the program that makes a loader; that of a framework, where no file of the program calls it."""
+    """Return the place of the program that builds a loader; the place of a framework if no file of the program calls it."""
     places = [
         (frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe())
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("stocache", "torch")
