@@ -17,7 +17,7 @@ __all__ = [name for name in __all__ if not (name in _UNLISTED or name.endswith("
 
 
 def _say_where(record: logging.LogRecord) -> bool:
-    """Add to a warning where it is explained."""
+    """Add to a warning the place where it is explained."""
     if record.levelno == logging.WARNING:
         from stocache.tools.cli.symptoms import say_where  # here: most programs warn of nothing
 

@@ -8,7 +8,7 @@ StocacheError
 ├── SampleError       (ValueError, RuntimeError)    a sample, shape or dtype does not fit the slots
 ├── SampleIndexError  (IndexError)                  an index is not an integer, or lies outside the dataset or the cache
 ├── SlotError         (RuntimeError)                a slot is empty and cannot be read, or is set and cannot be overwritten
-├── CacheKeyError     (TypeError, ValueError)       a key of a KeyedCache is of another type, or NaN
+├── CacheKeyError     (TypeError, ValueError)       a key of a KeyedCache is of a different type, or NaN
 ├── CacheNameError    (ValueError)                  a name cannot name a cache, or options need a name
 ├── CodecError        (ValueError)                  a codec does not exist, or is not installed
 ├── DatasetError      (TypeError)                   a dataset cannot be cached by index
@@ -116,4 +116,4 @@ class WorkerError(StocacheError, RuntimeError):
 
 
 class StateError(StocacheError, ValueError):
-    """A state belongs to another loader or dataset, or an exact state cannot be taken."""
+    """A state belongs to a different loader or dataset, or an exact state cannot be taken."""

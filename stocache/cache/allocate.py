@@ -116,7 +116,7 @@ class CacheLayout:
         return capacity
 
     def affordable(self, size_limit_gib: float | str, named: bool, most: int | None = None) -> int:
-        """Return the capacity that a limit stands for; if the machine gives less memory, the capacity of that, with a warning.
+        """Return the capacity that a limit stands for; if the machine has less memory, the capacity of that, with a warning.
 
         ``most``: the bytes that this cache may have of a limit that it shares with others.
 
@@ -168,7 +168,7 @@ class CacheLayout:
 
 
 def open_own(layout: CacheLayout, capacity: int, identity: Identity | None = None) -> tuple[Segment, int]:
-    """Return a new segment without a name, and its capacity: 0 where the machine gives no shared memory."""
+    """Return a new segment without a name, and its capacity: 0 if the machine has no shared memory."""
     descriptor = layout.segment_layout(capacity, identity or {}).descriptor
     data_bytes = layout.data_bytes(capacity)
     segment = Segment.create(layout.all_control_bytes, data_bytes, layout.extent_bytes, descriptor, for_threads=True)
@@ -187,7 +187,7 @@ class Proof:
 
     Attributes:
         facts: texts that must be equal, by their subject.
-        samples: digests of some samples, by index. Those that both ranks know must be equal, and there must be one. If there
+        samples: digests of some samples, by index. Digests that both ranks know must be equal, and there must be one. If there
             are no samples, the place of the program must be the same.
         values: names and texts of the values that samples may depend on. All must be equal. The text of a value that has parts
             begins with "a".
@@ -244,7 +244,7 @@ def open_memory(
 
     ``job``: the processes that share a cache without a name, if they are others than the ranks of this job.
 
-    If the machine gives no shared memory, the backing of the segment is "none", and the capacity 0.
+    If the machine has no shared memory, the backing of the segment is "none", and the capacity 0.
 
     Raises:
         LimitError: the limit leaves no room for one slot.

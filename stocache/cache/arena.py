@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 
 _USED, _GENERATION, _NEWEST, _COUNT = range(4)
 _WORDS = 8
-_LOCK = 1  # of the owner's locks; 0 is that of the claims
+_LOCK = 1  # of the owner's locks; 0 is the lock of the claims
 WORDS_BYTES = 8 * _WORDS
 
 NO_ROOM, MEMORY_REFUSED = -1, -2
 """`Arena.take` returns these instead of an offset. NO_ROOM: the arena is full.
 
-MEMORY_REFUSED: the machine gives no more memory, or another process does not release the lock.
+MEMORY_REFUSED: the machine has no more memory, or another process does not release the lock.
 """
 
 _TREEDEF = struct.Struct("<QII")  # offset of the treedef before, plus 1; number; bytes of text

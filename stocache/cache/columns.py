@@ -47,7 +47,7 @@ class Column:
         words: the live slots as rows of the widest words that divide them.
         narrowing: how values are made, if slots hold small integers of which they are made. What is read is widened once, into
             the batch.
-        is_ordered: whether slots have another form than batches: another order of dimensions, or fewer bytes.
+        is_ordered: whether slots have a different form than batches: a different order of dimensions, or fewer bytes.
 
     If the leaf has an order (see NOTE [ Orders ]), slots hold values as they lie in memory; batches are in C order.
     """
@@ -254,7 +254,7 @@ def as_bytes(batch: Any, dtype: Any = np.uint8) -> NDArray[Any]:
     """Return a contiguous batch of any dtype as an array of bytes (or ``dtype``) of two dimensions over the same memory."""
     if isinstance(batch, Tensor):
         try:
-            batch = batch.numpy()  # a view by torch releases the GIL, and waits for it where another thread loads
+            batch = batch.numpy()  # a view by torch releases the GIL, and waits for it if another thread loads
         except TypeError:  # numpy does not have the dtype
             batch = batch.view(len(batch), -1).view(torch.uint8).numpy()
     matrix: NDArray[Any] = batch.reshape(len(batch), -1).view(dtype)

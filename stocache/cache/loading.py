@@ -21,8 +21,8 @@ NOTE [ Publishing a slot ]
     (NOTE [ Reading in order ]). Keys are published by their table: NOTE [ The table of keys ].
 
 NOTE [ Races and errors ]
-    A process that missed a sample will set it, and may find that another one was faster. That is not an error: the samples are
-    equal. But setting a set slot *without* having missed it is an error: two samples then have one index. So each process
+    A process that missed a sample will set it, and may find that another process was faster. That is not an error: the samples
+    are equal. But setting a set slot *without* having missed it is an error: two samples then have one index. So each process
     remembers the samples that it has missed and not yet set, and how often (threads may miss one sample together).
 """
 
@@ -145,10 +145,10 @@ class LoadingCache(Generic[_T]):
 
     @classmethod
     def from_options(cls: type[_Self], options: CacheOptions, *args: Any, **given: Any) -> _Self:
-        """Return a cache with these options; those that its class does not have are without effect.
+        """Return a cache with these options; the options that its class does not have are without effect.
 
-        Further arguments are those of the class after its size; ``proof``, a description of the samples, or ``job``, to share
-        the cache with other ranks; and for samples of any size, ``expected_bytes`` of all of them.
+        Further arguments are the arguments of the class after its size; ``proof``, a description of the samples, or ``job``, to
+        share the cache with other ranks; and for samples of any size, ``expected_bytes`` of all of them.
         """
         cache = cls.__new__(cls)
         cache._open(options, *args, **given)
@@ -203,7 +203,7 @@ class LoadingCache(Generic[_T]):
         raise NotImplementedError
 
     def _claim_to_write(self, items: list[Any], taken: set[int], overwrite: bool) -> list[Any]:
-        """Claim items to write them, and add the words to ``taken``. Return those of the items that can be written now."""
+        """Claim items to write them, and add the words to ``taken``. Return the part of the items that can be written now."""
         raise NotImplementedError
 
     def _set(self, items: list[Any]) -> None:
@@ -286,7 +286,7 @@ class LoadingCache(Generic[_T]):
                 values[row] = value
 
     def _claim_missing(self, items: list[Any], taken: set[int], claimed: Collection[Any]) -> list[Any]:
-        """Claim items to load them. Return those that this thread loads: not those that others are loading."""
+        """Claim items to load them. Return the items that this thread loads: not the items that others are loading."""
         empty = self._empty([item for item in items if item not in claimed])
         words = dict(zip(empty, self._words(empty), strict=True))
         if words:
@@ -310,7 +310,7 @@ class LoadingCache(Generic[_T]):
                 note_loads(costs_s)
 
     def _note_miss(self, item: Any, since: float) -> None:
-        """Remember that this process has missed an item, and may set it although another one was faster."""
+        """Remember that this process has missed an item, and may set it although another process was faster."""
         with self._segment.guard:
             self._missed[item] = self._missed.get(item, (0, since))[0] + 1, since
 

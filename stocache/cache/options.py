@@ -24,7 +24,7 @@ OnChange: TypeAlias = Literal["uncached", "raise", "keep"]
 """What to do when samples are found to depend on more than their index."""
 
 SHARING = "name", "persist", "fingerprint", "on_busy", "share_ranks"
-"""The options of caches whose samples have one shape; `RECORDS` are those of values that are stored one by one."""
+"""The options of caches whose samples have one shape; `RECORDS` are for values that are stored one by one."""
 
 RECORDS = "admission", "codec", "allow_pickle", "narrow"
 
@@ -49,11 +49,11 @@ class CacheOptions:
             each size in it, and up to 7 for alignment.
         name: the name by which every process of this user on this machine finds the same cache, if its other arguments are
             equal too: DDP ranks, other jobs, notebooks. The first process makes the cache, and the last one to close it
-            deletes it. Where killed processes left it behind, the next process takes it over with its samples. A cache without
+            deletes it. If killed processes left it behind, the next process takes it over with its samples. A cache without
             a name ends with its processes. Ranks of one job share it if ``share_ranks`` allows that.
         persist: True keeps a named cache when no process uses it, so that the next run starts warm. ``stocache rm`` deletes it.
         fingerprint: a text that identifies the samples. Change it whenever the samples change: a named cache that was left
-            behind with another fingerprint is replaced. Ranks with other fingerprints do not share a cache without a name.
+            behind with a different fingerprint is replaced. Ranks with other fingerprints do not share a cache without a name.
         share_ranks: True lets the ranks of one job on this machine use one cache without a name, if its arguments are the same
             and its samples are known to be the same: by the same ``fingerprint``, by a `SharedCacheDDP`, or because a
             `CachedDataset` has compared them. Otherwise each rank has a cache of its own, and its part of the limit.
@@ -62,17 +62,17 @@ class CacheOptions:
         on_busy: what to do when another process, which may be stopped, holds the lock of the named caches for 10 seconds:
             "uncached" warns and caches nothing, "raise" raises `BusyError`.
         admission: which samples a `RaggedCache` keeps when not all fit. "all" keeps the first ones until the limit is reached:
-            under shuffling a random share. "cost" measures how long each sample takes to load, and keeps those with the highest
-            cost per byte: most of them in the first epoch if its order is random, all in the second.
+            under shuffling a random share. "cost" measures how long each sample takes to load, and keeps the samples with the
+            highest cost per byte: most of them in the first epoch if its order is random, all in the second.
         codec: how a `RaggedCache` compresses samples, without loss: "zstd" (smaller) or "lz4" (faster). Needs
             ``pip install 'stocache[codecs]'``.
         allow_pickle: True lets a `RaggedCache` pickle values that it cannot store otherwise: other objects, sparse tensors,
-            arrays of objects. A program that writes to such a cache can run code in the processes that read it: share its name
-            only with programs that you trust.
+            arrays of objects. A program that writes to a cache of this kind can run code in the processes that read it: share
+            its name only with programs that you trust.
         narrow: True keeps numbers that are made of 8-bit or 16-bit integers as these (images as floats, also normalised ones,
             masks, grey images of three channels): two to eight times as many samples fit. Each sample is compared to the last
-            bit before it is kept. A sample that is not made of such numbers is kept as it is if samples vary in size; it stays
-            uncached if all have one shape and the probed ones, or all but one of them, are narrow. "auto", for a
+            bit before it is kept. A sample that is not made of these numbers is kept unchanged if samples vary in size; it
+            stays uncached if all have one shape and the probed ones, or all but one of them, are narrow. "auto", for a
             `CachedDataset`, does so if not all samples would fit.
 
     Raises:

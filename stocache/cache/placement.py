@@ -6,7 +6,7 @@ left is *which* samples are kept. `Placement` is that choice, `Ordering` applies
 NOTE [ Ordering ]
     A placement orders the samples of a dataset, block by block, and divides the ordering evenly among the nodes. The cache of a
     node keeps the samples at the beginning of its part, as many as it has slots. A cache that is larger than the part begins
-    earlier instead, and ends where the part ends. So the caches of P nodes overlap only where one is larger than its part. Of
+    earlier instead, and ends where the part ends. So the caches of P nodes overlap only if one is larger than its part. Of
     two samples of a part, the node is more likely to have the first, and the next node is more likely to have the second as
     well. All nodes know that, without knowing how large the caches of the others are.
 """
@@ -100,7 +100,7 @@ def ordering_of(placement: Placement, dataset_len: int) -> "Ordering":
     """Return the ordering of ``dataset_len`` samples by a placement.
 
     Raises:
-        LimitError: its blocks have another number of samples, or are too many.
+        LimitError: its blocks have a different number of samples, or are too many.
     """
     if isinstance(placement.unit, int):
         return Ordering(placement, dataset_len)

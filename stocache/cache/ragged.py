@@ -32,13 +32,13 @@ class RaggedCache(SampleCache[_T]):
     Ranks of a job share the cache if it has a ``name`` or a ``fingerprint``.
 
     Records name the classes of their samples. A process that reads a record looks for these classes in the modules that it has
-    imported; it imports nothing for that. Where a class is missing the sample is a miss: it is loaded again and counted, with
+    imported; it imports nothing for that. If a class is missing the sample is a miss: it is loaded again and counted, with
     one warning.
 
     Args:
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare, 0 for no cache.
         dataset_len: samples in the whole dataset.
-        admission: "all" keeps the first samples until the limit is reached; "cost" those that cost most to load per byte.
+        admission: "all" keeps the first samples until the limit is reached; "cost" the samples that cost most to load per byte.
         codec: "zstd" or "lz4" to compress samples without loss.
         allow_pickle: True to pickle objects that cannot be stored otherwise.
         narrow: True to keep numbers that are made of 8-bit or 16-bit integers as these.
@@ -95,7 +95,7 @@ class RaggedCache(SampleCache[_T]):
         return self._options.codec
 
     def treedef_bytes(self, samples: Iterable[object]) -> int | None:
-        """Return the bytes that all records of such samples share.
+        """Return the bytes that all records of these samples share.
 
         None if there are no samples, one does not fit, or records are compressed.
         """

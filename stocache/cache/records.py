@@ -8,8 +8,8 @@ knapsack, whose error is less than one sample). If all costs are equal, these ar
 NOTE [ Measuring and admitting ]
     The first load of each sample is timed, and its bytes are added to a histogram over cost per byte, in shared memory: 255
     bins of 15 % each. From the top down, bins are admitted as long as their bytes (scaled up from the measured samples to all
-    samples) fit into the capacity. Of the next bin, as many samples are admitted as fit into the rest. So most samples to keep
-    are kept in the first epoch, if its order is random. Those that came too early to decide are decided at their next load.
+    samples) fit into the capacity. For the next bin, as many samples are admitted as fit into the rest. So most samples to keep
+    are kept in the first epoch, if its order is random. Samples that came too early to decide are decided at their next load.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class RecordStore(SampleStore):
             self._admission = CostAdmission(control, dataset_len, segment.data_bytes)
 
     def encode(self, sample: object, where: str) -> EncodedRecord:
-        """Return the parts of a sample's record, compressed where that makes it smaller."""
+        """Return the parts of a sample's record, compressed if that makes it smaller."""
         return self._encoder.pack(sample, where)
 
     def write_many(self, items: list[Any], encoded: Sequence[EncodedRecord]) -> list[int | None]:
@@ -228,7 +228,7 @@ class CostAdmission:
     def decide(self, idx: int, cost_s: float, nbytes: int, used: int = 0) -> str:
         """Return whether to keep a sample that took ``cost_s`` to load: YES; LATER (decide again); or NEVER.
 
-        ``used``: bytes of the arena that are taken, which may be more than those of the admitted samples.
+        ``used``: bytes of the arena that are taken, which may be more than the bytes of the admitted samples.
         """
         again = self._bins[idx] != 0
         if not again:

@@ -51,7 +51,7 @@ class SharedCache(SampleCache[_T]):
         x = self.cache.get_slot(idx)
         if x is None:                      # empty, or not resident
             x = load(idx)
-            self.cache.set_slot(idx, x)    # does nothing where idx is not resident
+            self.cache.set_slot(idx, x)    # does nothing if idx is not resident
 
     Workers share it whatever the start method (fork, spawn, forkserver). Ranks of a job share it if it has a ``name`` or a
     ``fingerprint``, or is a `SharedCacheDDP`. When the limit is below the size of the dataset, some samples are resident and
@@ -76,7 +76,7 @@ class SharedCache(SampleCache[_T]):
         SegmentError: the file of that name is damaged, is a link, or belongs to another user.
         BusyError: another process holds the lock of the named caches, and ``on_busy`` is "raise".
 
-    Where the machine cannot give the limit, the cache is smaller; where it gives no shared memory at all, the cache holds
+    If the machine cannot give the limit, the cache is smaller; if it has no shared memory at all, the cache holds
     nothing. If another user has taken the directory of this user's named caches, the cache is not shared, and each rank has its
     part of the limit. All of this is logged as a warning on the logger "stocache".
     Source: the API and the idea of stocaching 0.2 (C. Jones, MIT).
@@ -154,7 +154,7 @@ class SharedCache(SampleCache[_T]):
             out: contiguous memory for the rows, as an earlier call returned it. Reusing it is twice as fast as new memory.
 
         Returns:
-            ``(rows, mask)``. Rows have shape (B, *data_dims) and the cache's dtype, and are zero where a sample is not cached.
+            ``(rows, mask)``. Rows have shape (B, *data_dims) and the cache's dtype, and are zero if a sample is not cached.
             They are in the containers of the cache; Python numbers become a tensor, numpy leaves a numpy array. The mask is a
             bool tensor of shape (B,), True where a sample is cached.
 
@@ -231,7 +231,7 @@ class SharedCache(SampleCache[_T]):
         next_tier: NextTier | None = None,
         ahead: Container[int] = (),
     ) -> list[Any] | None:
-        """Write the samples ``indices`` into memory of the caller. Those that are not cached come from ``load``.
+        """Write the samples ``indices`` into memory of the caller. Samples that are not cached come from ``load``.
 
         Args:
             indices: B sample indices.
@@ -298,7 +298,7 @@ class SharedCache(SampleCache[_T]):
 
     @property
     def array(self) -> Any:
-        """The live slots: a tensor of shape (slots, *data_dims); for samples of several parts, containers of such tensors.
+        """The live slots: a tensor of shape (slots, *data_dims); for samples of several parts, containers of these tensors.
 
         Writing to it checks nothing, and does not mark samples as set. It reserves the memory of *all* slots: a process that
         touches a page that the machine cannot give is killed.

@@ -82,7 +82,7 @@ class SlotArrays(SampleStore):
         return self.buffers(items, len(samples)) if all(stacked) else None
 
     def buffers(self, items: list[Any], count: int) -> list[list[Any]]:
-        """Return the bytes of the samples of a batch, as `encode` does for each; views of it where it is contiguous."""
+        """Return the bytes of the samples of a batch, as `encode` does for each; views of it if it is contiguous."""
         if any(column.is_ordered for column in self.columns) or not all(map(is_contiguous, items)):
             return [self.encode(sample, "batch") for sample in self.samples(items, count)]
         return list(map(list, zip(*(list(as_bytes(item)) for item in items), strict=True))) if items else [[]] * count

@@ -40,12 +40,12 @@ class CacheStats:
         fills: slots that were set.
         races: sets that came too late, because another process or thread was faster. They changed nothing.
         refused: sets that were dropped, because the machine gave no memory for their slots.
-        rejected: loaded samples that did not fit: their structure is not that of the cache.
+        rejected: loaded samples that did not fit: their structure differs from the structure of the cache.
         damaged: samples that were lost from the disk: damaged, truncated or unreadable. Each is a miss, and is written again.
         dataset_len: samples in the dataset.
         slots: the most samples that can be cached.
         filled: samples that are cached now.
-        slot_bytes: bytes of one sample; if sizes vary, the average of the cached ones, as they are stored.
+        slot_bytes: bytes of one sample; if sizes vary, the average of the cached ones, as stored.
         capacity_bytes: bytes of samples that the cache can hold.
         reserved_bytes: memory that is reserved for samples now.
         load_s: seconds in which samples that were missed were loaded, the sum over all processes and threads.

@@ -57,7 +57,7 @@ class SampleStore(Protocol):
         """Return whether the machine has refused the memory for a sample that is not set."""
 
     def has_room_for(self, states: NDArray[np.uint8]) -> bool:
-        """Return whether all samples that are EMPTY will have room, if they are as large as those that are SET."""
+        """Return whether all samples that are EMPTY will have room, if they are as large as the samples that are SET."""
         return True
 
     def has_room(self, encoded: Collection[Any]) -> bool:
@@ -70,5 +70,5 @@ class SampleStore(Protocol):
     def amounts(self, filled: int) -> dict[str, int]:
         """Return ``slots``, ``slot_bytes`` and ``capacity_bytes`` of `CacheStats` for ``filled`` cached samples.
 
-        And ``reserved_bytes``, if they are not those of the segment.
+        And ``reserved_bytes``, if they differ from the bytes of the segment.
         """

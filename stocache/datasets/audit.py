@@ -61,7 +61,7 @@ logger = logging.getLogger("stocache")
 
 _VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes share
 _STRIDE = 5  # samples of a batch, by which the one that is compared moves on
-_MANY = 8  # samples that are audited where an attribute was set
+_MANY = 8  # samples that are audited if an attribute was set
 _EXTRA = 20  # samples in an epoch, besides the first
 _SMALL = (int, float, str, bool, bytes, type(None))
 _LONGEST = 200  # characters of a text that is looked at
@@ -70,7 +70,7 @@ _live: "weakref.WeakSet[Audit]" = weakref.WeakSet()
 
 
 class Audit:
-    """Decides when a process compares cached samples with those of the dataset, and remembers whether one differed.
+    """Decides when a process compares cached samples with the samples of the dataset, and remembers whether one differed.
 
     Args:
         dataset: makes the samples.
@@ -114,7 +114,7 @@ class Audit:
         self._has_loaded, self._own = False, own_generators(self._dataset)
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
-        self._left = 0  # cached samples to compare, of those that are wanted next
+        self._left = 0  # cached samples to compare, of the samples that are wanted next
         self._began, self._took_s = time.monotonic(), 0.0
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class Audit:
         return self._extra < _EXTRA and self._took_s <= self.share * (time.monotonic() - self._began)
 
     def allows(self, indices: Sequence[int], cached: Any, load: Callable[[int], object] | None = None) -> bool:
-        """Return whether samples of the cache may be served, after comparing some where it is time to.
+        """Return whether samples of the cache may be served, after comparing some when it is time to.
 
         Args:
             indices: of the samples that are wanted. Only these are loaded.
@@ -306,7 +306,7 @@ class Audit:
             logger.log(level, text, *values)
 
     def _set_attributes(self) -> list[str]:
-        """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as they were."""
+        """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as before."""
         names = _differing(self._attributes, _small_attributes(self._dataset))
         return [name for name in names if _holder_of(name) not in self._set_by_loads]
 
@@ -339,7 +339,7 @@ class Audit:
             self.change(finding)
 
     def _draws(self, load_many: LoadMany, indices: Sequence[int]) -> str | None:
-        """Return that random numbers are drawn to load samples. Those of a generator that has moved may be another thread's."""
+        """Return that random numbers are drawn to load samples. A generator may have moved for another thread."""
         self._looks_left = max(0, self._looks_left - 1)
         idx = self._in_child(partial(_find_draws, self._dataset, load_many, indices), indices[0])
         return None if idx is None else f"random numbers are drawn to load sample {idx} of {type(self._dataset).__name__}"
@@ -380,7 +380,7 @@ class _SharedWords:
         return _SharedWords, (self._segment,)
 
     def close(self) -> None:
-        """Release the memory. The words stay as they are here."""
+        """Release the memory. The words stay the same here."""
         self.words, self._segment = memoryview(array("q", self.words)), None
 
 

@@ -59,9 +59,9 @@ class CachedDataset(DatasetProxy[_T]):
         loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
 
     The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
-    dataset. The samples, their order and the random numbers are those of the dataset without a cache. If the dataset draws
-    random numbers, what its program does before that is cached, and the rest runs each time (NOTE [ Cut programs ]). The cached
-    part must depend on the index alone; see ``on_change``. Else results of decoders are cached (NOTE [ Decoders ]).
+    dataset. The samples, their order and the random numbers are the same as with the dataset without a cache. If the dataset
+    draws random numbers, what its program does before that is cached, and the rest runs each time (NOTE [ Cut programs ]). The
+    cached part must depend on the index alone; see ``on_change``. Else results of decoders are cached (NOTE [ Decoders ]).
 
     Args:
         dataset: has ``__len__`` and ``__getitem__``: of torch, torchvision, Hugging Face, MONAI, or your own. A sample is any
@@ -99,13 +99,13 @@ class CachedDataset(DatasetProxy[_T]):
             samples have no such part; the dataset raises an error that cannot leave the child process; samples depend on more
             than their index, and ``on_change`` is "raise".
         WorkerError: the child process ended while it loaded a sample.
-        LimitError: an option is not a size or share, is too small, unknown, or contradicts another one.
+        LimitError: an option is not a size or share, is too small, unknown, or contradicts a different one.
         SampleError: with ``variable=False``, the samples differ in shape, or are not tensors, arrays and numbers.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 
     Samples are loaded in a child process (NOTE [ A child loads ]), so the constructor does not change the dataset. A sample
     that does not fit the cache is returned uncached and counted, with one warning. Errors of the dataset pass through. Setting
-    an attribute of the dataset here sets it there; ``on_change`` applies if cached samples were made with another value.
+    an attribute of the dataset here sets it there; ``on_change`` applies if cached samples were made with a different value.
 
     Only samples by their index are cached. Slices, lists, names and the dataset's own methods return what the dataset returns,
     without the cache. For a Hugging Face dataset, methods that choose rows (``select``, ``shuffle``) say so in a warning, and
@@ -180,9 +180,10 @@ class CachedDataset(DatasetProxy[_T]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """That of the wrapped dataset, so that `isinstance` finds it; ``type()`` is ours. Code that knows the class may ask.
+        """The class of the wrapped dataset, so that `isinstance` finds it; ``type()`` is ours. Code that knows it may ask.
 
-        Not of one that wraps another: its ``dataset`` would be taken for ours. Nor of a DataPipe, which torch serves otherwise.
+        Not of one that wraps a dataset: its ``dataset`` would be taken for ours. Nor of a DataPipe, which torch serves
+        otherwise.
         """
         dataset = vars(self).get("dataset")
         stands_in = isinstance(dataset, Dataset) and not isinstance(dataset, MapDataPipe) and not hasattr(dataset, "dataset")

@@ -3,9 +3,9 @@
 NOTE [ Samples that fail ]
     The guard stands around the whole making of a sample, also around a cache: what is cached is loaded as always, and a
     substitute is the sample of its own index. So nothing is cached under the index of a sample that failed. A batch is made in
-    one step as without the guard. If that fails, its samples are made one by one, and only those that fail are loaded again or
-    replaced. The random generators are set back before each attempt: a sample that loads at the second attempt is equal to one
-    that loaded at the first, and the following samples draw the same numbers.
+    one step as without the guard. If that fails, its samples are made one by one, and only the samples that fail are loaded
+    again or replaced. The random generators are set back before each attempt: a sample that loads at the second attempt is
+    equal to one that loaded at the first, and the following samples draw the same numbers.
 """
 
 import contextlib
@@ -95,7 +95,7 @@ class Guard:
     """Makes samples of a dataset, and goes on when one fails; see NOTE [ Samples that fail ].
 
     Args:
-        on_error: as a user gives it.
+        on_error: as a user has given it.
         dataset: has the samples.
 
     Attributes:
@@ -290,5 +290,5 @@ def guarded(dataset: Any, guard: Guard) -> GuardedDataset:
 
 
 def _kept_here() -> Any:
-    """Return the states of the generators from which samples draw: the global ones, or those of a worker thread."""
+    """Return the states of the generators from which samples draw: the global ones, or the generators of a worker thread."""
     return get_worker_info().rng.own.kept_now() if in_worker_thread() else Kept()  # type: ignore[union-attr]

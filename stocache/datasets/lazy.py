@@ -49,10 +49,10 @@ def returns_lazy_batches(dataset: Any) -> bool:
 def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     """Return a copy of a dataset whose ``__getitems__`` returns a `LazyBatch`, which has read nothing yet.
 
-    ``on_device``: a GPU gathers the samples that are cached, where the dataset is not a ConcatDataset; see `BatchSpec`.
+    ``on_device``: a GPU gathers the samples that are cached, if the dataset is not a ConcatDataset; see `BatchSpec`.
 
-    None where batches cannot be gathered: the samples are not those of cached datasets of one structure, passed on by torch's
-    Subset and ConcatDataset; or they are transformed, or vary in size.
+    None if batches cannot be gathered: the samples are not the samples of cached datasets of one structure, passed on by
+    torch's Subset and ConcatDataset; or they are transformed, or vary in size.
     """
     if type(dataset) in (Subset, ConcatDataset):
         if not passes_on(dataset):

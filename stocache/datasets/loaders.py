@@ -9,12 +9,12 @@ NOTE [ Admitting blocks ]
     at a time, and ends when it has no more to do. Blocks that it has not admitted when the process ends are read when they are
     requested.
 
-    A block is not made into samples where its bytes can be copied: the columns are checked, and cut into slots, if the samples
+    A block is not made into samples if its bytes can be copied: the columns are checked, and cut into slots, if the samples
     have the structure of these, or into records (NOTE [ Copying rows ]). A damaged sample stays empty; the error is raised when
-    it is requested. Where a subclass changes the results of a `StorageDataset` or a storage, samples are made; also where
+    it is requested. If a subclass changes the results of a `StorageDataset` or a storage, samples are made; even if
     records are compressed.
 
-    Which blocks are kept is known beforehand, also where samples vary in size: the index of a storage has the bytes of each
+    Which blocks are kept is known beforehand, even if samples vary in size: the index of a storage has the bytes of each
     block, the first block shows how many of them are not values, and some samples how much more their records have. The blocks
     are evenly spread (NOTE [ Ordering ]), as many as have room by this estimate. If records are larger than that, the samples
     that come last have no room, and a few blocks are kept in part. The samples of all other blocks are marked as outside the
@@ -76,7 +76,7 @@ class MapStyle(Protocol[_T_co]):
 
 
 class SampleLoader:
-    """Loads samples from a map-style dataset: by its own ``__getitems__``, where it has one, or one by one.
+    """Loads samples from a map-style dataset: by its own ``__getitems__``, if it has one, or one by one.
 
     Attributes:
         load: called with an index; returns a sample.
@@ -144,20 +144,20 @@ class BlockLoader:
         return range(int(self._bounds[block]), int(self._bounds[block + 1]))
 
     def admit(self, block: int) -> None:
-        """Cache the samples of a block that are empty, except those that another thread or process is loading."""
+        """Cache the samples of a block that are empty, except the samples that another thread or process is loading."""
         with self._cache.claimed(self._members(block)) as indices:
             if indices and not self._copy(indices) and (samples := self._load_block(indices)) is not None:
                 self._cache.set_if_empty(indices, samples)
 
     def copy_samples(self, indices: Sequence[int]) -> None:
-        """Cache those of some samples of one block that can be cached without making them."""
+        """Cache the part of some samples of one block that can be cached without making them."""
         if (self._chosen is not None or self._cache.holds_all()) and self._leave_out(indices[:1]):
             with self._cache.claimed(indices) as empty:
                 if empty:
                     self._copy(empty)
 
     def _copy(self, indices: Sequence[int]) -> bool:
-        """Cache those samples of one block that are sound, without making them. Return False where they must be made."""
+        """Cache those samples of one block that are sound, without making them. Return False if they must be made."""
         if not self._copies:
             return False
         try:
@@ -306,7 +306,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
 
 def admission_unit(dataset: object) -> int | BlockBounds | None:
     """Return the unit of admission for a dataset of blocks: their size, or their bounds. None for any other dataset."""
-    own = static_attribute(type(dataset), "block_bounds") is not None  # not one of another, which __getattr__ passes on
+    own = static_attribute(type(dataset), "block_bounds") is not None  # not one that __getattr__ passes on
     bounds = attribute_of(dataset, "block_bounds") if own and newer_of(dataset) is not None else None
     if bounds is None:
         return None

@@ -57,7 +57,7 @@ class Probe:
         errors: of samples that could not be loaded, or cannot be kept, by index; and whether the dataset raised the error.
         example: a sample that the user gave in place of the probe, or None.
         reads: attributes of the dataset that samples are made with.
-        loaded_here: whether samples were loaded in this process, because a child could not; None where none was loaded.
+        loaded_here: whether samples were loaded in this process, because a child could not; None if none was loaded.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
         draws: whether that are random numbers, so that the program may be cut.
         keeps: whether the dataset keeps something of each sample that it loads.
@@ -115,7 +115,7 @@ def probe_samples(
     """Load ``count`` samples, evenly spread, in a child process. Samples that fail, or cannot be kept, are left out.
 
     Args:
-        load: called in place of ``dataset.__getitem__``, where only a part of the samples is cached.
+        load: called in place of ``dataset.__getitem__``, if only a part of the samples is cached.
         first: samples to load first, in the opposite order.
         stops: whether to end with the first sample that draws random numbers, which is not kept.
 

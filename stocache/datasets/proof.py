@@ -2,7 +2,7 @@
 
 NOTE [ Values that ranks compare ]
     A few samples that are equal prove little: masks may be empty, and labels may be 0, in all of them. So the proof also has
-    a text for each value in the dataset, however deep: numbers and texts as they are, a checksum for a list, array or table.
+    a text for each value in the dataset, however deep: numbers and texts themselves, a checksum for a list, array or table.
     Of a large one, entries evenly spread are compared. Attributes of the user's classes count, and so do the numbers and texts
     that functions of these classes read from modules.
 
@@ -55,7 +55,7 @@ _ASKS_FOR_RANK = {"get_rank", "get_node_local_rank", "RANK", "LOCAL_RANK", "SLUR
 
 
 def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None:
-    """Return the description of a dataset's samples; None where no sample is known."""
+    """Return the description of a dataset's samples; None if no sample is known."""
     samples = probe.samples if probe.example is None else {-1: probe.example}
     if not samples:
         return None

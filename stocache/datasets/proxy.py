@@ -94,7 +94,7 @@ class DatasetProxy(Dataset[_T]):
             self._set_in_dataset(name, value)
 
     def _set_in_dataset(self, name: str, value: object) -> None:
-        """Set an attribute of the dataset. Where cached samples were made with another value, ``on_change`` applies."""
+        """Set an attribute of the dataset. If cached samples were made with a different value, ``on_change`` applies."""
         before, kind = getattr(self.dataset, name), type(self.dataset).__name__
         samples = self._wrapping[1]
         follows = name in CONVENTIONAL and name in vars_of(self.dataset) and samples.split and bool(samples.probe)
@@ -129,7 +129,7 @@ class DatasetProxy(Dataset[_T]):
     def _follow_transforms(self) -> None:
         """Cut the program again when a transform of the dataset has been set.
 
-        If another part of the samples is cached then, a cache of this process begins anew.
+        If a different part of the samples is cached then, a cache of this process begins anew.
 
         Raises:
             DatasetError: the cache has a name or a disk, and ``on_change`` is "raise".

@@ -39,7 +39,7 @@ def table_digests(dataset: object) -> dict[str, str]:
 
 
 def table_text(value: Any, whole: int) -> str | None:
-    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for another value.
+    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for a different value.
 
     Args:
         whole: bytes of a table that are read; of a larger one, entries evenly spread.
@@ -118,7 +118,10 @@ def _frame_text(frame: Any) -> str:
     """Return a text for a table frame or a series."""
     rows = frame.iloc[spread(len(frame), _ROWS)]
     try:
-        values = sys.modules["pandas"].util.hash_pandas_object(rows).values.tolist()
+        hashed, labels = sys.modules["pandas"].util.hash_pandas_object, rows.index
+        values = hashed(rows, index=False).values.tolist()
+        # pandas would keep the numbers of a range once they are hashed, in the frame of the user
+        values += [labels.start, labels.step] if hasattr(labels, "step") else hashed(labels, index=False).values.tolist()
     except (KeyError, TypeError):  # of another library; or cells that are lists
         values = rows.values.tolist()
     return digest((len(frame), [*attribute_of(frame, "columns", ())], values))

@@ -31,7 +31,7 @@ def costs_of(cached: Any) -> tuple[float, float] | None:
 
 
 def _serve(cached: Any, idx: int) -> Any:
-    """Return a cached sample as it is served, without counting it."""
+    """Return a cached sample as served, without counting it."""
     sample = cached.cache.peek(idx)
     return sample if cached._split is None else cached._split.finish(idx, sample)
 

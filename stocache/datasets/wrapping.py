@@ -275,7 +275,7 @@ def check_dataset(dataset: Any) -> int:
 
 
 def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> None:
-    """Warn if samples of the dataset are not those on the disk."""
+    """Warn if samples of the dataset are not the samples on the disk."""
     for idx, sample in samples.items():
         if not disk.agrees(idx, sample):
             logger.warning(

@@ -57,7 +57,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         datasets: the dataset of each part, from `setup` on.
 
     Raises:
-        LimitError: a part has another name, the shares add up to more than 1, or an index is in two parts.
+        LimitError: a part has a different name, the shares add up to more than 1, or an index is in two parts.
 
     If several ranks train, all have equally many training samples: an epoch leaves out up to one sample per rank. The ranks of
     a machine share one cache. Its name is derived from the samples and these arguments.
@@ -220,7 +220,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
         """Check that training continues with the split of the checkpoint, if this module and the checkpoint have one.
 
         Raises:
-            StateError: it is not a state of a DataModule, or the parts have other samples than those of the checkpoint.
+            StateError: it is not a state of a DataModule, or the parts have other samples than the samples of the checkpoint.
         """
         own, saved = self._digests(), _FORM.read(state, {})[1]["split"]
         differing = [part for part in own | saved if own and saved and own.get(part) != saved.get(part)]

@@ -21,7 +21,7 @@ class CacheDataset(CachedDataset[Any]):
         data, transform: as of MONAI.
         cache_num, cache_rate: cache no more than this number of items, or this share of them: the first, and the few that are
             looked at when this is made.
-        options: those of `CachedDataset`, as ``size_limit_gib`` and ``name``.
+        options: the options of `CachedDataset`, as ``size_limit_gib`` and ``name``.
     """
 
     def __init__(

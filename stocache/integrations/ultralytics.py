@@ -14,7 +14,7 @@ from stocache.integrations import shared_by_ranks
 
 
 def with_cached_images(trainer: type, size_limit_gib: float | str = "auto", **options: Any) -> type:
-    """Return a trainer whose datasets share one `KeyedCache` of images. The arguments are those of `KeyedCache`.
+    """Return a trainer whose datasets share one `KeyedCache` of images. The arguments are the arguments of `KeyedCache`.
 
     Ranks of a job share it. With a name or a disk, say by a ``fingerprint`` which version of the images it is.
     """
@@ -49,7 +49,7 @@ class CachedImages:
             return type(dataset).load_image(dataset, i, *how, **named)
         key = dataset.im_files[i], str(dataset.imgsz), how, tuple(sorted(named.items()))
         found = self.cache.get_or_load(key, lambda _: self._decoded(i, *how, **named))
-        if dataset.augment:  # the images that mosaics choose from are those that came last, as without a cache
+        if dataset.augment:  # the images that mosaics choose from are the images that came last, as without a cache
             dataset.ims[i], dataset.im_hw0[i], dataset.im_hw[i] = found
             dataset.buffer.append(i)
             if 1 < len(dataset.buffer) >= dataset.max_buffer_length:

@@ -30,7 +30,7 @@ _MOST_HELD = 4  # pieces of the pool, which it keeps for the next batches
 
 
 def extend_default_collate() -> None:
-    """Let default_collate stack tensors with `_stack_anywhere`, also where code of the user calls it."""
+    """Let default_collate stack tensors with `_stack_anywhere`, even if code of the user calls it."""
     if default_collate_fn_map.get(Tensor) is _STACK:
         default_collate_fn_map[Tensor] = _stack_anywhere
 
@@ -90,7 +90,7 @@ class RingCollate:
 
 
 class ThreadCollate:
-    """The collate function of worker threads: it makes batches in memory of a pool where it can.
+    """The collate function of worker threads: it makes batches in memory of a pool if it can.
 
     Args:
         collate_fn, stacking: as for `RingCollate`.
@@ -156,7 +156,7 @@ def as_is(samples: object) -> Any:
 
 
 class MainCollate:
-    """The collate function of a loader without workers: that of the user, timed. A `LazyBatch` is gathered.
+    """The collate function of a loader without workers: the function of the user, timed. A `LazyBatch` is gathered.
 
     Args:
         collate_fn: the user's collate function.
@@ -190,7 +190,7 @@ class MainCollate:
 def _stack_large(pool: Pool, batch: list[Tensor], *, collate_fn_map: object) -> Tensor:
     """Stack tensors as default_collate does without workers, but large ones into memory of a pool, unless much of it is held.
 
-    Only where the result is the same: without ``out`` torch finds a dtype for all and a memory format, and keeps gradients.
+    Only if the result is the same: without ``out`` torch finds a dtype for all and a memory format, and keeps gradients.
     """
     first = batch[0]
     large = _is_plain(first) and first.nbytes * len(batch) >= _LARGE and pool.leased < _MOST_HELD

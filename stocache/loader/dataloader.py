@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from stocache.loader.engine import SIGNATURE, LoaderEngine, engine_of, makes_iterators
 from stocache.loader.epochs import LoaderStats
 from stocache.loader.sample_seed import SampleSeed
+from stocache.system.loading import watch
 from stocache.system.objects import TorchLoader
 from stocache.system.on_error import OnError
 
@@ -37,8 +38,8 @@ class DataLoader(TorchLoader[_T]):
     Worker processes write batches into a ring of buffers in shared memory, and send a few hundred bytes that say where a batch
     is. Samples of a `CachedDataset` without a transform are gathered straight into a buffer. A buffer is used again when the
     last view of its batch is gone: a batch is never overwritten while you hold it, and you may hold many. Values, order and
-    random numbers are those of torch's DataLoader. A batch that does not go through the ring (no free buffer, no memory,
-    small and without tensors) is sent as torch sends it.
+    random numbers are the same as with torch's DataLoader. A batch that does not go through the ring (no free buffer, no
+    memory, small and without tensors) is sent as torch sends it.
 
     Args:
         dataset, batch_size, shuffle, sampler, batch_sampler, collate_fn, drop_last, generator, in_order: as for torch's
@@ -50,33 +51,32 @@ class DataLoader(TorchLoader[_T]):
             logged, and becomes the attribute ``num_workers``. An iterable dataset gets 0; one that cannot be measured, one for
             each CPU, at most 8. If it is 0, ``prefetch_factor``, ``persistent_workers`` and ``multiprocessing_context`` have no
             effect.
-        snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with those of every n-th
-            step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
+        snapshot_every_n_steps: with which batches workers send the state of a dataset that has one: with the batches of every
+            n-th step. A loader that resumes between two of them loads up to n - 1 batches, and drops them. None and 0 are 1.
             Persistent workers of a map-style dataset send each state that has changed, whatever n is.
         worker_method: "multiprocessing" for worker processes; "thread" for threads of this process, which need no start, no
-            pickling and no shared memory, and are as fast where making a sample leaves the GIL free (decoding, reading, numpy,
+            pickling and no shared memory, and are as fast if making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" tries both, and logs what it chooses. Each thread has its own copy of the dataset object, and
             shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.) None stands
-            for processes; for threads where the dataset is cached and the system shares no memory between processes.
+            for processes; for threads if the dataset is cached and the system shares no memory between processes.
         device: a GPU, such as "cuda", on which batches are delivered. They are copied, two ahead, on a stream of its own, from
             pinned memory, whatever ``pin_memory`` is. Samples of a `CachedDataset` that are in memory are read by the GPU
             itself. "cuda" is the current device when the first iterator is made. Parts that are no tensors stay on the host.
             None and "cpu" are as without it.
-        device_limit_gib: GiB of the device's memory for cached samples, which are then gathered at the rate of that memory. The
-            first samples that come stay. If the training step finds no memory later, they give way. No effect on the CPU.
         sample_seed: a number, or a `SampleSeed`, from which each sample gets random numbers of its own: the same samples with
             any number of workers and ranks, any batch size, cached or not, resumed or not. Read the limits of `SampleSeed`.
 
         on_error: what happens when a sample cannot be made: a `Retry`, a `Skip`, or a list of one of each. Without it the error
             is raised.
+        prefetch_epochs: True has persistent worker processes make the first batches of the next epoch as soon as they have
+            made the last ones of this epoch. Batches, random numbers and states are as without it.
 
-    A subclass may use any name for its attributes and methods, besides those of torch's DataLoader and ``_stocache``. If it
+    A subclass may use any name for its attributes and methods, besides the names of torch's DataLoader and ``_stocache``. If it
     overrides ``_get_iterator``, it iterates as it does with torch.
 
     Raises:
         ValueError, TypeError: as torch's DataLoader; also for ``worker_method``, ``snapshot_every_n_steps`` and ``device``.
-        LimitError: the `LocalityDistributedSampler` was made for another batch size; ``sample_seed`` is not a seed;
-            ``device_limit_gib`` is not a size.
+        LimitError: the `LocalityDistributedSampler` was made for a different batch size; ``sample_seed`` is not a seed.
         DatasetError: ``sample_seed`` was given for an iterable dataset; while iterating: worker threads cannot use the dataset.
         WorkerError: while iterating: a worker died, or none can start. The message names its process, signal and batch.
 
@@ -100,8 +100,8 @@ class DataLoader(TorchLoader[_T]):
         sample_seed: int | SampleSeed | None = None,
         worker_method: str | None = None,
         device: Any = None,
-        device_limit_gib: float | str = 0,
         on_error: OnError | None = None,
+        prefetch_epochs: bool = False,
         **kwargs: Any,
     ) -> None:
         arguments: dict[str, Any] = SIGNATURE.bind(self, dataset, *args, **kwargs).arguments
@@ -113,7 +113,8 @@ class DataLoader(TorchLoader[_T]):
             args, kwargs = (), arguments
         super().__init__(dataset, *args, **kwargs)
         own: dict[str, Any] = {"snapshot_every_n_steps": snapshot_every_n_steps, "sample_seed": sample_seed}
-        own |= {"worker_method": worker_method, "device": device, "device_limit_gib": device_limit_gib, "on_error": on_error}
+        own |= {"worker_method": worker_method, "device": device, "on_error": on_error}
+        own |= {"prefetch_epochs": prefetch_epochs}
         engine = vars(self)["_stocache"] = LoaderEngine(self, DataLoader, **own)
         named = inspect.signature(type(self).__init__).parameters
         for name in own.keys() & named.keys():  # as attributes, from which trainers make a loader again
@@ -123,20 +124,22 @@ class DataLoader(TorchLoader[_T]):
         effects |= {"worker_method": worker_method not in (None, "multiprocessing")}
         if lost := [name for name, effect in (effects | {"device": engine.device is not None}).items() if effect]:
             engine.unused = weakref.finalize(self, _warn_of_lost, lost, id(dataset), os.getpid())
+        watch.current.note(self)
 
     _stocache: LoaderEngine
 
     def __iter__(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
-        if "_stocache" not in vars(self) or makes_iterators(self, DataLoader):
+        if "_stocache" not in vars(self):
             return super().__iter__()
-        return engine_of(self).iterate()
+        begin = super().__iter__ if makes_iterators(self, DataLoader) else engine_of(self).iterate
+        return watch.current.iterate(self, begin)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the samplers and the dataset, where they have a ``set_epoch``; also in persistent workers.
+        """Set the epoch of the samplers and the dataset, if they have a ``set_epoch``; also in persistent workers.
 
         A worker learns the epoch with its first batch. An iterable dataset has made its iterator by then: if that already
-        chose the samples, they are those of the previous epoch.
+        chose the samples, they are the samples of the previous epoch.
         """
         engine_of(self).set_epoch(epoch)
 
@@ -144,21 +147,21 @@ class DataLoader(TorchLoader[_T]):
         """Return the position of the newest iterator, after the batches it has delivered, for a checkpoint.
 
         It has the contract of torchdata's StatefulDataLoader. It holds the generators of the loader and its samplers, and the
-        epochs of the samplers. It also holds the states of samplers, of the dataset, and of each worker's copy of it, where
+        epochs of the samplers. It also holds the states of samplers, of the dataset, and of each worker's copy of it, if
         these have ``state_dict`` and ``load_state_dict``. JSON can save it if it can save those states. It does not hold random
-        numbers that the model draws, nor those that transforms draw in workers: ``sample_seed`` is for them.
+        numbers that the model draws, nor the numbers that transforms draw in workers: ``sample_seed`` is for them.
         """
         return engine_of(self).state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken. The next iterator delivers the batches that followed, and loads no others.
 
-        A state also loads with another number of workers, if neither the dataset nor an iterator has a state; and with another
-        number of ranks, if the global batch has the same size. An empty dict starts over. A state of torchdata's
+        A state also loads with a different number of workers, if neither the dataset nor an iterator has a state; and with a
+        different number of ranks, if the global batch has the same size. An empty dict starts over. A state of torchdata's
         StatefulDataLoader loads, too.
 
         Raises:
-            StateError: ``state`` is damaged, of another version, or of another dataset, sampler or batch size.
+            StateError: ``state`` is damaged, of a different version, or of a different dataset, sampler or batch size.
         """
         engine_of(self).load_state_dict(state)
 

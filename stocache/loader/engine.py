@@ -1,14 +1,15 @@
 """The engine of a `DataLoader`: what the loader holds and does that is not torch's.
 
 NOTE [ How torch's DataLoader is used ]
-    `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from another
-    loader, an `_IteratedLoader`, which has these arguments, some of them replaced. ``collate_fn`` becomes `RingCollate`, which
-    writes the batch into the ring and returns a message; or `ThreadCollate`, if the workers are threads. The sampler becomes
-    `Order`, which can be resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`; with ``sample_seed``,
-    any dataset becomes a `SeededDataset`. Datasets that have a state get the wrappers of workers/states.py. The
-    `_IteratedLoader` overrides torch's private ``_get_iterator``: it makes subclasses of torch's iterators. More private names
-    of torch are ``DataLoader._iterator``, which holds the iterator of persistent workers, and that iterator's ``_workers``, its
-    processes, and ``_shutdown_workers``, which ends them. Lightning uses the first and the last in the same way.
+    `DataLoader` is a subclass of torch's, and keeps the arguments that the user gave. torch makes each iterator from a
+    different loader, an `_IteratedLoader`, which has these arguments, some of them replaced. ``collate_fn`` becomes
+    `RingCollate`, which writes the batch into the ring and returns a message; or `ThreadCollate`, if the workers are threads.
+    The sampler becomes `Order`, which can be resumed. A `CachedDataset` becomes a view of itself that returns a `LazyBatch`;
+    with ``sample_seed``, any dataset becomes a `SeededDataset`. Datasets that have a state get the wrappers of
+    workers/states.py. The `_IteratedLoader` overrides torch's private ``_get_iterator``: it makes subclasses of torch's
+    iterators. More private names of torch are ``DataLoader._iterator``, which holds the iterator of persistent workers, and
+    that iterator's ``_workers``, its processes, and ``_shutdown_workers``, which ends them. Lightning uses the first and the
+    last in the same way.
 
 NOTE [ Names of a loader ]
     Programs write subclasses of torch's DataLoader, with attributes and methods of any name. So a loader has one attribute of
@@ -50,7 +51,6 @@ from stocache.loader.workers.requests import RequestContext
 from stocache.observe.recording.record import HAND_OVER_NS, SAMPLES_MADE, WAIT_NS, TimingRecord
 from stocache.shm.pool import Pool
 from stocache.shm.ring.ring import Ring
-from stocache.system.limits import parse_size
 from stocache.system.loading.children import fork_lock
 from stocache.system.objects import TorchLoader, takes_epoch
 from stocache.system.platform import here
@@ -69,7 +69,7 @@ _SPARE = 8  # buffers of a worker beyond those it prefetches, for batches that t
 
 
 class LoaderEngine(ResumableEngine):
-    """The engine of a loader; see NOTE [ Names of a loader ]. The arguments are those of `DataLoader`.
+    """The engine of a loader; see NOTE [ Names of a loader ]. The arguments are the arguments of `DataLoader`.
 
     Args:
         make_loader: makes other loaders, to try worker threads.
@@ -89,8 +89,8 @@ class LoaderEngine(ResumableEngine):
         sample_seed: int | SampleSeed | None,
         worker_method: str | None,
         device: Any,
-        device_limit_gib: float | str,
         on_error: Any,
+        prefetch_epochs: bool,
     ) -> None:
         self._begin_alone()
         self._loader, self._make_loader = weakref.ref(loader), make_loader
@@ -115,8 +115,7 @@ class LoaderEngine(ResumableEngine):
             from stocache.loader.device.cuda import as_device  # here: few loaders need a GPU
 
             device = as_device(device)
-        self.device, self.device_limit_gib = device, device_limit_gib
-        self._device_limit = parse_size(device_limit_gib, "device_limit_gib")
+        self.device, self.prefetch_epochs = device, prefetch_epochs
         self.warned: set[str] = set()  # warnings about worker threads that were logged
         self._epoch: int | None = None
         self._reset_position()
@@ -273,7 +272,7 @@ class LoaderEngine(ResumableEngine):
         if self._stage is None:
             self._stage = DeviceStage(self.device)
         if (cached := _gathered_on_device(lazy)) is not None:
-            self._stage.gather_from(cached.cache, self._device_limit)
+            self._stage.gather_from(cached.cache)
 
     def _torch_iterator(self, order: Order, progress: Progress, replaced: dict[str, Any]) -> Any:
         """Return an iterator of torch over a changed loader, made with the random generators as an epoch needs them."""
@@ -364,7 +363,7 @@ class LoaderEngine(ResumableEngine):
 
 
 def _gathered_on_device(lazy: Any) -> Any:
-    """Return the cached dataset whose samples a GPU gathers; None where it gathers none."""
+    """Return the cached dataset whose samples a GPU gathers; None if it gathers none."""
     cached = None if lazy is None else through_subsets(lazy)[0]
     return cached if isinstance(cached, CachedDataset) and cached.gathers_on_device else None
 

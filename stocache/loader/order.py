@@ -9,14 +9,15 @@ NOTE [ Resuming ]
     loader and its samplers stay where the replay left them, so that the following epochs are the same too.
 
     A sampler with a state of its own may draw from generators that the loader cannot set. So its state after each batch is
-    kept, too. If the sampler has another state after the replay, the kept one is restored, and the sampler goes on from there.
+    kept, too. If the sampler has a different state after the replay, the kept one is restored, and the sampler goes on from
+    there.
 """
 
 import contextlib
 import copy
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -110,14 +111,15 @@ class Order:
     """The sampler of an iterator: the loader's own sampler, whose batches are numbered and can be resumed.
 
     Attributes:
-        sampler: gives batches of indices; or single indices, if the loader does not batch.
+        sampler: yields batches of indices; or single indices, if the loader does not batch.
         generators: the generators that the loader and its samplers own.
         endless: whether the dataset is iterable: its indices are not numbers, and do not end.
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
-        at_once: how many batches an `AheadIterator` asks for at a time; 0 for another iterator.
+        at_once: how many batches an `AheadIterator` asks for at a time; 0 for a different iterator.
         arrays: whether batches of indices may be arrays.
         error: the error of the sampler; None without one.
+        begun: an iterator that was begun already, for the next ``iter``; None without one.
     """
 
     sampler: Any
@@ -128,11 +130,15 @@ class Order:
     at_once: int = 0
     arrays: bool = False
     error: Exception | None = None
+    begun: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
+        if (begun := self.begun) is not None:
+            self.begun = None
+            return begun
         progress = self.progress
         if progress.resumed is not None:
             with rng.Kept():
@@ -149,6 +155,19 @@ class Order:
             progress.workers_made = self.rng_state() if self.context is None else None
             self.restore(made)
         return numbered
+
+    def foresee(self, count: int) -> list[Any]:
+        """Return the first requests of the next epoch, if nobody draws from the generators until it begins, or skips epochs."""
+        assert self.context is not None  # there are workers
+        epoch, sample_epoch = self.context.epoch, self.progress.sample_epoch
+        context = replace(self.context, epoch=None if epoch is None else epoch + 1)
+        try:
+            with rng.Kept(self.generators):
+                indices = list(islice(begin(_in_next_epoch(self.sampler), context.arrays), count))
+        except Exception:  # of a sampler: it is raised when the epoch begins
+            indices = []
+        sample_epoch = None if sample_epoch is None else sample_epoch + 1
+        return [request(context, number, index, sample_epoch) for number, index in enumerate(indices)]
 
     def _begin_sampler(self) -> Iterator[Any]:
         return begin(self.sampler, self.arrays or (self.context is not None and self.context.arrays))
@@ -246,7 +265,8 @@ class Order:
         """Whether indices may be requested further ahead, without a change to any random number.
 
         Such samplers draw all numbers at the beginning, or from a generator that they make for each epoch. A `RandomSampler`
-        draws from the user's generator once more at its end: after a loop that is left early, that would have another state.
+        draws from the user's generator once more at its end: after a loop that is left early, that would have a different
+        state.
         """
         found = samplers_in(self.sampler)
         return all(type(sampler) in _DRAW_FIRST for sampler in found) and not any(
@@ -255,9 +275,9 @@ class Order:
 
     @property
     def most_at_once(self) -> int:
-        """How many batches may be asked for at once, where they may be requested ahead; few that are large.
+        """How many batches may be asked for at once, if they may be requested ahead; few that are large.
 
-        Those of a sampler that counts what it gave are asked for one at a time.
+        Batches of a sampler that counts what it gave are asked for one at a time.
         """
         size = getattr(self.sampler, "batch_size", None)
         if type(size) is not int or any(isinstance(sampler, ResumableSampler) for sampler in samplers_in(self.sampler)):
@@ -274,7 +294,7 @@ class Order:
 
 
 def begin(sampler: Any, as_arrays: bool = False) -> Iterator[Any]:
-    """Return ``iter(sampler)``, or for shuffled batches an iterator that gives the same at less cost.
+    """Return ``iter(sampler)``, or for shuffled batches an iterator that yields the same at less cost.
 
     torch's samplers pass each index through two iterators: 18 µs for a batch of 256, where this takes 2 (measured).
     ``as_arrays``: these batches may be arrays.
@@ -307,6 +327,16 @@ def _shuffled(sampler: BatchSampler, inner: RandomSampler, as_arrays: bool) -> I
             return
         yield batch if as_arrays else batch.tolist()
         begin += size
+
+
+def _in_next_epoch(sampler: Any) -> Any:
+    """Return a copy of a sampler of `_DRAW_FIRST`, with the samplers inside it, in the epoch that follows."""
+    copied = copy.copy(sampler)
+    if isinstance(sampler, BatchSampler):
+        copied.sampler = _in_next_epoch(sampler.sampler)
+    if isinstance(sampler, DistributedSampler) and not (isinstance(sampler, ResumableSampler) and sampler.advances_epoch):
+        copied.set_epoch(sampler.epoch + 1)
+    return copied
 
 
 def _states_of(values: list[Any]) -> list[Any]:

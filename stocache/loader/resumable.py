@@ -64,6 +64,7 @@ class ResumableEngine:
 
     snapshot_every_n_steps: int | None
     sample_seed: SampleSeed | None
+    prefetch_epochs: bool
     _epoch: int | None
     _loader: "weakref.ref[TorchLoader[Any]] | None"  # the loader holds the engine; a pickled engine has none
 
@@ -106,6 +107,12 @@ class ResumableEngine:
     def _keeps_states(self) -> bool:
         """Whether the states of workers, or the numbers of their batches, have to be known."""
         return self._is_iterable or has_state(self.loader.dataset) or not self._in_order
+
+    @property
+    def foresees(self) -> bool:
+        """Whether worker processes begin the next epoch; see NOTE [ The next epoch ]."""
+        known = self.loader.persistent_workers and not self._keeps_states and self._order().may_run_ahead
+        return self.prefetch_epochs and bool(known)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy. It begins an epoch, or continues from a state that was loaded last."""

@@ -2,10 +2,11 @@
 
 NOTE [ Seeding samples ]
     Before a sample is made, the generators are seeded with numbers that come from (seed, epoch, index): the global ones, which
-    takes about 10 us; in a worker thread those of the thread, 2 us. So a dataset that makes samples together (``__getitems__``)
-    is asked for one at a time. Samples that draw nothing are not seeded: cached samples, if no transform runs after the
-    cache; samples that are loaded for a cache, see NOTE [ The audit ]; and samples of the datasets in `draws_nothing`. If the
-    audit finds that loads draw, it makes the cache be left, and the samples of the batch are made again.
+    takes about 10 us; in a worker thread the generators of the thread, 2 us. So a dataset that makes samples together
+    (``__getitems__``) is asked for one at a time. Samples that draw nothing are not seeded: cached samples, if no transform
+    runs after the cache; samples that are loaded for a cache, see NOTE [ The audit ]; and samples of the datasets in
+    `draws_nothing`. If the audit finds that loads draw, it makes the cache be left, and the samples of the batch are made
+    again.
 
     Without worker processes, the user's own numbers come from the same generators. So they are set back after each batch.
 """
@@ -50,14 +51,14 @@ class SampleSeed:
 
     The global generators of Python, numpy and torch (of the CPU) are set from (seed, epoch, index) before each sample is made.
     So a sample is the same whichever worker or rank makes it, in whatever batch, loaded or cached, before or after a restart.
-    The index is the one that the sampler gives. The epoch is the one of the loader's ``set_epoch``; else of a sampler that has
+    The index is the one that the sampler yields. The epoch is the one of the loader's ``set_epoch``; else of a sampler that has
     an ``epoch`` and ``set_epoch``; else the number of iterations that the loader began before. A ``collate_fn`` of your own has
     the generators set from (seed, epoch, first index of the batch).
 
-    Other generators are not set: those that belong to an object (of MONAI and albumentations, ``np.random.default_rng``), of
-    other libraries, of a GPU. Set them in a hook. A dataset that seeds a generator itself, from ``torch.initial_seed()`` or the
-    seed of the worker, gets another seed in each worker. Samples that draw before the cache are cached as they were drawn
-    first, as always. A dataset with ``__getitems__`` is asked for one sample at a time.
+    Other generators are not set: the generators that belong to an object (of MONAI and albumentations,
+    ``np.random.default_rng``), of other libraries, of a GPU. Set them in a hook. A dataset that seeds a generator itself, from
+    ``torch.initial_seed()`` or the seed of the worker, gets a different seed in each worker. Samples that draw before the cache
+    are cached as they were drawn first, as always. A dataset with ``__getitems__`` is asked for one sample at a time.
 
     Args:
         seed: from 0 to 2**64 - 1.
@@ -124,7 +125,7 @@ def as_sample_seed(value: Any, dataset: Any) -> SampleSeed | None:
 def is_pure(collate_fn: object) -> bool:
     """Whether a collate function draws no random numbers.
 
-    That is known of those of torch, if the user has not extended them, and of ``list`` and ``tuple``.
+    That is known of the functions of torch, if the user has not extended them, and of ``list`` and ``tuple``.
     """
     is_of_torch = collate_fn in _PURE and all(map(only_collates, default_collate_fn_map.values()))
     return is_of_torch or collate_fn in (list, tuple)
@@ -174,7 +175,7 @@ class SeededDataset(DatasetView):
         return samples
 
     def _load_missing(self, epoch: int, outer: Sequence[object], load: Load, inner: Sequence[int], missing: list[int]) -> Any:
-        """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` those of the sampler."""
+        """Return samples that a `LazyBatch` misses. ``inner`` are the indices in its cache, ``outer`` the sampler's."""
         positions = {int(idx): position for position, idx in enumerate(inner)}
         with self._seeding(epoch, [outer[positions[idx]] for idx in missing]) as before_each:
             if before_each is None:
@@ -205,12 +206,12 @@ def _is_left(dataset: object) -> bool:
 
 
 def _kept_here() -> Any:
-    """Return a ``with`` block that sets the global generators back, unless this is a worker, where nobody else draws."""
+    """Return a ``with`` block that sets the global generators back, unless this is a worker, in which nobody else draws."""
     return Kept() if get_worker_info() is None else nullcontext()
 
 
 def seed_here(numbers: tuple[int, ...], hooks: tuple[Callable[[int], object], ...] = ()) -> None:
-    """Seed the global generators, or in a worker thread those of the thread, and call the hooks."""
+    """Seed the global generators, or in a worker thread the generators of the thread, and call the hooks."""
     info: Any = get_worker_info()
     is_thread = getattr(info, "worker_method", None) == "thread"
     if is_thread:

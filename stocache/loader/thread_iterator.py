@@ -10,7 +10,7 @@ NOTE [ Batches made by threads ]
     that is used again. Batches that are wholly cached are gathered in *groups* of some megabytes, because each hand-over of the
     GIL costs as much as gathering some samples. A group waits until all loads that are known have begun, for these take longer.
     If the loop comes to such a batch before a thread does, it gathers the group itself. So hits do not wait behind misses.
-    Where a group has several batches, the loop asks the sampler for more of them ahead than ``prefetch_factor`` says, and looks
+    If a group has several batches, the loop asks the sampler for more of them ahead than ``prefetch_factor`` says, and looks
     for the samples of all of them at once.
 
     A batch of a dataset that makes whole batches is one part. Datasets that have an order or a state of their own (iterable,
@@ -80,7 +80,7 @@ class ThreadIterator(BaseIterator):  # type: ignore[misc]
         if not first_iter:
             self._maker.begin_epoch()
         self._gil_watch = GilWatch(self._maker.record.main.add_look)
-        self._batches: dict[int, Batch] = {}  # those that were asked for, in order
+        self._batches: dict[int, Batch] = {}  # the batches that were asked for, in order
         self._streams = islice(cycle(range(self._num_workers)), self._index_sampler.progress.turn, None)
         self._active = set(range(self._num_workers))
         self._group_size, self._loading = 1, 0  # batches
@@ -90,7 +90,7 @@ class ThreadIterator(BaseIterator):  # type: ignore[misc]
     def finish_epoch(self) -> None:
         """Make the batches that were asked for, as worker processes do: random numbers and states depend on it.
 
-        Those that are only to be gathered from a cache are dropped.
+        Batches that are only to be gathered from a cache are dropped.
         """
         for batch in self._batches.values():
             for dropped in batch.group.take() if batch.group is not None else ():

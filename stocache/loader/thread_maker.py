@@ -70,7 +70,7 @@ class ThreadMaker:
             worker.undone.clear()
 
     def submit(self, batches: list[Batch]) -> list[Group]:
-        """Have threads make batches. Return those that are wholly cached as groups, which are to be gathered."""
+        """Have threads make batches. Return the batches that are wholly cached as groups, which are to be gathered."""
         if not self._is_lazy:
             for batch in batches:
                 self._put(batch, range(batch.count))

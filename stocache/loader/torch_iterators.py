@@ -7,6 +7,14 @@ NOTE [ The time of a small batch ]
 
     A message is sent by the thread that has it, if it can be written at once: POSIX says that a pipe which is ready for writing
     takes PIPE_BUF bytes. After the first message that has to wait, a queue is as slow as Python's. So the order stays.
+
+NOTE [ The next epoch ]
+    With ``prefetch_epochs=True``, persistent workers that have no more batches to make begin the batches of the next epoch.
+    `Order` foresees their indices with copies of the samplers, and sets the generators back. When the epoch begins, it is asked
+    for its first requests as ever. If they are the same, the batches that were made ahead are taken. Otherwise they are
+    dropped, and each worker sets its generators back to where they were before it made the first of them. After three epochs in
+    a row that began otherwise, none is foreseen any more: the program draws from the generator of its sampler between two
+    epochs, say.
 """
 
 import copy
@@ -27,6 +35,7 @@ from torch.utils.data import dataloader as torch_dataloader
 
 from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.errors import SampleIndexError
+from stocache.loader.workers.requests import ahead
 from stocache.samples.indices import as_array
 from stocache.system.platform import here
 
@@ -133,7 +142,12 @@ class ProcessIterator(torch_dataloader._MultiProcessingDataLoaderIter):
     __next__ = next_batch
     last_worker: int | None = None
 
-    def __init__(self, loader: object) -> None:
+    def __init__(self, loader: Any) -> None:
+        self._foresees: bool = loader._stocache.foresees
+        self._ahead: list[Any] = []  # requests of the next epoch
+        self._ends_at: int | None = None  # the number of the first of them, as torch counts
+        self._guesses = self._dropped = 0  # how many epochs were foreseen, and which of them was dropped last
+        self._wrong = 0  # how many of the last ones were dropped
         super().__init__(loader)
         # The garbage collector may find the queues with the iterator, and close them before the iterator has ended its
         # workers. Python's queues have threads that keep them.
@@ -143,6 +157,47 @@ class ProcessIterator(torch_dataloader._MultiProcessingDataLoaderIter):
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of its loader makes an iterator of its own
+
+    def _next_index(self) -> Any:
+        # see NOTE [ The next epoch ]
+        try:
+            index = super()._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            if not self._foresees or self._wrong >= _WRONG or self._ends_at is not None:
+                raise
+            self._ahead = self._index_sampler.foresee(self._prefetch_factor * self._num_workers)
+            self._guesses, self._ends_at, self._sampler_iter = self._guesses + 1, self._send_idx, iter(self._ahead)
+            self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+            index = super()._next_index()  # type: ignore[no-untyped-call]
+        epoch = 0 if self._ends_at is None else self._guesses
+        return ahead(index, epoch, self._dropped) if epoch or self._dropped else index
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if self._takes_ahead():
+            for _ in range(self._prefetch_factor * self._num_workers - (self._send_idx - self._rcvd_idx)):
+                self._try_put_index()
+        else:
+            super()._reset(loader, first_iter)
+
+    def _takes_ahead(self) -> bool:
+        """Begin the next epoch with the batches that were made ahead, if it begins with them."""
+        if self._ends_at is None:
+            return False
+        order, (made, self._ahead) = self._index_sampler, (self._ahead, [])
+        begun = iter(order)
+        first = list(itertools.islice(begun, len(made)))
+        if self._rcvd_idx != self._ends_at or [each.__reduce__() for each in first] != [each.__reduce__() for each in made]:
+            order.begun = itertools.chain(first, begun)
+            self._wrong, self._dropped, self._ends_at = self._wrong + 1, self._guesses, None
+            return False
+        self._sampler_iter = itertools.chain(first[self._send_idx - self._ends_at :], begun)
+        self._num_yielded, self._wrong, self._ends_at = 0, 0, None
+        return True
+
+    def _next_data(self) -> Any:
+        if self._rcvd_idx == self._ends_at:
+            raise StopIteration
+        return super()._next_data()  # type: ignore[no-untyped-call]
 
     def is_ready(self) -> bool:
         """Return whether the next batch, or another one, has arrived."""
@@ -162,6 +217,7 @@ class ProcessIterator(torch_dataloader._MultiProcessingDataLoaderIter):
 
 _kept: dict[int, list[Any]] = {}
 _numbers = itertools.count()
+_WRONG = 3  # epochs in a row that began otherwise than foreseen, after which none is foreseen any more
 
 
 _QueueOfPython: Any = multiprocessing.queues.Queue

@@ -221,7 +221,7 @@ class _Parts:
         self.wants_cpu_share = min(1.0, self.on_cpu_share + counted.of_workers(record.QUEUED_NS) / seen) if seen > 0 else 1.0
         own = 0.0 if facts.workers and not facts.threads else min(1.0, self.on_cpu_share)
         self.steps_cpu_s = max(0.0, facts.cpu_s - own * self.work_s)
-        # the workers that are useful at most; and those that would keep up with the trainer, if there may be as many
+        # the workers that are useful at most; and the workers that would keep up with the trainer, if there may be as many
         waiting = min(int(cores / max(0.05, self.wants_cpu_share)), 2 * facts.workers)
         most = max(cores, waiting) if self.wants_cpu_share <= _WAIT else cores
         self.needed = min(most, math.ceil(1.05 * self.batch_s / self.step_s)) if self.step_s else most
@@ -286,7 +286,7 @@ class _Parts:
         return f"would make the epoch {faster:.2g} times as fast" if faster >= _FASTER else _LITTLE
 
     def _more_workers(self) -> str:
-        """Return the number of workers to take, and its effect; "" where more workers are not sure to be faster."""
+        """Return the number of workers to take, and its effect; "" if more workers are not sure to be faster."""
         facts, brings = self.facts, self._brings(self.work_s, self.needed)
         starting_s = self.starting_s * self.needed / self.workers
         if not facts.workers:  # `allow_none`, so that the program may still choose

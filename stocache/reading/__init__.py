@@ -2,7 +2,7 @@
 
     from stocache.reading import DataLoader2, MultiProcessingReadingService
 
-The names are those of torchdata up to 0.9, which need not be installed. Importing this package makes the pipes
+The names are the names of torchdata up to 0.9, which need not be installed. Importing this package makes the pipes
 ``prefetch``, ``sharding_round_robin_dispatch``, ``fullsync``, ``unzip``, ``pin_memory`` and ``shared_cache`` methods of every
 DataPipe, if these names are free. The rest of stocache does not need this package: of DataPipes it imports only
 torch's base classes and ``graph_settings``.

@@ -22,6 +22,7 @@ from stocache.reading.graph.seeds import SeedGenerator, check_seed, epoch_seed, 
 from stocache.reading.interfaces import ReadingServiceInterface
 from stocache.reading.services import RunningService, completed, find_running, keeps_position
 from stocache.reading.states import from_text, initialized, service_state, to_text
+from stocache.system.loading import watch
 from stocache.system.state import StateForm
 
 _SEED = (int, NoneType)
@@ -160,9 +161,10 @@ class DataLoader2:
             change = self.reading_service.initialize_iteration(SeedGenerator(self._epoch_seed))
             if change is not None:
                 self.datapipe = change(self.datapipe)  # type: ignore[arg-type]
-            self._iterator = iter(self.datapipe)  # type: ignore[arg-type]
+            iterator: Iterator[Any] = iter(self.datapipe)  # type: ignore[arg-type]
             if loaded is not None:
-                self._drop_delivered(self._iterator)
+                self._drop_delivered(iterator)
+            self._iterator = watch.current.iterate(self, lambda: iterator)
         except Exception:
             self.shutdown()
             raise
@@ -176,7 +178,7 @@ class DataLoader2:
         return epoch_seed(self._seed, self._epoch - 1)
 
     def _drop_delivered(self, iterator: Iterator[object]) -> None:
-        """Drop the delivered elements that an iterator gives again, because the service could not begin after them."""
+        """Drop the delivered elements that an iterator yields again, because the service could not begin after them."""
         running = find_running(self.reading_service)
         if running is not None:
             used, dropped = self._used(running)
@@ -241,7 +243,7 @@ class DataLoader2:
         self._seed, self._epoch = check_seed(seed), 0
 
     def pause(self, paused: bool = True) -> None:
-        """Pause or resume the threads of this process. A paused loader gives no elements."""
+        """Pause or resume the threads of this process. A paused loader yields no elements."""
         self.paused = paused
         for pipe in pipes_of(self.datapipe):  # type: ignore[arg-type]
             act = getattr(type(pipe), "pause" if paused else "resume", None)
@@ -298,8 +300,8 @@ class DataLoader2:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a state was taken. The next iterator delivers the elements that followed.
 
-        The loader keeps its graph, which must be that of the state; then nothing in the state is unpickled. A loader without a
-        graph unpickles the state's, which may run any code: load only a state that you trust.
+        The loader keeps its graph, which must be the graph of the state; then nothing in the state is unpickled. A loader
+        without a graph unpickles the state's, which may run any code: load only a state that you trust.
 
         Raises:
             StateError: it is not a state of a DataLoader2 with this graph, it is damaged, this loader has begun to iterate, or

@@ -43,7 +43,7 @@ _SEQUENTIAL = StateForm("SequentialReadingService", 1, {}, {"services": (list,)}
 
 
 class RunningService(StatefulService):
-    """A service that runs the replicable part of a graph. A `Stream` gives its elements to the rest.
+    """A service that runs the replicable part of a graph. A `Stream` yields its elements to the rest.
 
     Attributes:
         stream: the stream; None before `initialize`.
@@ -248,8 +248,8 @@ class CachingReadingService(ReadingServiceInterface):
         service = SequentialReadingService(CachingReadingService(32), MultiProcessingReadingService(8))
 
     Elements are numbered before the chain, and pass shuffles and shards with their numbers. So a cached element is neither read
-    nor mapped, in any worker. Values and order are those of the graph without a cache. Maps behind a shuffle may be meant to
-    vary, so they are not cached: put ``shared_cache`` into the graph yourself.
+    nor mapped, in any worker. Values and order are the same as with the graph without a cache. Maps behind a shuffle may be
+    meant to vary, so they are not cached: put ``shared_cache`` into the graph yourself.
 
     Args:
         size_limit_gib: GiB for the cache on this machine, as for `RaggedCache`.
@@ -345,7 +345,7 @@ def _global_rng(saved: object) -> States:
     """Return saved states of the global generators.
 
     Raises:
-        StateError: they are damaged, or numpy's global generator is of another kind here.
+        StateError: they are damaged, or numpy's global generator is of a different kind here.
     """
     taken = rng.checked(saved)
     kind, here = taken["numpy"]["bit_generator"], rng.states()["numpy"]["bit_generator"]

@@ -58,7 +58,7 @@ def initialized(service: Any, datapipe: DataPipe, state: Any) -> DataPipe:
     """Return the graph of a service that begins, or continues from a state that is not None.
 
     Raises:
-        StateError: the state is damaged, or belongs to another service.
+        StateError: the state is damaged, or belongs to a different service.
     """
     if state is None:
         return service.initialize(datapipe)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ class Codec:
         self._own = threading.local()
 
     def compress(self, data: bytes) -> bytes | None:
-        """Return ``data`` compressed; None where that saves less than a sixteenth."""
+        """Return ``data`` compressed; None if that saves less than a sixteenth."""
         packed = self._functions()[0](data)
         return packed if len(packed) < len(data) * 15 // 16 else None
 

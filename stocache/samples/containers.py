@@ -22,7 +22,7 @@ _LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, complex, str,
 
 
 def flatten_one(value: Any) -> tuple[Container, list[Any]] | None:
-    """Return the container and the parts of ``value``; None for a leaf, or where they would not make it again."""
+    """Return the container and the parts of ``value``; None for a leaf, or if they would not make it again."""
     cls = type(value)
     if cls in _LEAVES:
         return None
@@ -64,7 +64,7 @@ def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
 
 
 def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
-    """Return the state of an image; and its Exif data, where that is not in ``image.info`` but in its file, as of a TIFF."""
+    """Return the state of an image; and its Exif data, if that is not in ``image.info`` but in its file, as of a TIFF."""
     info, mode, size, *rest = image.__getstate__()
     state = [info, mode, tuple(size), *rest]  # of a subclass of tuple where a library has replaced Image.size
     container = Container("image", type(image), tuple(range(len(state))))
@@ -152,7 +152,7 @@ def container_of(kind: Any, name: Any, keys: Any, is_coded: bool, parts: int) ->
     return Container(kind, cls, keys)
 
 
-_PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write as they are; of others they write the type, too
+_PLAIN_KEYS = {str, int, bytes, type(None)}  # keys that records write unchanged; of others they write the type, too
 _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     **{cls: (cls, cls) for cls in (str, int, bytes, bool)},
     **{float: (float.hex, float.fromhex), complex: (str, complex), type(None): (str, lambda text: None)},
@@ -161,7 +161,7 @@ _READERS = {cls.__name__: read for cls, (_, read) in _CODECS.items()}
 
 
 def keys_to_literals(keys: tuple[object, ...]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Return keys as a record writes them, and ("coded",) where their types are written, too, else ().
+    """Return keys as a record writes them, and ("coded",) if their types are written, too, else ().
 
     Raises:
         Unfit: one cannot be written down.

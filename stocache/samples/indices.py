@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 def length_of(value: Any) -> int | None:
-    """Return the length of a value; None where it does not have one."""
+    """Return the length of a value; None if it does not have one."""
     try:
         return len(value)
     except (TypeError, NotImplementedError):

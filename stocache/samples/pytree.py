@@ -1,4 +1,4 @@
-"""Take the containers of a sample apart, and put them together again as they were.
+"""Take the containers of a sample apart, and put them together again as before.
 
 A container is a dict, OrderedDict, list, tuple, namedtuple, dataclass or None; a subclass of Tensor (MetaTensor, tv_tensors),
 whose parts are the plain tensor and its attributes; a PIL image, whose parts are the state that it pickles, and Exif data; a

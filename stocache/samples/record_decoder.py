@@ -60,7 +60,7 @@ class RecordReader:
             packed: the number that describes the integers; see `record_encoder.pack_integers`.
             copy: True for a private sample; False for one whose tensors and arrays are views of ``memory``. None for memory of
                 the sample's own: only large leaves are views, because the user may keep a small one, such as a label.
-            integers: those of a row; None if they lie behind the leaves.
+            integers: the integers of a row; None if they lie behind the leaves.
 
         Raises:
             SegmentError: the record is damaged.

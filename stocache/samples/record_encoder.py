@@ -11,14 +11,14 @@ NOTE [ Records ]
                are compressed, their bytes before
 
     The treedef holds all that samples of one kind have in common: containers, keys, types of leaves, dtypes, numbers of
-    dimensions, and the order of these where it is not that of C (then shapes are stored as the values lie in memory). It is
+    dimensions, and the order of these if it is not the order of C (then shapes are stored as the values lie in memory). It is
     stored once for all of them (see arena.py), as a nested tuple, written as a Python literal:
 
         ("in", kind, class, keys, (), children)       a container; with "coded" at the end where types of keys are written
         ("items", "list" or "tuple", kinds)           a list of any length; items of several kinds each name theirs by number
         ("tensor", "float32", 2), ("str",) ...        a leaf; see NOTE [ Kinds of leaves ]
 
-    A list of numbers is a leaf, stored as an array. Keys are written as they are where all are str, int, bytes or None. Else
+    A list of numbers is a leaf, stored as an array. Keys are written unchanged if all are str, int, bytes or None. Else
     they are written with their types, enum members by class and name. An enum member that is a leaf has its name in its bytes,
     so one treedef serves all members.
 
@@ -73,7 +73,7 @@ class EncodedSample(Leaves):
             raise sample_error(error, where, pickles=not allow_pickle) from error.__cause__
 
     def _take(self, value: object, depth: int) -> TreeDef:
-        """Add a value, pickled where it must be and may be, and return its treedef."""
+        """Add a value, pickled if it must be and may be, and return its treedef."""
         if not self._allow_pickle or type(value) in NUMBERS:
             return self._take_parts(value, depth)
         own, lengths = self.integers, self.lengths()
@@ -175,7 +175,7 @@ class RecordEncoder:
         return text, record
 
     def pack(self, sample: object, where: str) -> "EncodedRecord":
-        """Return the parts of a sample's record, compressed where that makes it smaller. Raises SampleError as `encode`."""
+        """Return the parts of a sample's record, compressed if that makes it smaller. Raises SampleError as `encode`."""
         treedef, sample_leaves = self.encode(sample, where)
         leaves, nbytes, integers = sample_leaves.parts()
         smaller = self._codec.compress(b"".join(leaves)) if self._codec is not None else None
@@ -191,7 +191,7 @@ _KEYS, _ALTERNATIVES = 1024, 4  # the most keys, and structures for each of them
 
 
 def _key(sample: Any) -> Any:
-    """Return the key of samples of one structure: their type and those of their parts; of lists, that of the first."""
+    """Return the key of samples of one structure: their type and the types of their parts; of lists, the type of the first."""
     cls = type(sample)
     parts: Any = sample.values() if cls is dict else sample if cls is tuple else sample[:1] if cls is list else ()
     return (cls, *map(type, parts)) if len(parts) <= _PARTS else cls
@@ -315,7 +315,7 @@ def integers_codec(packed: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=1024)
 def bare_nodes(treedef: TreeDef) -> int:
-    """Return how many bare nodes a value has, without those in its lists; see NOTE [ Items without bytes ]."""
+    """Return how many bare nodes a value has, without the nodes in its lists; see NOTE [ Items without bytes ]."""
     if treedef[0] == "in":
         return 1 + sum(map(bare_nodes, treedef[5]))
     if treedef[0] == "items":

@@ -1,9 +1,9 @@
 """Describe samples of one structure: a tree of containers whose leaves each have a fixed dtype and shape.
 
-A cache of such samples has one column of memory per leaf. `Structure` takes a sample apart into the bytes of its leaves, checks
-every value against its leaf, and puts values together again into the same containers.
+A cache of these samples has one column of memory per leaf. `Structure` takes a sample apart into the bytes of its leaves,
+checks every value against its leaf, and puts values together again into the same containers.
 
-A leaf is a tensor, a numpy array or scalar, or a Python int, float, bool or complex. A value is converted only where the result
+A leaf is a tensor, a numpy array or scalar, or a Python int, float, bool or complex. A value is converted only if the result
 equals it.
 
 NOTE [ Rows ]
@@ -106,7 +106,7 @@ class Structure:
 
     @property
     def leaves(self) -> list[Leaf]:
-        """The leaves, in the order in which `encode` gives and `unflatten` takes them."""
+        """The leaves, in the order in which `encode` returns and `unflatten` takes them."""
         return leaves_of(self.root)
 
     @property
@@ -144,7 +144,7 @@ class Structure:
         return _part(self.root, samples)
 
     def columns(self, batch: object, where: str = "batch") -> list[Any]:
-        """Return the values of the leaves of a batch, unchecked. Its containers must be those of this structure."""
+        """Return the values of the leaves of a batch, unchecked. Its containers must be the containers of this structure."""
         values: list[Any] = []
         try:
             _flatten(self.root, batch, lambda leaf, value: values.append(value))
@@ -161,7 +161,7 @@ class Structure:
         return joiner_of(self.root)
 
     def example(self) -> Any:
-        """Return a sample of this structure, whose values are zeros and lie in memory as those of the cache do."""
+        """Return a sample of this structure, whose values are zeros and lie in memory as the leaves of the cache do."""
         return self.unflatten([leaf.decoder()(bytearray(leaf.nbytes), 0, False) for leaf in self.leaves])
 
     @property
@@ -188,7 +188,7 @@ def _narrowest(leaf: Leaf, values: Sequence[object]) -> Leaf:
     """Return the leaf that stores some values in the fewest bytes."""
     dtype, narrowing = leaf.kind.array_dtype, None
     if dtype is not None and leaf.nbytes:
-        with contextlib.suppress(Unfit):  # a value is another one
+        with contextlib.suppress(Unfit):  # a value differs
             narrowing = _way_of_most([numbers_of(leaf.encode(value), dtype) for value in values], leaf.stored)
     return leaf if narrowing is None else Leaf(NarrowKind(leaf.kind, narrowing), leaf.stored, leaf.exact)
 

@@ -28,13 +28,13 @@ _WRITING = 1 << 31
 _LOCK = 0  # of the owner's locks
 
 BLOCKS = 1024
-"""The words of blocks, which follow those of the samples."""
+"""The words of blocks, which follow the words of the samples."""
 
 _Indices = NDArray[np.int64]
 
 
 def with_words(control_bytes: int, dataset_len: int) -> int:
-    """Return the number of control bytes of a cache with the words, which come last: 4 per sample, and those of blocks."""
+    """Return the number of control bytes of a cache with the words, which come last: 4 per sample, and the words of blocks."""
     return -(-control_bytes // 8) * 8 + 4 * (dataset_len + BLOCKS)
 
 
@@ -56,11 +56,11 @@ class Claims:
         self._writing: set[int] = set()
 
     def to_load(self, indices: _Indices | list[int], taken: set[int]) -> None:
-        """Claim samples to load them; add to ``taken`` those that no other thread or process has claimed."""
+        """Claim samples to load them; add to ``taken`` the samples that no other thread or process has claimed."""
         self._take(indices, 0, self._loading, taken)
 
     def to_write(self, indices: _Indices | list[int], taken: set[int]) -> None:
-        """Claim samples to write them; add to ``taken`` those that no other thread or process is writing."""
+        """Claim samples to write them; add to ``taken`` the samples that no other thread or process is writing."""
         self._take(indices, _WRITING, self._writing, taken)
         if WEAKLY_ORDERED:
             fence()  # the caller reads the state bytes after the words
@@ -118,7 +118,7 @@ class Claims:
             self._writing -= taken
 
     def end_loading(self, taken: set[int]) -> None:
-        """Release claims to load, except those that a process has taken to write."""
+        """Release claims to load, except the claims that a process has taken to write."""
         with self._segment.guard:
             self._loading -= taken
             if any(self._word[idx] == self._holder for idx in taken):

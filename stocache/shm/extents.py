@@ -41,7 +41,7 @@ class Extents:
 
     def __init__(self, layout: Layout, memory: mmap.mmap, fds: list[int], locks: FileLocks, backing: str, huge: bool) -> None:
         self._layout, self._mmap, self._locks, self._backing, self._huge = layout, memory, locks, backing, huge
-        self._fds = fds or [-1]  # the platform reserves nothing where segments have no file
+        self._fds = fds or [-1]  # the platform reserves nothing if segments have no file
         self._bytes = memoryview(memory)
         self.states = self._bytes[EXTENTS_AT : layout.control_at]
         self._known_spare = 0  # bytes of memory that this process may reserve before it looks again how much is left
@@ -55,7 +55,7 @@ class Extents:
         return self.has(start, stop) or self.reserve_extents(extents, warn)
 
     def reserve_extents(self, extents: Sequence[int], warn: bool = True) -> bool:
-        """Reserve those of some extents, in ascending order, that are not; see `reserve`. Stop at the first that is refused.
+        """Reserve the memory of extents, in ascending order, that is not reserved; see `reserve`. Stop at the first refusal.
 
         The lock is held for `_AT_ONCE` bytes at a time.
         """
@@ -122,7 +122,7 @@ class Extents:
         self._known_spare -= nbytes
         if self._huge:
             # Under the "advise" policy only a fault through the advised mapping brings huge pages; fallocate would fill the
-            # range with small ones. Where this fails (an old kernel, no memory), fallocate does the rest, or reports the error.
+            # range with small ones. If this fails (an old kernel, no memory), fallocate does the rest, or reports the error.
             self.populate(at - self._layout.data_at, at - self._layout.data_at + nbytes)
         try:
             here.reserve(self._fds[0], at, nbytes)

@@ -3,10 +3,10 @@
 NOTE [ The launcher ]
     Ranks of a job have a process in common that started them: the agent of torchrun, the launcher of accelerate or DeepSpeed,
     a step of Slurm, ``mpirun``, the raylet of Ray, the process that called `torch.multiprocessing.spawn`. Its number and its
-    start time identify the job, also where an earlier job had the same port. Scripts may lie between it and a rank.
+    start time identify the job, even if an earlier job had the same port. Scripts may lie between it and a rank.
 
     Launchers set a rank's number in its environment. So the launcher is the nearest process above a rank that was started
-    without it. Where the rank has set the variables itself, it was started by multiprocessing, or it is the first rank of
+    without it. If the rank has set the variables itself, it was started by multiprocessing, or it is the first rank of
     Lightning, which starts the others: then it is the launcher.
 
     One process of a shell, Slurm, MPI or Ray may start several jobs. There the port of the job is a part of the key.
@@ -29,7 +29,7 @@ _OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 _OF_SLURM = ("SLURM_STEP_NUM_TASKS",)  # set by srun, not by sbatch
 _OF_RAY = ("RAY_RAYLET_PID",)  # also in tasks that are not ranks
 _RANKS = (_OF_TORCH, _OF_MPI, _OF_SLURM, _OF_RAY)
-"""Variables that a launcher sets for each rank. Those of torchrun come first: Slurm may have started torchrun."""
+"""Variables that a launcher sets for each rank. The variables of torchrun come first: Slurm may have started torchrun."""
 _RANKS_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 _ROOT = "STOCACHE_ROOT"  # of a tree of processes: the number and the start time of the first
 _STARTS_ONE_JOB = "python"  # programs with such a name start one job each
@@ -115,7 +115,7 @@ def _key(pid: int) -> str:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """Return the variables that a process was started with; none where they cannot be read."""
+    """Return the variables that a process was started with; none if they cannot be read."""
     try:
         texts = (_PROC / f"{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # it has ended, or is another user's

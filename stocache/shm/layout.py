@@ -28,7 +28,7 @@ _HEADER = struct.Struct("<8sQQQQII")  # magic, version, control, data and extent
 _MAGIC, _VERSION = b"stocache", 4
 LIMIT = struct.Struct("Q")
 LIMIT_AT = 4080  # a `LIMIT`: how much of the data may be reserved; 0 for all of it
-RANKS_AT = 4093  # how many ranks have attached, of those that share a segment without a name
+RANKS_AT = 4093  # how many ranks have attached, of the ranks that share a segment without a name
 PERSISTS_AT = 4094  # set if the file stays when no process holds it
 WARNED_AT = 4095  # bits: the warnings that a process has given
 DESCRIPTOR_MAX = LIMIT_AT - _HEADER.size
@@ -48,7 +48,7 @@ class Layout:
     """The sizes that fix every offset in the file.
 
     Attributes:
-        descriptor: the owner's description of the data, up to `DESCRIPTOR_MAX` bytes; empty where no process looks for it.
+        descriptor: the owner's description of the data, up to `DESCRIPTOR_MAX` bytes; empty if no process looks for it.
     """
 
     control_bytes: int
@@ -62,8 +62,8 @@ class Layout:
     ) -> "Layout":
         """Return the layout for new data. Extents have 2 MiB.
 
-        ``extent_bytes``, a multiple of 4 KiB, sets another size: a larger one for data that will be mostly holes, a smaller one
-        for data that is written at random.
+        ``extent_bytes``, a multiple of 4 KiB, sets a different size: a larger one for data that will be mostly holes, a smaller
+        one for data that is written at random.
         """
         return cls(control_bytes, data_bytes, extent_bytes or HUGE_PAGE, descriptor)
 
@@ -120,8 +120,8 @@ class Layout:
         """Read the layout of a file, and check it against the file.
 
         Raises:
-            SegmentError: the file is not a segment, has another format, is damaged or truncated. The message goes on after the
-                path of the file: "is damaged: …".
+            SegmentError: the file is not a segment, has a different format, is damaged or truncated. The message goes on after
+                the path of the file: "is damaged: …".
         """
         header = os.pread(fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):

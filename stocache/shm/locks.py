@@ -59,7 +59,7 @@ class FileLocks:
     """
 
     def __init__(self, fds: list[int], where: str) -> None:
-        self._fds, self._where = fds or [-1], where  # the platform has no locks of bytes where segments have no file
+        self._fds, self._where = fds or [-1], where  # the platform has no locks of bytes if segments have no file
         self._timed_out: dict[int, tuple[float, float]] = {}  # by process that held a lock: when to wait again; seconds waited
         self._warned_of: set[int] = set()  # processes
 

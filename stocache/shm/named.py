@@ -90,7 +90,7 @@ class Descriptor:
         return json.dumps({"identity": identity, "facts": self.facts, "created": self.created}).encode()
 
     def differences(self, wanted: Identity) -> str:
-        """Describe where ``wanted`` differs from this identity, for its own keys only; "" if it does not differ."""
+        """Say in what ``wanted`` differs from this identity, for its own keys only; "" if it does not differ."""
         pairs = [(key, self.identity.get(key), _brief(value)) for key, value in wanted.items()]
         return "; ".join(f"{key} {held!r}, now {asked!r}" for key, held, asked in pairs if held != asked)
 
@@ -170,7 +170,7 @@ def peek(at: int, path: str) -> Iterator[tuple[int, bool]]:
     """
     key = registry.key_of(at, path)
     segment = attached(key) if key else None
-    if segment is not None:  # then use its descriptor: closing another one would drop the locks of this process
+    if segment is not None:  # then use its descriptor: closing a different one would drop the locks of this process
         yield segment.fd, True
         return
     fd = registry.open_file(at, path) if key else None
@@ -212,14 +212,14 @@ def remove(path: str, force: bool = False, dead: bool = False) -> None:
 
 
 def holders() -> dict[FileKey, list[int]]:
-    """Return the processes attached to each segment, as far as they are visible from here."""
+    """Return the processes attached to each segment, if they are visible from here."""
     return registry.lock_owners(ROW_LOCKS, COUNTER_ROWS)
 
 
 def deleted_in_use(device: int) -> dict[str, list[int]]:
     """Return the former paths of deleted segments on a device, with the processes attached to them.
 
-    Another container's /dev/shm is another device, although the paths are the same.
+    Another container's /dev/shm is a different device, although the paths are the same.
     """
     found: dict[str, list[int]] = {}
     for pid in sorted({pid for key, pids in holders().items() if key[0] == device for pid in pids}):
@@ -335,7 +335,7 @@ def _draft(at: int, path: str, layout: Layout, initialise: Callable[[memoryview]
 
 
 def _link(at: int, draft: int, name: str) -> None:
-    """Give a name to a file without one, in a directory where the name is free."""
+    """Give a name to a file without one, in a directory in which the name is free."""
     try:
         # With a directory's descriptor, Python calls linkat, which follows this link to the file
         os.link(f"/proc/self/fd/{draft}", name, dst_dir_fd=at)

@@ -3,7 +3,7 @@
 New memory costs a page fault for each 4 KiB: several times the cost of copying 4 KiB to it (measured).
 
 NOTE [ Memory that malloc keeps ]
-    So it is with the memory of samples. The malloc of glibc gives freed memory above 128 KiB back to the system, until it has
+    So it is with the memory of samples. The malloc of glibc returns freed memory above 128 KiB to the system, until it has
     freed a larger piece: then it keeps twice as much as that. It learns from the first batch that torch's DataLoader makes and
     frees in this process. But batches in a ring, in a pool, or of torch's workers are not malloc's, and each sample would be
     new memory. `keep_freed_memory` frees a large piece, which it has not touched. A decoded photograph of 150 KB that is read
@@ -47,7 +47,7 @@ class Pool:
     """A pool of this process. A forked child has a copy of it. Threads may share it.
 
     Args:
-        pinned: whether its memory is pinned. It is then that of torch, which waits for copies to GPUs.
+        pinned: whether its memory is pinned. It is then memory of torch, which waits for copies to GPUs.
     """
 
     thread_safe = True  # so worker threads have no copies of it, and the next epoch uses its memory again
@@ -90,7 +90,7 @@ class Pool:
 def pinned_memory(nbytes: int) -> Tensor:
     """Return uninitialised pinned memory of torch, which does not use it again before copies from it to GPUs have ended.
 
-    Where the machine gives none, return other memory, from which copies are slower.
+    If the machine has none, return other memory, from which copies are slower.
     """
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -3,7 +3,7 @@
 NOTE [ Private views ]
     A sample belongs to the caller that reads it: writing to it must not change the cache. Copying 150 KB takes longer than
     everything else that happens to a sample. So large samples are views of a second mapping of the segment, MAP_PRIVATE. Its
-    pages are those of the cache until this process writes to one; then the kernel gives it a copy of that page.
+    pages are pages of the cache until this process writes to one; then the kernel makes it a copy of that page.
 
     A batch of samples is one lease. Slots may share a page with their neighbours (also the last slot of one column with the
     first of the next). So while the lease lasts, its slots and their neighbours are copied for other batches: a view would show
@@ -101,7 +101,7 @@ class PrivateViews:
             own, leased, count = set(slots), self._leased, self._slots
             near = own | {(slot - 1) % count for slot in own} | {(slot + 1) % count for slot in own}
             usable = [True] * len(slots)
-            if len(own) < len(slots) or not leased.isdisjoint(near):  # a slot comes twice, or another batch has one nearby
+            if len(own) < len(slots) or not leased.isdisjoint(near):  # a slot comes twice, or a different batch has one nearby
                 own.clear()
                 for position, slot in enumerate(slots):
                     usable[position] = slot not in own and leased.isdisjoint(((slot - 1) % count, slot, (slot + 1) % count))

@@ -8,7 +8,7 @@ NOTE [ Holding a file ]
 
 NOTE [ Locks and forks ]
     A flock belongs to the open file description, which a fork shares. A child that another thread forks at the wrong moment
-    would keep the lock when its parent is killed. So `_momentary` lists the descriptors that hold such locks for a moment, and
+    would keep the lock when its parent is killed. So `_momentary` lists the descriptors that hold these locks for a moment, and
     a child closes them first.
 
 NOTE [ Interrupts and finalizers ]
@@ -100,8 +100,8 @@ def directory_of() -> str:
 def run_locked(path: str, work: Callable[[int | None], _Result], create: bool = False) -> _Result:
     """Return ``work(descriptor)``, with the lock of a directory held.
 
-    The descriptor is that of the directory; None if the directory does not exist and ``create`` is False. Afterwards the
-    directory is removed if it is empty.
+    The descriptor is the descriptor of the directory; None if the directory does not exist and ``create`` is False. Afterwards
+    the directory is removed if it is empty.
 
     Raises:
         ForeignError: it belongs to another user.
@@ -179,7 +179,7 @@ class _Lock:
             with contextlib.suppress(OSError):
                 os.rmdir(self._path)
         here.unlock_file(fd)
-        self._fd = None  # before it is closed: the number may be another file's then
+        self._fd = None  # before it is closed: the number may be a different file's then
         _momentary.discard(fd)
         os.close(fd)
 
@@ -319,7 +319,7 @@ def is_held(fd: int) -> bool:
 
 
 def remove_unheld(path: str, key: FileKey) -> bool:
-    """Remove a named segment, unless a process holds it, it persists, or the path leads to another file by now.
+    """Remove a named segment, unless a process holds it, it persists, or the path leads to a different file by now.
 
     Call it with `attaching` held.
     """

@@ -69,8 +69,8 @@ class Segment:
         locks: the locks of the file; see NOTE [ Kernel file locks ].
         holder: a number that identifies this process among all that have ever attached. 0 if too many are attached.
         guard: lock for the threads of this process. Take it before a lock of the file, and before reserving.
-        backing: "/dev/shm", "memfd", or "none" if the machine gives no shared memory; then it has control bytes, but no data.
-            "process" is memory of this process alone, where the platform shares none.
+        backing: "/dev/shm", "memfd", or "none" if the machine has no shared memory; then it has control bytes, but no data.
+            "process" is memory of this process alone, if the platform shares none.
     """
 
     control: memoryview
@@ -156,8 +156,8 @@ class Segment:
     ) -> "Segment":
         """Return a new anonymous segment: ``control_bytes`` are reserved now, ``data_bytes`` can be reserved later.
 
-        If the machine gives no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
-        `Layout.for_sizes`. ``for_threads``: memory of this process is of use, too, where the platform shares none.
+        If the machine has no shared memory, its backing is "none" and its data has 0 bytes. ``extent_bytes``: see
+        `Layout.for_sizes`. ``for_threads``: memory of this process is of use, too, if the platform shares none.
         """
         if not here.SHARES_MEMORY:
             with contextlib.suppress(OSError, MemoryError):
@@ -296,7 +296,7 @@ class Segment:
             self.counters[counter] += amount
 
     def totals(self) -> list[int]:
-        """Return the sums of the `counters` of all processes, also of those that have exited."""
+        """Return the sums of the `counters` of all processes, also of the processes that have exited."""
         return sum_rows(self._bytes[COUNTERS_AT:EXTENTS_AT])
 
     def __reduce__(self) -> tuple[Callable[..., "Segment"], tuple[Any, ...]]:
@@ -376,8 +376,8 @@ def _backings(nbytes: int) -> list[str]:
     """Return where to try to create a segment of ``nbytes``, best first.
 
     /dev/shm comes first if it has the room, because an administrator sees and limits it there. Else a memfd comes first: the
-    size of /dev/shm does not limit it. A memfd also comes first if the kernel gives it huge pages: /dev/shm has them only if it
-    was mounted with huge=.
+    size of /dev/shm does not limit it. A memfd also comes first if the kernel offers huge pages for it: /dev/shm has them only
+    if it was mounted with huge=.
     """
     huge = limits.memfd_huge_policy() in _HUGE_POLICIES
     return ["memfd", limits.SHM_DIR] if huge or limits.shm_room() < nbytes else [limits.SHM_DIR, "memfd"]
@@ -433,7 +433,7 @@ def _attach_anew(key: FileKey, handle: Any, backing: str, path: str | None) -> S
 
 def _open_path(key: FileKey, path: str) -> int:
     try:
-        status = os.stat(path)  # before opening: if it is another segment, closing it would drop that segment's locks
+        status = os.stat(path)  # before opening: if it is a different segment, closing it would drop that segment's locks
         if (status.st_dev, status.st_ino) == key:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             if identify(fd) == key:

@@ -72,8 +72,8 @@ def join(
 def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
     """Yield the segments of other processes of this user, of one job or of all, the oldest first.
 
-    They are closed at the end, except those that were removed from the list. Call it with `registry.attaching` held: to close
-    a file to which another thread attaches would drop the locks of this process.
+    They are closed at the end, except the descriptors that were removed from the list. Call it with `registry.attaching` held:
+    to close a file to which another thread attaches would drop the locks of this process.
     """
     found: list[Sibling] = []
     try:
@@ -90,14 +90,14 @@ def siblings(job: str | None = None) -> Iterator[list[Sibling]]:
 
 
 def count_ranks(key: FileKey) -> int:
-    """Return how many processes hold a segment, without those that another one of them has started, such as workers."""
+    """Return how many processes hold a segment, without the processes that one of them has started, such as workers."""
     pids = set(holders().get(key, []))
     return sum(not is_started_by(pid, pids) for pid in pids)
 
 
 def promised_bytes() -> int:
     """Return the memory that the caches of this user on this machine may still take. With `registry.attaching` held."""
-    # Those of others, such as a ring, have no descriptor, and far more data than they ever reserve
+    # Segments of others, such as a ring, have no descriptor, and far more data than they ever reserve
     promised = sum(segment.extents.promised_bytes for segment in all_attached() if segment.layout.descriptor)
     with siblings() as found:
         for sibling in found:
@@ -121,7 +121,7 @@ def _open(key: FileKey, pids: list[int]) -> Sibling | None:
                 sibling = None
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 try:
-                    with contextlib.suppress(SegmentError):  # without a descriptor, or of another version
+                    with contextlib.suppress(SegmentError):  # without a descriptor, or of a different version
                         if identify(fd) == key and os.fstat(fd).st_uid == here.user():
                             layout = Layout.read(fd)
                             sibling = Sibling(key, fd, layout, Descriptor.read(layout), registry.backing_of(path))

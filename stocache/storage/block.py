@@ -7,8 +7,8 @@ NOTE [ Blocks ]
         offsets    (n + 1,) where the record of each sample begins, and where the last one ends; int64; not for rows
         samples    the bytes of the samples: rows (n, bytes of a row), or records one after the other; uint8
 
-    Samples are *rows* if all of them have one treedef and the same integers. A row has the leaves of a record
-    (NOTE [ Records ]) and ends at a multiple of 8 bytes. Other samples are *records*, as they are in memory.
+    Samples are *rows* if all of them have one treedef and the same integers. A row consists of the leaves of a record (NOTE [
+    Records ]) and is padded to a multiple of 8 bytes. Other samples are *records*, as they are in memory.
 
     ``__metadata__`` has one entry, "stocache", a JSON object:
 
@@ -22,7 +22,7 @@ NOTE [ Blocks ]
     sample finds damage in it; there is no need to read the whole block.
 
     Blocks are read by pread, not through a mapping. Another process may truncate the file, and the disk may fail: pread then
-    raises an error, where a mapping ends the process by SIGBUS. From a cold disk a mapping reads what lies around each page,
+    raises an error; but a mapping ends the process by SIGBUS. From a cold disk a mapping reads what lies around each page,
     or, with MADV_RANDOM, one page after the other; the samples of a batch are requested together (POSIX_FADV_WILLNEED), which
     is several times as fast. A warm read takes a microsecond more.
 """
@@ -54,12 +54,12 @@ LIST_DAMAGE = f"'stocache check DIR' lists all damage. {PREPARE_AGAIN}"
 """The end of messages about a damaged block."""
 
 _MARK = b'\\"checksum\\": \\"'
-_SMALL = 4 << 10  # bytes of a sample, below which its leaves are copied: those of larger ones are read in place
+_SMALL = 4 << 10  # bytes of a sample, below which its leaves are copied: the leaves of larger ones are read in place
 _READERS = 1024  # readers of treedefs that a process keeps
 
 
 def version_error(version: object, own: int) -> str:
-    """Return the text about a file of another version."""
+    """Return the text about a file of a different version."""
     is_older = type(version) is int and version < own
     remedy = f"An earlier stocache wrote it. {PREPARE_AGAIN}" if is_older else "Update stocache."
     return f"has version {version!r:.20}; this stocache reads version {own}. {remedy}"
@@ -103,7 +103,7 @@ def encode(samples: Sequence[object], first: int = 0, allow_pickle: bool = False
 
 
 def _header(columns: dict[str, BytesLike], shape: list[int], facts: str) -> bytes:
-    """Return the beginning of a file of these columns, as safetensors writes it. ``shape``: that of the samples."""
+    """Return the beginning of a file of these columns, as safetensors writes it. ``shape``: the shape of the samples."""
     header: dict[str, Any] = {"__metadata__": {"stocache": facts}}
     end = 0
     for name, column in columns.items():
@@ -167,7 +167,7 @@ class _Records:
         allow_pickle: as for `Block`.
 
     Raises:
-        ValueError: a record begins within another one.
+        ValueError: a record begins within a different one.
     """
 
     def __init__(self, texts: list[str], offsets: memoryview, allow_pickle: bool) -> None:
@@ -224,8 +224,8 @@ class Block:
         allow_pickle: whether to load pickled values. Loading runs the code that a pickle names.
 
     Raises:
-        DamagedError: the file is not a block, or not as it was written.
-        StorageError: it has another version.
+        DamagedError: the file is not a block, or has changed since it was written.
+        StorageError: it has a different version.
     """
 
     def __init__(self, source: ByteSource, name: str, allow_pickle: bool = False) -> None:
@@ -301,7 +301,7 @@ class Block:
         Reads the bytes of this sample only. After many calls, it also asks the kernel to read the whole block ahead.
 
         Raises:
-            DamagedError: the sample is not as it was written.
+            DamagedError: the sample has changed since it was written.
             StorageError: it needs classes that are missing, or pickles that are not allowed.
         """
         self._note_reads(1)
@@ -343,7 +343,8 @@ class Block:
     def encoded(self, rows: Sequence[int], layout: RowLayout | None = None) -> dict[int, Any] | None:
         """Return the bytes of samples by row, as a cache stores them: leaves if there is a ``layout``, else records.
 
-        A sample that is not as it was written is left out. If ``rows`` are half of the block or more, it is read at once.
+        A sample that has changed since it was written is left out. If ``rows`` are half of the block or more, it is read at
+        once.
 
         Returns:
             None if the samples must be made: they are not rows of ``layout``, or pickles.
@@ -370,7 +371,7 @@ class Block:
         """Read the whole block and check every sample, without building it.
 
         Raises:
-            DamagedError: a sample is not as it was written.
+            DamagedError: a sample has changed since it was written.
         """
         self._source.prefetch()
         for row in range(self.samples):
@@ -393,7 +394,7 @@ class Block:
         return [data[one - begin : other - begin] for one, other in pairwise(bounds)]
 
     def _check(self, row: int, memory: Any) -> None:
-        """Raise DamagedError unless a sample is as it was written."""
+        """Raise DamagedError if a sample has changed since it was written."""
         if xxhash.xxh3_64_intdigest(memory) != self._checks[row]:
             found = xxhash.xxh3_64_hexdigest(memory)
             raise self._damaged(f"sample {row} in it has the checksum {found}, not {self._checks[row]:016x}")

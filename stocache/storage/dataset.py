@@ -61,7 +61,7 @@ class StorageDataset(Dataset[TSample]):
 
         Raises:
             IndexError: ``idx`` is outside the dataset.
-            DamagedError: the sample is not as it was written.
+            DamagedError: the sample has changed since it was written.
         """
         return self.storage.load_sample(int(self.indices[idx]))
 
@@ -80,7 +80,7 @@ class StorageDataset(Dataset[TSample]):
         are_alike = load_block is not None and newer_of(self.storage, "load_sample", "load_block") is not None
         in_one = are_alike and size and len({idx // size for idx in wanted}) == 1
         if in_one and len(set(wanted)) >= max(2, size // 2, len(wanted)):  # each once: the caller may change them
-            with contextlib.suppress(DamagedError):  # perhaps of another sample
+            with contextlib.suppress(DamagedError):  # perhaps of a different sample
                 block: list[TSample] = load_block(first // size)
                 return [block[idx % size] for idx in wanted]
         if (prefetch := getattr(self.storage, "prefetch_samples", None)) is not None and len(wanted) > 1:
@@ -113,7 +113,7 @@ class StorageDataset(Dataset[TSample]):
         Of a block of which this dataset has a part, the samples count as equally large.
 
         Returns:
-            None as `load_encoded`, but whatever their structures; and where there are no blocks.
+            None as `load_encoded`, but whatever their structures; and if there are no blocks.
 
         Raises:
             DamagedError: a block cannot be read.

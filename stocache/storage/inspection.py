@@ -69,7 +69,7 @@ def _leaves(treedef: Any) -> Iterator[Any]:
 
 
 def _shapes(treedef: Any, integers: list[int]) -> list[int]:
-    """Return the integers of a row without those that say how long its streams are; none if it has lists."""
+    """Return the integers of a row without the integers that say how long its streams are; none if it has lists."""
     leaves = list(_leaves(treedef))
     if any(leaf[0] == "items" for leaf in leaves):
         return []

@@ -20,7 +20,7 @@ from stocache.system.waiting import describe_first, flock_owners, is_at_work, wa
 
 logger = logging.getLogger("stocache")
 
-_REPORT_S = 30.0  # seconds between two messages while a process waits for another
+_REPORT_S = 30.0  # seconds between two messages while a process waits for a second one
 _STANDSTILL_S = 300.0  # seconds without a new file or a sign of life, after which it no longer waits
 
 

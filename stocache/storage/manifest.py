@@ -94,8 +94,8 @@ def parse_index(text: bytes, path: str) -> Index:
     """Return the index in the content of the file ``path``.
 
     Raises:
-        DamagedError: the content is not as it was written.
-        StorageError: the file is not an index of stocache, or has another version.
+        DamagedError: the content has changed since it was written.
+        StorageError: the file is not an index of stocache, or has a different version.
     """
     try:
         facts = json.loads(text)
@@ -152,7 +152,7 @@ def open_block(
         open_source: opens the file.
 
     Raises:
-        DamagedError: the file is missing or damaged, or holds another block.
+        DamagedError: the file is missing or damaged, or holds a different block.
         StorageError: it cannot be read here.
     """
     try:
@@ -212,7 +212,7 @@ class BlockFolderWriter:
         return found
 
     def reopen(self) -> None:
-        """Turn a prepared folder into one whose preparation, with another plan, was interrupted."""
+        """Turn a prepared folder into one whose preparation, with a different plan, was interrupted."""
         self.folder.write(_PREPARING, _preparing({}))
         self.folder.remove(INDEX)
 

@@ -7,8 +7,8 @@ NOTE [ Skipped samples ]
     Which samples cannot be loaded is known only at the end. So a preparation first goes through the whole source. It writes the
     blocks that can be loaded, and notes here which samples failed. Then the order changes: the blocks that have other samples
     now are removed, this file says that the samples are left out, and the missing blocks are written. If another sample fails
-    then, the same happens once more. So at any instant the blocks in the folder are those of the order without the samples that
-    are left out. A preparation that was killed goes on from there.
+    then, the same happens once more. So at any instant the blocks in the folder are the blocks of the order without the samples
+    that are left out. A preparation that was killed goes on from there.
 
     skipped.json is one JSON object:
 
@@ -35,7 +35,7 @@ _GROWTH = 1.1  # by how much the notes grow before they are saved again: so all 
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample that cannot be loaded: its index in the source, its name or path if the source gives one, and the reason."""
+    """A sample that cannot be loaded: its index in the source, its name or path if the source has one, and the reason."""
 
     index: int
     name: str | None
@@ -92,7 +92,7 @@ def read_skipped(folder: Folder) -> SkippedSamples:
     """Return the content of skipped.json in a folder; without samples if it does not exist.
 
     Raises:
-        DamagedError: the file is not as it was written.
+        DamagedError: the file has changed since it was written.
     """
     try:
         text = folder.read(SKIPPED)

@@ -123,7 +123,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         self._index: Index | None = None
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._closed_blocks: OrderedDict[int, Block] = OrderedDict()
-        self._locks: dict[int, Any] = {}  # by process: in a forked child that of its parent may be held for ever
+        self._locks: dict[int, Any] = {}  # by process: in a forked child the lock of its parent may be held for ever
         self._last_block = -1
 
     def is_prepared(self) -> bool:
@@ -170,8 +170,8 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """The index of the folder: its blocks and the facts about its samples. Read once.
 
         Raises:
-            DamagedError: the folder is not prepared, or the index is not as it was written.
-            StorageError: the index has another version.
+            DamagedError: the folder is not prepared, or the index has changed since it was written.
+            StorageError: the index has a different version.
         """
         if self._index is None:
             path = os.path.join(self.base_folder, INDEX)
@@ -184,7 +184,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
     @property
     def reads_whole_blocks(self) -> bool:
-        """Whether reading one sample may fetch its whole block each time: from a URL, where not all blocks fit into the folder
+        """Whether reading one sample may fetch its whole block each time: from a URL, if not all blocks fit into the folder
         of local copies."""
         return self._mirror is not None and self.index.nbytes > self._mirror.limit
 
@@ -208,7 +208,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
         """Return the samples of the source that `prepare` left out because they could not be loaded, from skipped.json.
 
         Raises:
-            DamagedError: the file is missing, or not as it was written.
+            DamagedError: the file is missing, or has changed since it was written.
         """
         lacks = self.index.skipped
         skipped = list(read_skipped(self._folder).left_out.values()) if lacks else []
@@ -223,7 +223,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
         Raises:
             SampleIndexError: ``idx`` is out of range.
-            DamagedError: the sample is not as it was written.
+            DamagedError: the sample has changed since it was written.
         """
         index = self._index or self.index
         number, row = divmod(check_index(idx, index.samples, "load_sample"), index.block_size)
@@ -237,7 +237,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
         Raises:
             SampleIndexError: they are out of range.
-            DamagedError: a sample is not as it was written.
+            DamagedError: a sample has changed since it was written.
         """
         try:
             first, last = operator.index(begin), operator.index(end)
@@ -256,7 +256,7 @@ class OnDiskBlockDataStorage(DataStorage[TSample, TInfo]):
 
         Raises:
             SampleIndexError: ``b`` is out of range.
-            DamagedError: a sample is not as it was written.
+            DamagedError: a sample has changed since it was written.
         """
         block = self._open(check_index(b, len(self.index.blocks), "load_block"))
         if b == self._last_block + 1 < len(self.index.blocks) - 1:

@@ -43,7 +43,7 @@ def copy_sample(sample: object) -> Any:
     """Return a deep copy of a sample: its owner may use the memory again for the next one."""
     try:
         return copy.deepcopy(sample)
-    except Exception:  # its class may raise anything; encoding the sample gives a better error
+    except Exception:  # its class may raise anything; encoding the sample raises a better error
         return sample
 
 

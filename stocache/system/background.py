@@ -4,8 +4,8 @@ NOTE [ Threads at exit ]
     A daemon thread does not keep the program from ending. But before Python 3.14, a thread that requests the GIL of an
     interpreter that is shutting down is ended inside that request (see PyEval_RestoreThread in Python's documentation). If the
     request comes from C++ code, such as torch's, the whole process aborts: "terminate called without an active exception". So
-    when the program ends, the threads of `start_daemon`, also those whose owner is gone, are stopped after their current task,
-    such as a user's slow sample, and waited for, 10 seconds in all.
+    when the program ends, the threads of `start_daemon`, also the threads whose owner is gone, are stopped after their current
+    task, such as a user's slow sample, and waited for, 10 seconds in all.
 
 NOTE [ Finishing at exit ]
     What waits to be written is written before the process ends, also in a worker of a DataLoader. Such a worker calls no
@@ -68,7 +68,7 @@ def join_all(threads: Iterable[threading.Thread], patience_s: float) -> None:
 class Background:
     """Works through tasks in one daemon thread, in order. The thread ends when no task came for a while.
 
-    Where no thread can be started, the caller does the work. A forked child begins without tasks: its parent has them.
+    If no thread can be started, the caller does the work. A forked child begins without tasks: its parent has them.
 
     Args:
         name: of the thread.
@@ -132,7 +132,7 @@ class Background:
             finishing.add(self)
         try:
             self._thread = start_daemon(self._run, (), self._name, self._end)
-        except RuntimeError:  # the machine, or an interpreter that goes down, gives no more threads
+        except RuntimeError:  # the machine, or an interpreter that goes down, has no more threads
             while taken := self._take():
                 self._work_on(taken)
 

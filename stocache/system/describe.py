@@ -19,7 +19,7 @@ from stocache.system.objects import base_of, is_decoder, vars_of
 def describe(value: Any, strides: bool = True, _above: tuple[int, ...] = ()) -> Any:
     """Return a description of ``value`` in tuples, str and numbers.
 
-    A value of an unknown class is described by its attributes; where the class is written in C, by its pickled state; an open
+    A value of an unknown class is described by its attributes; if the class is written in C, by its pickled state; an open
     file by its position. A value without these (a lock, a handle of a library, a decoder) is described by its class alone.
     Without ``strides``, strides do not count.
     """
@@ -80,7 +80,7 @@ def _is_address(key: object, value: object) -> bool:
 
 
 def _state(value: Any, inner: Any) -> Any:
-    """Return the pickled state of a value; None where it cannot be pickled."""
+    """Return the pickled state of a value; None if it cannot be pickled."""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # a class that cannot be pickled may raise anything

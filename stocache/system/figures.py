@@ -31,7 +31,7 @@ def flat_numbers(prefix: str, *parts: Any) -> dict[str, float]:
     """Return the numbers in dataclasses and mappings, by name: ``{"cache/hits": 7, "loader/wait_p95_s": 0.1}``.
 
     A number in a nested part has the names of both, joined by "_". Values that are not numbers are left out. A prefix that ends
-    in "_" is joined as it is. W&B, MLflow, TensorBoard and Lightning's ``log_dict`` take such a dict.
+    in "_" is joined unchanged. W&B, MLflow, TensorBoard and Lightning's ``log_dict`` take such a dict.
     """
     joint = "" if prefix.endswith("_") else "/"
     return {f"{prefix}{joint}{name}": number for part in parts for name, number in _numbers(part)}

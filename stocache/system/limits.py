@@ -157,7 +157,7 @@ def cgroup_memory(proc: Path = PROC) -> CgroupMemory | None:
 def _cgroup_dirs(proc: Path) -> tuple[Path, ...]:
     """Return the directories with the memory files of this process's cgroup and its ancestors, innermost first.
 
-    The result is cached: a process is hardly ever moved to another cgroup, and this is called before each reservation.
+    The result is cached: a process is hardly ever moved to a different cgroup, and this is called before each reservation.
     """
     try:
         memberships = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
@@ -208,7 +208,7 @@ def _read_int(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that the processes of this cgroup may use: that of the machine, or of the cgroup if that is less.
+    """The memory that the processes of this cgroup may use: the memory of the machine, or of the cgroup if that is less.
 
     Attributes:
         total: bytes in all.
@@ -242,7 +242,7 @@ def _machine_memory() -> Memory:
 
     try:
         machine = psutil.virtual_memory()
-    except OSError:  # /proc is hidden: then the free bytes, without those of the page cache
+    except OSError:  # /proc is hidden: then the free bytes, without the bytes of the page cache
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
     return Memory(machine.total, machine.available)

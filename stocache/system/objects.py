@@ -1,4 +1,4 @@
-"""Read attributes of the user's objects and classes, also where their own code would raise or answer to any name."""
+"""Read attributes of the user's objects and classes, even if their own code would raise or answer to any name."""
 
 import contextlib
 import functools
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import Subset, dataloader
 
-from stocache.system.platform import here
-
 _T = TypeVar("_T")
 
 attributes_of_class: Callable[[Any], Any] = vars(type)["__dict__"].__get__  # past the hooks of its metaclass
@@ -22,16 +20,16 @@ mro: Callable[[Any], Any] = vars(type)["__mro__"].__get__
 _flags: Callable[[Any], int] = vars(type)["__flags__"].__get__
 
 _ON_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_OF_C = _ON_HEAP | 1 << 8 | 1 << 7  # and those of types that are immutable, or not made by calling them
+_OF_C = _ON_HEAP | 1 << 8 | 1 << 7  # and the flags of types that are immutable, or not made by calling them
 _BUILTIN = type(len)
 _ABSENT = object()
 
 
 def attribute_of(value: object, name: str, default: object = None) -> Any:
-    """Return an attribute of a user's object; the default where it is missing, or the object answers to any name."""
+    """Return an attribute of a user's object; the default if it is missing, or the object answers to any name."""
     try:
         found = getattr(value, name, default)
-    except Exception:  # of a __getattr__ that raises another error than AttributeError, or of a property
+    except Exception:  # of a __getattr__ that raises a different error than AttributeError, or of a property
         return default
     if inspect.getattr_static(value, name, default) is default:
         with contextlib.suppress(Exception):
@@ -78,9 +76,9 @@ def slots_of(value: object) -> Iterator[tuple[Any, Any]]:
 
 
 def get_many_of(dataset: Any) -> Any:
-    """Return the ``__getitems__`` that torch's loader asks for a batch; None where it asks for one sample at a time.
+    """Return the ``__getitems__`` that torch's loader asks for a batch; None if it asks for one sample at a time.
 
-    It is asked also where a subclass has a ``__getitem__`` of its own. That of a Subset asks the dataset in it.
+    It is asked even if a subclass has a ``__getitem__`` of its own. The method of a Subset asks the dataset in it.
     """
     if type(dataset) is Subset and "__getitems__" not in vars_of(dataset) and get_many_of(dataset.dataset) is None:
         return None
@@ -88,7 +86,7 @@ def get_many_of(dataset: Any) -> Any:
 
 
 def newer_of(value: Any, name: str = "__getitems__", other: str = "__getitem__") -> Any:
-    """Return the method ``name`` of an object; None where it has none, or a subclass has its own ``other``."""
+    """Return the method ``name`` of an object; None if it has none, or a subclass has its own ``other``."""
     for names in (vars_of(value), *map(vars, type(value).__mro__)):
         if name in names:
             return getattr(value, name)
@@ -98,12 +96,12 @@ def newer_of(value: Any, name: str = "__getitems__", other: str = "__getitem__")
 
 
 def has_methods(value: object, cls: type, *names: str) -> bool:
-    """Return whether methods of an object are those of ``cls``, and not of a subclass or its own."""
+    """Return whether methods of an object are the methods of ``cls``, and not of a subclass or its own."""
     return all(getattr(getattr(value, name, None), "__func__", None) is getattr(cls, name) for name in names)
 
 
 def static_attribute(cls: type, name: str) -> Any:
-    """Return an attribute of a class or of its bases, without running descriptors; None where it is missing."""
+    """Return an attribute of a class or of its bases, without running descriptors; None if it is missing."""
     for base in mro(cls):
         found = attributes_of_class(base).get(name, _ABSENT)
         if found is not _ABSENT:
@@ -134,7 +132,7 @@ if TYPE_CHECKING:
 
     TorchLoader = DataLoader
 else:
-    TorchLoader = vars(dataloader)["DataLoader"]  # torch's, also where `use_everywhere` has put ours in its place
+    TorchLoader = vars(dataloader)["DataLoader"]  # torch's, even if `use_everywhere` has put ours in its place
 
 
 _LIBRARIES = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -158,7 +156,10 @@ def is_of_python(path: str) -> bool:
 
 @contextlib.contextmanager
 def recorded_names(dataset: object, method: str = "__getattribute__") -> Iterator[set[str]]:
-    """Yield a set that collects the attributes of the dataset that are read in the block; or set, if ``method`` does that."""
+    """Yield a set that collects the attributes of the dataset that are read in the block; or set, if ``method`` does that.
+
+    Use it in a child process: its class has a method of ours meanwhile.
+    """
     cls, names = type(dataset), set[str]()
     original = getattr(cls, method)
 
@@ -173,20 +174,7 @@ def recorded_names(dataset: object, method: str = "__getattribute__") -> Iterato
     except TypeError:  # of a built-in class, whose objects have no attributes
         yield names
         return
-    _patches.append(undo)
     try:
         yield names
     finally:
-        _patches.remove(undo)
         undo()
-
-
-_patches: list[Callable[[], None]] = []  # to undo in a forked child, where the thread that patched a class is not
-
-
-def _enter_child() -> None:
-    while _patches:
-        _patches.pop()()
-
-
-here.at_fork(after_in_child=_enter_child)

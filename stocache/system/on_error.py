@@ -27,7 +27,7 @@ class Retry:
         times: attempts after the first one, from 1 to 100.
         backoff_s: seconds to wait before the second attempt. Each wait is twice as long as the one before, up to 60 s.
         only: classes of errors. An error counts if it is of such a class, or an error that caused it is. A `WorkerError`, and
-            what is no Exception (KeyboardInterrupt, SystemExit), never counts.
+            what is not an Exception (KeyboardInterrupt, SystemExit), never counts.
 
     Examples:
         >>> attempts = iter([False, True])
@@ -82,7 +82,7 @@ class Skip:
         DataLoader(dataset, batch_size=32, on_error=[Retry(times=3), Skip(at_most=0.001)])
 
     The substitute depends on (seed, epoch, index) alone, so all batches keep their size and order on any number of workers and
-    ranks, and after a resume. It is not cached as the sample that failed. The epoch is that of the loader's ``set_epoch``.
+    ranks, and after a resume. It is not cached as the sample that failed. The epoch is the epoch of the loader's ``set_epoch``.
 
     Args:
         at_most: the share of the dataset's samples that may fail, rounded up to whole samples. The next sample that fails ends
@@ -143,7 +143,7 @@ def parse_on_error(value: Any) -> tuple[Retry | None, Skip | None]:
 
 
 def of_word(on_error: Any) -> Any:
-    """Return what a word of a user stands for: "skip" leaves out whatever fails, another word nothing. Objects stay."""
+    """Return what a word of a user stands for: "skip" leaves out whatever fails, a different word nothing. Objects stay."""
     return (Skip(at_most=1.0) if on_error == "skip" else None) if isinstance(on_error, str) else on_error
 
 

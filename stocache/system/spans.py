@@ -25,7 +25,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def in_spans(name: str, values: Iterable[object]) -> Iterable[Any]:
-    """Return an iterable of the same values, each made within `span`. A list is complete already, and is returned as it is."""
+    """Return an iterable of the same values, each made within `span`. A list is complete already, and is returned unchanged."""
     return _in_spans(name, values) if profiler._is_profiler_enabled and not isinstance(values, list) else values
 
 

@@ -15,7 +15,7 @@ _FIELDS = ("what", "version", "identity", "position", "parts")
 
 @dataclass(frozen=True)
 class StateForm:
-    """The form of the states of one class. It makes states, and checks those that it reads.
+    """The form of the states of one class. It makes states, and checks the states that it reads.
 
     A state is a dict of strings, numbers, lists and dicts, so JSON can save it. Only the parts that belong to objects of the
     user may be anything else. Its fields:
@@ -31,8 +31,8 @@ class StateForm:
         version: see above.
         position: the types that each field of ``position`` may have. An int must be at least 0, and less than ``limit``.
         parts: the types that each field of ``parts`` may have.
-        optional: fields of ``identity`` that need not be equal where one of the two is None.
-        mismatch: the error message where ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
+        optional: fields of ``identity`` that need not be equal if one of the two is None.
+        mismatch: the error message if ``name``, a field of ``identity``, is ``saved`` in the state and not ``own``.
         limit: of ints in ``position`` and ``parts``.
     """
 

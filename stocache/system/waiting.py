@@ -52,7 +52,7 @@ def status_of(pid: int) -> list[str]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that has started another one; 0 if that has ended, or is not visible from here."""
+    """Return the process that has started a different one; 0 if that has ended, or is not visible from here."""
     fields = status_of(pid)
     return int(fields[1]) if fields else 0
 
@@ -91,7 +91,7 @@ class StallWatch:
 
 
 def process_tree(pid: int) -> Iterator[int]:
-    """Yield a process and all its children, where the kernel lists them."""
+    """Yield a process and all its children, if the kernel lists them."""
     yield pid
     for path in _of_threads(pid, "children"):
         with suppress(OSError):  # the thread has ended

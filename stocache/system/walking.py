@@ -65,7 +65,7 @@ def walk(dataset: object, through: Callable[[Any], bool] = lambda dataset: True)
 
 
 def set_epoch(dataset: object, epoch: int) -> None:
-    """Set the epoch of a dataset; or where it has no ``set_epoch``, of the outermost datasets within it that have one."""
+    """Set the epoch of a dataset; or if it has no ``set_epoch``, of the outermost datasets within it that have one."""
     for found in walk(dataset, through=lambda wrapper: not takes_epoch(wrapper)):
         if takes_epoch(found):
             found.set_epoch(epoch)

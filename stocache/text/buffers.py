@@ -246,7 +246,7 @@ class Buffers:
         return chunks or None
 
     def _is_stale(self, number: int, begin: LinePosition, buffer: Any) -> bool:
-        """Whether the rows of a cached buffer differ from those that its text gives now. Then the cache is not used any more.
+        """Whether the rows of a cached buffer differ from the rows that its text has now. Then the cache is not used any more.
 
         The function of a `CustomFormat` may have changed, or draw random numbers. So in each pass over the buffers,
         the first cached one is parsed as well.

@@ -54,7 +54,7 @@ class TextFile:
         return CompressedFile(raw, self.compression)
 
     def check(self) -> None:
-        """Raise DamagedError if a local file is gone, or has another size or time than when it was found."""
+        """Raise DamagedError if a local file is gone, or has a different size or time than when it was found."""
         try:
             changed = not is_url(self.path) and _size_and_stamp(os.stat(self.path)) != (self.size, self.stamp)
         except FileNotFoundError:
@@ -117,7 +117,7 @@ class FileReader:
 
 
 def find_files(paths: Paths, storage_options: dict[str, Any] | None = None) -> list[TextFile]:
-    """Return the files of one or more paths, globs and URLs; those of a glob are sorted.
+    """Return the files of one or more paths, globs and URLs; the files of a glob are sorted.
 
     Raises:
         FileNotFoundError: a file does not exist, or a glob matches nothing.

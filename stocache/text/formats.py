@@ -114,7 +114,7 @@ class TextFormat(ABC):
         """A text that is equal only for formats that parse rows alike.
 
         A function of a module is identified by its name. A lambda, a function within a function and one of the main script
-        are identified by their code and by the values they close over. Another callable is identified by its class.
+        are identified by their code and by the values they close over. A different callable is identified by its class.
         """
         values = {name: getattr(self, name, default) for name, default in _IDENTITY.items()}
         if values["parse"] is not None:
@@ -134,10 +134,10 @@ class ColumnFormat(TextFormat):
     """Base class of formats whose rows have fields. The fields become features and labels.
 
     Attributes:
-        columns: the features, as numbers from 0 or names. Names are those in the last line of the header, or JSON keys. None
-            for all fields that are not labels.
-        label_columns: the labels. A number or a name gives labels of shape (batch,), a sequence gives (batch, labels), and
-            None gives batches of features alone.
+        columns: the features, as numbers from 0 or names. Names are the names in the last line of the header, or JSON keys.
+            None for all fields that are not labels.
+        label_columns: the labels. A number or a name makes labels of shape (batch,), a sequence makes (batch, labels), and
+            None makes batches of features alone.
         dtype, label_dtype: of the tensors, from torch or numpy.
         nan: "error" makes a missing value ("", NA, nan, null, …) an error. "keep" makes it NaN if the dtype has one.
     """
@@ -264,7 +264,7 @@ class CsvFormat(ColumnFormat):
             raise StreamError(f"{where}: {line!r:.200}: {error}") from None
 
     def _description(self, first: str, width: int) -> str:
-        """Describe the first row; name another delimiter if it would split a row that has one field."""
+        """Describe the first row; name a different delimiter if it would split a row that has one field."""
         counts = {mark: first.count(mark) + 1 for mark in (",", "\t", ";", " ")} | {None: len(first.split())}
         likely = max(counts, key=lambda mark: counts[mark])
         hint = f" (delimiter={likely!r} would make {counts[likely]})" if width == 1 and counts[likely] > 1 else ""
@@ -342,7 +342,7 @@ class CustomFormat(TextFormat):
     Attributes:
         parse: takes a list of lines, and returns arrays or tensors, or a tree of them, with one row for each line. The rows
             of an array have the same shape for all lines.
-        audit: whether one buffer that is cached is parsed again in each epoch, to notice that ``parse`` gives other rows.
+        audit: whether one buffer that is cached is parsed again in each epoch, to notice that ``parse`` yields other rows.
 
     Examples:
         >>> np.savetxt("points.txt", ["1/2", "3/4"], "%s")

@@ -73,7 +73,7 @@ class TextChunk:
     fault: str | None = None
 
     def location(self, row: int) -> LineLocation:
-        """Return the line of a row; for one past the last row, where the chunk ends."""
+        """Return the line of a row; for one past the last row, the end of the chunk."""
         if row >= self.rows:
             return self.file, self.offset, self.lines
         return self.file, self.offset, row if self.numbers is None else int(self.numbers[row])

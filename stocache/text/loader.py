@@ -15,6 +15,7 @@ from tqdm import tqdm
 from stocache.cache.options import CacheOptions
 from stocache.errors import CacheNameError, ClosedError, MismatchError, StateError, StreamError
 from stocache.system.hashing import checksum
+from stocache.system.loading import watch
 from stocache.system.ranks import is_first_rank
 from stocache.system.state import StateForm
 from stocache.text.arrow import check_arrow
@@ -67,8 +68,8 @@ class StreamLoader(IterableDataset[Any]):
             random order; the files are first read once for that, without parsing.
         window: number of buffers that are shuffled together. All of them are in memory together.
         seed: the order depends only on the seed, the epoch and the rank.
-        drop_last: True leaves out the last rows that do not fill a buffer, "batch" those that do not fill a batch, False
-            leaves out nothing. Batches do not reach beyond their window: where lines are skipped, this applies to the end of
+        drop_last: True leaves out the last rows that do not fill a buffer, "batch" the rows that do not fill a batch, False
+            leaves out nothing. Batches do not reach beyond their window: if lines are skipped, this applies to the end of
             each window.
         format: a `CsvFormat`, `FixedWidthFormat`, `JsonLinesFormat` or `CustomFormat`. The default is ``CsvFormat("\\t")``.
         transform: called with each batch; its result is delivered instead. Results are not cached.
@@ -178,7 +179,7 @@ class StreamLoader(IterableDataset[Any]):
         self._open(find_files(path, self._read.storage_options))
 
     def _check_custom(self, options: CacheOptions) -> None:
-        """Raise CacheNameError if a cache could hold rows of another `CustomFormat`."""
+        """Raise CacheNameError if a cache could hold rows of a different `CustomFormat`."""
         is_cached = options.size_limit_gib != 0 or options.disk is not None
         if self._world_size > 1 and is_cached and options.name is None:
             raise CacheNameError(
@@ -267,6 +268,9 @@ class StreamLoader(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the batches of the next epoch, or over the rest of one that was resumed."""
+        return watch.current.iterate(self, self._deliver)
+
+    def _deliver(self) -> Iterator[Any]:
         # this is a generator, so it runs from the first batch on: by then a persistent worker has its epoch
         worker = get_worker_info()
         windows = self._reopen_changed()
@@ -374,8 +378,8 @@ class StreamLoader(IterableDataset[Any]):
         """Continue where `state_dict` was taken: the next iterator delivers the batches after it, and parses only those.
 
         Raises:
-            StateError: this is not such a state, or it belongs to other files or another order. The next iterator raises it if
-                the files have changed.
+            StateError: this is not such a state, or it belongs to other files or a different order. The next iterator raises it
+                if the files have changed.
         """
         identity = self._identity()
         position, _ = _FORM.read(state, identity)

@@ -1,4 +1,4 @@
-"""Arguments of `StreamLoader`, checked; those for reading files are one object."""
+"""Arguments of `StreamLoader`, checked; the options for reading files are one object."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class ReadOptions:
         progress: True shows a progress bar on the first rank.
 
     Raises:
-        StreamError: an option is of another type.
+        StreamError: an option is of a different type.
 
     Examples:
         >>> np.savetxt("rows.csv", [[0.5, 1], [1.5, 0]], "%g", delimiter=",")
@@ -39,7 +39,7 @@ class ReadOptions:
 
 
 def share_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return the rank and the number of ranks; where both are None, as torch.distributed or torchrun's variables say.
+    """Return the rank and the number of ranks; if both are None, as torch.distributed or torchrun's variables say.
 
     Raises:
         StreamError: ``rank`` is not in ``[0, world_size)``.
@@ -83,7 +83,7 @@ class StreamStats:
         rows: number of rows in the buffers that were used, in all epochs.
         skipped: number of bad lines among them that were left out (``on_error="skip"``).
         dropped: number of good rows among them that were left out because they do not fill a batch (``drop_last``).
-        cache: counts of all processes that share the cache, where a sample is a buffer. None without a cache.
+        cache: counts of all processes that share the cache, in which a sample is a buffer. None without a cache.
         disk: the counts of the disk behind the memory, if there is one. Its misses are buffers that were read and parsed.
     """
 

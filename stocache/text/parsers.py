@@ -1,7 +1,7 @@
 """Parse rows of text to arrays, in bulk with pyarrow.
 
 NOTE [ In bulk and row by row ]
-    pyarrow parses all rows of a chunk at once. It refuses all of them if one is bad: it has another number of fields, or
+    pyarrow parses all rows of a chunk at once. It refuses all of them if one is bad: it has a different number of fields, or
     a field is missing or is not a number. Only then Python parses them row by row; it finds out which row is bad and why. Both
     parse to float64 or int64 and then convert, as `numpy.loadtxt` does. So values are the same either way, to the last bit.
 """
@@ -38,7 +38,7 @@ class Target:
     Attributes:
         columns: numbers of the fields that are features.
         labels: numbers of the fields that are labels; None for features alone.
-        single: True gives labels of shape (rows,), False (rows, labels).
+        single: True makes labels of shape (rows,), False (rows, labels).
         dtype, label_dtype: numpy dtypes.
         keep_nan: True makes a missing value NaN; False makes it an error.
     """
@@ -353,7 +353,7 @@ def _checked_arrays(tree: object, rows: int) -> Any:
     """Return the result of a parse function, with arrays in place of tensors.
 
     Raises:
-        StreamError: it contains something else, or nothing, or another number of rows.
+        StreamError: it contains something else, or nothing, or a different number of rows.
     """
 
     def array_of(leaf: object) -> NDArray[Any]:

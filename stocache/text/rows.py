@@ -39,7 +39,7 @@ class RowFinder:
 
     Args:
         comments: marker of a line that is a comment; None for no comments.
-        delimiter: white space that makes a line a row; another delimiter, or None, has no effect.
+        delimiter: white space that makes a line a row; a different delimiter, or None, has no effect.
     """
 
     def __init__(self, comments: str | None, delimiter: str | None) -> None:
@@ -98,7 +98,7 @@ class RowFinder:
         if self._marker:
             begin = first - (len(self._marker) - len(self._marker.lstrip(_BLANKS.encode())))
             marked = np.ones(len(at), bool)
-            for ahead, byte in enumerate(self._marker):  # an index outside the block is that of its last newline
+            for ahead, byte in enumerate(self._marker):  # an index outside the block is the index of its last newline
                 marked &= block[np.minimum(begin + ahead, len(block) - 1)] == byte
             skipped |= marked
         return ~skipped

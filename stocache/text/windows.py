@@ -52,7 +52,7 @@ class Windows:
         buffers: of this rank.
         batch_size: rows in a batch.
         shuffle, window, seed, drop_last: as for `StreamLoader`.
-        transform: called with each batch; None delivers batches as they are.
+        transform: called with each batch; None delivers batches unchanged.
         rank: part of the seed.
         limit: number of batches in an epoch, if the ranks were counted; None delivers all.
     """
@@ -87,7 +87,7 @@ class Windows:
         return [int(number) for number in self._order[1][positions.start : positions.stop]]
 
     def batches_of(self, total_rows: int, first: int) -> int:
-        """Return the number of batches in a share of rows if no line is skipped; ``first`` is that of its `Lines`."""
+        """Return the number of batches in a share of rows if no line is skipped; ``first`` is the first row of its `Lines`."""
         lines = self.buffers.lines
         full, rest = divmod(total_rows, lines.buffer_size)
         batches = len(range(first, full, lines.step)) * (lines.buffer_size // self.batch_size)
@@ -99,7 +99,7 @@ class Windows:
         return window * self.window * (self.buffers.lines.buffer_size // self.batch_size)
 
     def fetch(self, key: ShuffleKey, window: int) -> Fetched | None:
-        """Return the buffers of a window, as text where they are not cached; None after the last window."""
+        """Return the buffers of a window, as text if they are not cached; None after the last window."""
         if self.limit is not None and self._batches_before(window) >= self.limit:
             return None
         numbered = [(number, self.buffers.fetch(number, not self.shuffle)) for number in self.numbers(key, window)]
@@ -152,7 +152,7 @@ def one_by_one(windows: Windows, key: ShuffleKey, start: int, step: int) -> Deli
 def by_threads(windows: Windows, key: ShuffleKey, start: int) -> Deliveries:
     """Yield all windows from ``start`` on. One thread reads ahead, in order, and others parse.
 
-    Where no thread can be started any more, this thread does their work.
+    If no thread can be started any more, this thread does their work.
     """
 
     def deliver(number: int, fetching: "Future[Any]") -> WindowBatches | None:

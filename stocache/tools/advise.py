@@ -72,7 +72,7 @@ class Advice:
         return self.settings[0]
 
     def __str__(self) -> str:
-        return "\n".join([*_describe(self), "", *_table(self), "", *_notes(self)])
+        return "\n".join([*_describe(self), "", *_list_settings(self), "", *_notes(self)])
 
 
 def advise(
@@ -91,9 +91,9 @@ def advise(
         print(stocache.advise(dataset, step_ms=40, batch_size=256))
 
     It runs short epochs with several numbers of workers, which are processes or threads, without a cache and with one; and
-    with a codec, if not all samples fit in memory without. It ranks these settings by the measured times. Of those that keep up
-    with the training step, or whose times differ by less than 5 %, the cheaper is the better: without a codec, with fewer
-    workers, with less memory.
+    with a codec, if not all samples fit in memory without. It ranks these settings by the measured times. Of the settings that
+    keep up with the training step, or whose times differ by less than 5 %, the cheaper is the better: without a codec, with
+    fewer workers, with less memory.
 
     Args:
         dataset: as for `CachedDataset`.
@@ -101,7 +101,7 @@ def advise(
         batch_size: samples in a batch; or several sizes to choose among. ``step_ms`` belongs to the first; for
             the others it is scaled in proportion.
         time_limit_s: seconds after which it ends. Slow samples leave less time, and then fewer settings are tried.
-        collate_fn: as for the DataLoader; None for torch's, or for lists where that does not take the samples.
+        collate_fn: as for the DataLoader; None for torch's, or for lists if that does not take the samples.
         transform, allow_pickle: as for `CachedDataset`.
         progress: whether to show a bar on stderr.
 
@@ -112,7 +112,7 @@ def advise(
         Exception: the error of a sample that cannot be loaded.
 
     A child process, which ends with the call, runs the epochs; or if it would stall, this process does, with a copy. So the
-    dataset object and the random generators of this process stay as they are.
+    dataset object and the random generators of this process stay unchanged.
 
     Examples:
         >>> advice = advise(TensorDataset(torch.rand(64, 3)), batch_size=16, time_limit_s=3, progress=False)
@@ -125,12 +125,7 @@ def advise(
     step_ms, sizes = float(step_ms), _check_sizes(batch_size)
     if not _is_number(time_limit_s) or time_limit_s <= 0:
         raise LimitError(f"time_limit_s={time_limit_s!r} must be a positive number of seconds.")
-    check_dataset(dataset)
-    if holds_cache(dataset):
-        raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
-    length, most = len(dataset), recommended_limit()
-    if not length:
-        raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")
+    length, most = check_measurable(dataset), recommended_limit()
     rule, step_s = method_by_rule(dataset, False), step_ms / 1000 / sizes[0]
     hidden = not progress or not is_first_rank()
     with tqdm(total=round(time_limit_s), unit="s", delay=1, disable=hidden, leave=False, bar_format=_BAR) as bar:
@@ -161,6 +156,18 @@ def advise(
     )
     took_s = time.monotonic() - began
     return Advice(settings, samples, tuple(epochs), length, step_ms, sizes[0], most, took_s, type(dataset).__name__)
+
+
+def check_measurable(dataset: Any) -> int:
+    """Return the length of a dataset. Raise DatasetError if it is not map-style, has no samples, or is cached already."""
+    if isinstance(dataset, str | bytes):
+        raise DatasetError("it is text. Pass a map-style dataset, with __len__ and __getitem__.")
+    length = check_dataset(dataset)
+    if holds_cache(dataset):
+        raise DatasetError("the dataset is, or wraps, a CachedDataset. Pass the dataset inside it.")
+    if not length:
+        raise DatasetError(f"{type(dataset).__name__} has length 0. There is nothing to measure.")
+    return length
 
 
 def _choose_caches(samples: Samples, length: int, most: int) -> list[tuple[int, str | None]]:
@@ -218,26 +225,20 @@ def _describe(advice: Advice) -> list[str]:
     return [*lines, f"  memory    {format_size(advice.memory_bytes)} for a cache"]
 
 
-def _table(advice: Advice) -> list[str]:
-    rows = [("", "epoch", "samples/s", "limit", "workers", "method", "codec", "batch")]
+def _list_settings(advice: Advice) -> list[str]:
+    lines = []
     for number, each in enumerate(advice.settings, 1):
-        setting, rate = each.setting, advice.length / max(each.epoch_s, 1e-9)
-        limit = format_size(setting.limit_bytes) if setting.limit_bytes else "-"
-        method = setting.method if setting.workers else "-"
-        chosen = limit, str(setting.workers), method, setting.codec or "-", str(setting.batch_size)
-        rows.append((str(number), format_seconds(each.epoch_s), f"{rate:,.0f}", *chosen))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for at, each in enumerate(advice.settings):
-        lines.insert(2 * at + 2, f"{'':{widths[0]}}  {each.code}")
+        rate, nbytes = advice.length / max(each.epoch_s, 1e-9), each.setting.limit_bytes
+        cached = f", with a cache of {format_size(nbytes)}" if nbytes else ""
+        lines += [f"{number}. {format_seconds(each.epoch_s)} an epoch, {rate:,.0f} samples/s{cached}:", f"   {each.code}"]
     return lines
 
 
 def _notes(advice: Advice) -> list[str]:
     step = f"a step of {advice.step_ms:g} ms for {advice.batch_size} samples" if advice.step_ms else "no training step"
     notes = [
-        f"With {step}, which uses no CPU time. epoch: a later one, with persistent workers, at the rate of short epochs over a "
-        f"part of the samples."
+        f"With {step}, which uses no CPU time. An epoch is a later one, with persistent workers, at the rate of short epochs "
+        f"over a part of the samples."
     ]
     if advice.samples.draws:
         notes.append(

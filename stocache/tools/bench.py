@@ -21,7 +21,7 @@ import torch
 from rich import box
 from rich.table import Column, Table
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 from tqdm import tqdm
 
 from stocache.cache.placement import Placement, ordering_of
@@ -90,32 +90,22 @@ def drop_pages(paths: Iterable[Path]) -> None:
             here.drop_pages(file.fileno())
 
 
-class PartlyCached(Dataset[Any]):
-    """A map-style dataset, of which a share of the samples, evenly spread, is in a `CachedDataset`.
+class PartlyCached(ConcatDataset[Any]):
+    """The samples of a map-style dataset: first a share of them, evenly spread, in a `CachedDataset`; then the others.
 
     A share, not a limit in bytes: that would need the size of every sample.
     """
 
     def __init__(self, dataset: Any, share: float, allow_pickle: bool = False) -> None:
         length = len(dataset)
-        rows = ordering_of(Placement("scattered"), length).samples(np.arange(round(share * length)))
-        self.dataset = dataset
-        part = Subset(dataset, rows.tolist())
-        self._cached = CachedDataset(part, audit=0, allow_pickle=allow_pickle) if len(rows) else None
-        self._places = np.full(length, -1)  # in the cached part
-        self._places[rows] = np.arange(len(rows))
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, idx: int) -> Any:
-        place = int(self._places[idx])
-        return self.dataset[idx] if self._cached is None or place < 0 else self._cached[place]
+        order = ordering_of(Placement("scattered"), length).samples(np.arange(length)).tolist()
+        part, self._rest = (Subset(dataset, rows) for rows in (order[: round(share * length)], order[round(share * length) :]))
+        self._cached = CachedDataset(part, audit=0, allow_pickle=allow_pickle) if len(part) else None
+        super().__init__([self._rest] if self._cached is None else [self._cached, self._rest])
 
     def count_reads(self, epochs: int) -> int:
         """Return how many samples were read from the dataset, to make the cache and in a number of epochs."""
-        misses = 0 if self._cached is None else self._cached.cache.stats().misses
-        return epochs * int(np.count_nonzero(self._places < 0)) + misses
+        return epochs * len(self._rest) + (0 if self._cached is None else self._cached.cache.stats().misses)
 
     def close(self) -> None:
         """Close the cache."""
@@ -165,7 +155,7 @@ def sweep(
     """Run a cold and a warm epoch at each fraction, ``repeats`` times; return all epochs.
 
     The time and the reads of the first epoch include those of `CachedDataset`, which loads some samples to find their
-    structure. There are no workers where forked ones would stall.
+    structure. There are no workers if forked ones would stall.
 
     Args:
         dataset: a map-style dataset.
@@ -181,21 +171,15 @@ def sweep(
     if workers and would_stall(dataset):
         workers = 0
     make_loader: Any = TorchLoader if here.SHARES_MEMORY else partial(DataLoader, worker_method="thread")
+    options = {"batch_size": batch_size, "num_workers": workers, "persistent_workers": workers > 0, "collate_fn": collate_fn}
     with tqdm(total=repeats * len(fractions) * len(phases) * length, unit="sample", smoothing=0.05) as bar:
         for repeat in range(repeats):
             for fraction in fractions if repeat % 2 == 0 else reversed(fractions):
                 before_epoch()
                 start, reads = time.perf_counter(), 0
                 with closing(make(dataset, fraction)) as cached:
-                    loader = make_loader(
-                        cached,
-                        batch_size=batch_size,
-                        shuffle=True,
-                        num_workers=workers,
-                        persistent_workers=workers > 0,
-                        generator=torch.Generator().manual_seed(seed + repeat),
-                        collate_fn=collate_fn,
-                    )
+                    generator = torch.Generator().manual_seed(seed + repeat)
+                    loader = make_loader(cached, shuffle=True, generator=generator, **options)
                     for done, phase in enumerate(phases, 1):
                         bar.set_description(f"{fraction:.0%} cached, {phase} epoch")
                         if done > 1:
@@ -239,13 +223,12 @@ def summarize(epochs: Sequence[EpochTiming]) -> list[SweepRow]:
         groups[epoch.fraction, epoch.phase].append(epoch)
     seconds = {key: statistics.median(epoch.seconds for epoch in group) for key, group in groups.items()}
     reads = {key: max(epoch.reads for epoch in group) for key, group in groups.items()}
-    uncached_s, rows = seconds.get((0, "cold"), float("nan")), []
+    samples, uncached_s, rows = epochs[0].samples, seconds.get((0, "cold"), float("nan")), []
     for fraction in sorted({epoch.fraction for epoch in epochs}):
         cold, warm = (fraction, "cold"), (fraction, "warm")
-        samples = groups[warm][0].samples
-        times = seconds[cold], seconds[warm], samples / seconds[cold], samples / seconds[warm]
-        hit_rate, overhead = 1 - reads[warm] / samples, seconds[cold] / uncached_s - 1
-        rows.append(SweepRow(fraction, *times, reads[cold], reads[warm], hit_rate, overhead))
+        rates = samples / seconds[cold], samples / seconds[warm]
+        shares = 1 - reads[warm] / samples, seconds[cold] / uncached_s - 1
+        rows.append(SweepRow(fraction, seconds[cold], seconds[warm], *rates, reads[cold], reads[warm], *shares))
     return rows
 
 

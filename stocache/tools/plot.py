@@ -54,7 +54,7 @@ def plot(source: Any, file: str | PathLike[str] | None = None) -> None:
 
         picture = io.BytesIO()
         draw(epochs).savefig(picture, format="png", dpi=80)
-        display(Image(picture.getvalue()))  # a figure is shown only where pyplot is set up
+        display(Image(picture.getvalue()))  # a figure is shown only if pyplot is set up
     else:
         Console().print(tabulate(epochs))
 

@@ -141,7 +141,7 @@ class DiskCache(SampleCache[_T]):
         return cls(options.disk, options.disk_limit, dataset_len, **alike)
 
     def _set_up(self, parts: tuple[Any, ...], segment: Segment, folder: Folder | None) -> None:
-        """Set all attributes. Each process computes those that follow from the arguments; they are not pickled."""
+        """Set all attributes. Each process computes the attributes that follow from the arguments; they are not pickled."""
         self._parts, self._folder = parts, folder
         _, dataset_len, (structure, *others), capacity = parts
         form = make_form(structure, *others)
@@ -181,10 +181,10 @@ class DiskCache(SampleCache[_T]):
         indices: Sequence[int],
         expected: int | None = None,
     ) -> list[Any]:
-        """Return the samples ``indices``: those that are here, and the results of ``load`` for the others.
+        """Return the samples ``indices``: the samples that are here, and the results of ``load`` for the others.
 
         The loaded samples are written behind the caller, by a thread. Samples that memory also keeps (``kept``) are written
-        only if the disk has room for the whole dataset. ``expected``: the number of samples, where ``dataset_len`` is an upper
+        only if the disk has room for the whole dataset. ``expected``: the number of samples, if ``dataset_len`` is an upper
         bound. A sample that another thread or process has claimed is waited for, but only after all claims of this thread were
         handed to its writer: so no two wait for each other.
         """
@@ -267,7 +267,7 @@ def _room_in(folder: Folder, index: int, disk_limit: float | str, limit: int) ->
 
 
 class _Part(NamedTuple):
-    """Samples that `DiskCache.serve` has loaded, to publish those that are ``wanted``; and claims to release after that."""
+    """Samples that `DiskCache.serve` has loaded, to publish if they are ``wanted``; and claims to release after that."""
 
     cache: DiskCache[Any]
     wanted: Callable[[int], bool]
@@ -281,7 +281,7 @@ def _write(parts: list[_Part]) -> None:
     try:
         wanted = {idx: [data] for part in parts for idx, data in part.samples.items() if part.wanted(idx)}
         if wanted:
-            SampleCache._publish(cache, list(wanted), list(wanted.values()))  # at once, also where there is no thread for it
+            SampleCache._publish(cache, list(wanted), list(wanted.values()))  # at once, even if there is no thread for it
     finally:
         for part in parts:
             cache.end_loading(part.taken)

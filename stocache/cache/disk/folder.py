@@ -4,8 +4,8 @@ NOTE [ Who uses a folder ]
     Each process that uses a folder has a shared flock on its file ``lock``; forked children share it. The kernel drops it when
     the last of them ends. A process that gets the exclusive flock is alone: it writes its *domain* into the file, loads the
     index into shared memory, and then takes the shared flock instead. The domain says on which machine that shared memory is. A
-    process of another domain (a second machine on a network file system, another container with a /dev/shm of its own) would
-    not see the room that others take in the files, so it is refused as long as the folder is in use.
+    process of a different domain (a second machine on a network file system, another container with a /dev/shm of its own)
+    would not see the room that others take in the files, so this process is refused as long as the folder is in use.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Folder:
         path, shown: the absolute path, and as messages show it.
         at: the directory.
         manifest: see `read_manifest`.
-        key: 16 hexadecimal digits, drawn when the folder was made. Another folder at the same path has another one.
+        key: 16 hexadecimal digits, drawn when the folder was made. A different folder at the same path has a different one.
         seed: for the checksums of its samples.
         alone: whether no other process uses the folder; until `share`.
         index, samples: descriptors of the two files.
@@ -93,7 +93,7 @@ class Folder:
         self._close()
 
     def take(self, identity: Identity, fingerprint: str | None, private: bool, facts: dict[str, Any]) -> None:
-        """Use the folder for samples, and make its files if they are missing or hold samples of another fingerprint.
+        """Use the folder for samples, and make its files if they are missing or hold samples of a different fingerprint.
 
         Args:
             identity: of the samples.
@@ -229,7 +229,7 @@ class Folder:
             raise DiskError(f"{self.shown} has been locked by {holder} for {patience_s:.0f} s.")
 
     def _make(self, before: dict[str, Any] | None, content: dict[str, Any]) -> dict[str, Any]:
-        """Recreate the files: they are missing, or hold samples of another fingerprint. Return the manifest. Raises OSError."""
+        """Recreate the files: they are missing, or hold samples of a different fingerprint. Return the manifest."""
         if before is not None:
             difference = f"fingerprint {before['fingerprint']!r}, now {content['fingerprint']!r}"
             if not self.alone:
@@ -252,7 +252,7 @@ class Folder:
         """Return the facts about the folder that the process which made it has written.
 
         Raises:
-            DiskError: they are missing, damaged, or of another version.
+            DiskError: they are missing, damaged, or of a different version.
             OSError: they cannot be read.
         """
         try:
@@ -267,7 +267,7 @@ class Folder:
 
 
 def _parse_manifest(text: bytes) -> dict[str, Any]:
-    """Return the manifest in a text. Raises ValueError or RecursionError if it is damaged, or of another version."""
+    """Return the manifest in a text. Raises ValueError or RecursionError if it is damaged, or of a different version."""
     if _MARK not in text:
         raise ValueError("it has no checksum")
     read_checksum(text, _MARK)

@@ -6,11 +6,11 @@ NOTE [ The files ]
                    are 0 if it is not there
 
     A checksum is the XXH3-64 of the bytes, with the key of the folder plus the index of the sample as its seed. So bytes of
-    another sample, of an older folder or of nothing do not pass, whatever the index says. Nothing is ever synchronised with the
-    disk: after a power cut any part of both files may be missing, and a sample that is missing or torn is a miss.
+    a different sample, of an older folder or of nothing do not pass, whatever the index says. Nothing is ever synchronised with
+    the disk: after a power cut any part of both files may be missing, and a sample that is missing or torn is a miss.
 
     Room is taken under a lock, by raising a number in shared memory. The next run does not have that number. It begins
-    behind all samples in the index. Rows are also written between others, where the index has no sample. No two samples
+    behind all samples in the index. Rows are also written between others, if the index has no sample. No two samples
     have the same room (`_drop_overlapping`), so a damaged one is written where it was.
 """
 
@@ -207,7 +207,7 @@ def may_be_true(entries: _Numbers, size: int) -> "NDArray[np.bool_]":
 def load_index(folder: Folder, offsets: _Numbers, sizes: _Numbers, row_bytes: int | None) -> int:
     """Read the index into shared memory. Return where the next sample can be written.
 
-    Entries that cannot be true are deleted, those that are not true are found when a sample is read.
+    Entries that cannot be true are deleted, and entries that are not true are found when a sample is read.
 
     Args:
         folder: has the index.

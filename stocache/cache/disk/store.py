@@ -120,7 +120,7 @@ class DiskStore:
         """``folder``: None for `no_states`, with which nothing is read or written."""
         self._segment, self._form, self._capacity = segment, form, capacity
         self._states, self._words, self._offsets, self._sizes = _parts_of(segment.control, dataset_len)
-        self._folder = folder  # keeps the descriptors open: another file could have their numbers
+        self._folder = folder  # keeps the descriptors open: a different file could have their numbers
         self._index, self._samples, self._key = (-1, -1, 0) if folder is None else (folder.index, folder.samples, folder.seed)
         self._advised = 0  # pages up to here were written to the disk, and dropped
         self._room_for_all, self._looks_at = True, 0.0
@@ -212,7 +212,7 @@ class DiskStore:
     def has_room_for(self, states: "NDArray[np.uint8]", expected: int | None = None) -> bool:
         """Return whether all samples that are EMPTY will have room, with a quarter to spare; or too few are here to estimate.
 
-        ``expected``: the number of samples, where ``dataset_len`` is an upper bound.
+        ``expected``: the number of samples, if ``dataset_len`` is an upper bound.
         """
         if self._form.nbytes is not None:  # which ones have room was decided beforehand
             return True
@@ -244,7 +244,7 @@ class DiskStore:
         return False
 
     def remove(self, indices: list[int], wanted: Callable[[int], bool]) -> bool | None:
-        """Remove those of some samples that are ``wanted``, for later runs too. Return whether there was one.
+        """Remove some samples that are ``wanted``, for later runs too. Return whether there was one.
 
         None if another process does not release the lock. Raises OSError: the disk does not allow it.
         """

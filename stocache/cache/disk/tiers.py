@@ -25,7 +25,7 @@ class Tiers:
 
     Args:
         memory, disk: the caches.
-        expected_len: the number of samples, where their ``dataset_len`` is an upper bound.
+        expected_len: the number of samples, if their ``dataset_len`` is an upper bound.
     """
 
     thread_safe = True
@@ -63,15 +63,15 @@ class Tiers:
     def get_or_load(self, idx: int, load: Callable[[int], object], *, copy: bool = True, strict: bool = True) -> Any:
         """Return sample ``idx`` from memory, from the disk, or else from ``load(idx)``, which both then keep.
 
-        The arguments and errors are those of `RaggedCache.get_or_load`. A sample that only the disk does not take is returned
-        all the same.
+        The arguments and errors are the same as for `RaggedCache.get_or_load`. A sample that only the disk does not take is
+        returned all the same.
         """
         if self.disk is not None:
             load = partial(only, self.behind(partial(map, load)))
         return self.memory.get_or_load(idx, load, copy=copy, strict=strict)
 
     def behind(self, load_many: LoadMany) -> LoadMany:
-        """Return a function that loads samples from the disk, and those that are not there with ``load_many``."""
+        """Return a function that loads samples from the disk, and the samples that are not there with ``load_many``."""
         if self.disk is None:
             return load_many
         serve = partial(self.disk.serve, load_many, self.memory.keeps, expected=self._expected_len)
@@ -88,7 +88,7 @@ class Tiers:
         return unfilled
 
     def fill(self, indices: Sequence[int], load_many: LoadMany) -> None:
-        """Have each tier keep the samples ``indices`` for which it has room. The disk gets them from memory where it can."""
+        """Have each tier keep the samples ``indices`` for which it has room. The disk gets them from memory if it can."""
         self.memory.get_or_load_many(_empty(self.memory, indices), self.behind(load_many), copy=False, strict=False)
         if self.disk is not None:
             self.disk.flush()
@@ -96,13 +96,13 @@ class Tiers:
             self.disk.get_or_load_many(_empty(self.disk, indices), load, strict=False)
 
     def stats(self) -> tuple[CacheStats, CacheStats | None]:
-        """Return the counts of the memory, and those of the disk. The misses of the last of them are reads of the source."""
+        """Return the counts of the memory and of the disk. The misses of the last of them are reads of the source."""
         return self.memory.stats(), None if self.disk is None else self.disk.stats()
 
     def close(self) -> None:
         """Write the waiting samples, close the files, and release the memory, in this process. Twice is fine."""
         if self.disk is not None:
-            self.disk.close()  # first: which samples are written depends on those in memory
+            self.disk.close()  # first: which samples are written depends on the samples in memory
         self.memory.close()
 
 

@@ -115,14 +115,14 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         self._store.words[STOPPED] = 1
 
     def get(self, key: _K, default: Any = None, *, copy: bool = True) -> Any:
-        """Return the value of a key, or ``default`` where it is not cached.
+        """Return the value of a key, or ``default`` if it is not cached.
 
         Args:
             key: see the class.
             copy: False returns a view of the shared memory itself: writing to it changes what others read.
 
         Raises:
-            CacheKeyError: the key is of another type, or NaN.
+            CacheKeyError: the key is of a different type, or NaN.
 
         Safe from any process and thread; a hit takes no lock. Copies the bytes of the value.
         """
@@ -169,7 +169,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         return self._slot(item) >= 0 or (self._disk is not None and self._disk.has(item))
 
     def fillable(self, item: Key) -> bool:
-        """Return whether another key may be cached. A process without its own counter row caches nothing."""
+        """Return whether one more key may be cached. A process without its own counter row caches nothing."""
         return self._has_memory() or (self._disk is not None and self._disk.takes)
 
     def _has_memory(self) -> bool:
@@ -191,7 +191,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
     @property
     def room(self) -> tuple[int, int]:
-        """The bytes that are free for values, and those for all values."""
+        """The bytes that are free for values, and the bytes for all values."""
         return self._arena.capacity - self._arena.used, self._arena.capacity
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
             The value: a private copy, or the object that ``load`` returned.
 
         Raises:
-            CacheKeyError: the key is of another type, or NaN.
+            CacheKeyError: the key is of a different type, or NaN.
             SampleError: the value cannot be stored.
         """
         found = key_of(key)
@@ -244,7 +244,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         strict: bool = True,
         timeout_s: float = 10.0,
     ) -> list[_T]:
-        """Return the values of keys. Load those that are not cached with one call of ``load_missing``, and cache them.
+        """Return the values of keys. Load the values that are not cached with one call of ``load_missing``, and cache them.
 
         Args:
             keys: in any order, repeats allowed.
@@ -254,7 +254,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
         Raises:
             CacheKeyError, SampleError: as `get_or_load`.
-            ValueError: ``load_missing`` gives fewer or more values than keys. Those before are cached.
+            ValueError: ``load_missing`` returns fewer or more values than keys. Those before are cached.
         """
         given = {key_of(key): key for key in keys}
         found = list(given)
@@ -275,9 +275,9 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         If several processes put one key, the first wins. A tensor on a GPU is copied to memory once.
 
         Raises:
-            CacheKeyError: the key is of another type, or NaN.
+            CacheKeyError: the key is of a different type, or NaN.
             SampleError: the value would not come back unchanged. Nothing is stored.
-            SlotError: the key is cached with another value, and this process has not missed it before.
+            SlotError: the key is cached with a different value, and this process has not missed it before.
         """
         found = key_of(key)
         missed, _ = self._take_miss(found)
@@ -296,7 +296,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
         key meanwhile caches it after that.
 
         Raises:
-            CacheKeyError: the key is of another type, or NaN.
+            CacheKeyError: the key is of a different type, or NaN.
             BusyError: another process, which may be stopped, holds the lock of the cache.
             OSError: the disk does not allow it.
         """
@@ -364,7 +364,7 @@ class KeyedCache(LoadingCache[_T], Generic[_K, _T]):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a tensor that lies on a device as one in memory; anything else as it is."""
+    """Return a tensor that lies on a device as one in memory; anything else unchanged."""
     return value.detach().cpu() if hasattr(value, "is_cpu") and not value.is_cpu else value
 
 

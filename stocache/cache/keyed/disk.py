@@ -6,7 +6,7 @@ NOTE [ Places of keys ]
     after the last of them. It compares the bytes of keys before it reads a value. If several processes write one key at
     the same time, it may be in two places, with the same value. So a key is removed from all its places.
 
-    A place whose value was removed is free for another key, and searches continue past it. Room in the file is not used
+    A place whose value was removed is free for a different key, and searches continue past it. Room in the file is not used
     again. When the folder is opened again, a search may end at such a place: then the value behind it is loaded once more.
 """
 
@@ -35,7 +35,7 @@ class KeyedDisk(DiskCache[Any]):
         """Return the value of a key, which the caller may keep; MISSING if it is not there, damaged, or of an unknown class."""
         for place in self._places_of(key):
             found = self._load(place, True)
-            if found is not MISSING and found[0] == key[0]:  # else another value has taken its place
+            if found is not MISSING and found[0] == key[0]:  # else a different value has taken its place
                 return found[1]
         return MISSING
 
@@ -60,7 +60,7 @@ class KeyedDisk(DiskCache[Any]):
 
     @property
     def takes(self) -> bool:
-        """Whether another value may be written."""
+        """Whether one more value may be written."""
         return self._segment.holder > 0 and not self._disk.refused(0)
 
     def _note_full(self) -> None:

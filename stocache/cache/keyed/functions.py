@@ -2,14 +2,15 @@
 
 NOTE [ What a result depends on ]
     The key of a result is made of the arguments, with their types and with defaults applied. A method reads attributes of its
-    object and its class, too. Those that it reads when it is first called enter the key: small values as they are, plain data
-    (lists, dicts, arrays, tensors) by a digest, which is made again where another object or length takes its place. What is
-    neither is refused, because nobody would notice that it has changed. ``key=`` takes the place of all that.
+    object and its class, too. A child process makes the first call, and records which ones. These enter the key: small values
+    themselves, plain data (lists, dicts, arrays, tensors) by a digest, which is made again if a different object or length
+    takes its place. A method that reads anything else is not cached, because nobody would notice that it has changed. ``key=``
+    takes the place of all that.
 
     A function that draws random numbers, or sets attributes of its object, does more than return a result: it is not cached. As
     samples are (NOTE [ The audit ]), results are compared: the first that a process would serve, and more as long as that takes
     a small share of the time. If one differs, a flag that all processes read stops all of them. Global variables are noticed by
-    that alone. So is what a function closes over; where that is more than plain values, processes that are not forked from one
+    that alone. So is what a function closes over. If that is more than plain values, processes that are not forked from one
     another share no results, because they may close over something else.
 """
 
@@ -20,9 +21,9 @@ import inspect
 import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -38,13 +39,15 @@ from stocache.shm.job import job_of_process_tree
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.hashing import callable_text, checksum, code_text
+from stocache.system.loading.children import in_children
 from stocache.system.objects import recorded_names, static_attribute, vars_of
 
 logger = logging.getLogger("stocache")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_recordings: dict[int, Any] = {}  # by process: the lock under which `recorded_names` is for one thread at a time
+_PASS_KEY = "Pass key=, a function of the same arguments that returns what the result depends on"
+_PATIENCE_S = 60.0  # for a call in a child process
 _LONGEST = 1000  # characters of a text that is a small value
 _MOST_DIGESTS = 16  # of attributes that are kept, with their values
 _OPTIONS = "name", "persist", "fingerprint", "codec", "allow_pickle"
@@ -119,7 +122,8 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
         method = stocache.cache_method(dataset, "load_image", "8GiB")
 
     Do it before workers start: they share what is cached then, forked or spawned. A pickled or deep copy of the object has a
-    cached method of its own, over the same results; one of `copy.copy` has that of the original, so make it before.
+    cached method of its own, over the same results; one of `copy.copy` has the cached method of the original, so make it
+    before.
 
     Args:
         obj: the object, which gets an attribute with the method's name.
@@ -256,30 +260,32 @@ class CachedFunction:
         return tuple(map(_typed, args)), attributes, tuple(map(_stamp, args)) if self._files else ()
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the method, and notice which attributes it reads."""
-        recording = _recordings.setdefault(os.getpid(), threading.RLock())
-        if not recording.acquire(blocking=False):  # to wait could take forever: the function may wait for another thread
-            return self._function(*args, **kwargs)
+        """Find out in a child process which attributes the method reads, and call it."""
+        obj = args[0]
         try:
-            obj, before = args[0], _marks(args[0])
-            with recorded_names(obj) as reads:
-                value = self._computed(args, kwargs)
-            changed = [name for name, mark in _marks(obj).items() if before.get(name) != mark]
-            if changed:
-                self._refuse(f"it sets {changed[0]!r} of its object")
-            names = [(name, _is_value(obj, name)) for name in sorted(reads) if vars_of(obj).get(name) is not self]
-            try:
-                for name in (name for name, is_value in names if is_value):
-                    self._attribute(obj, name)
-            except CacheKeyError as error:
-                self._refuse(str(error))
-            self._reads[_kind_of(obj)] = names
-        finally:
-            recording.release()
-        if not self.cache.closed and not self.cache.stopped:
-            with contextlib.suppress(CacheKeyError):  # of an argument: the next call says so
-                self.cache.get_or_load(self._key_of(args, kwargs), lambda _: value, strict=False)
-        return value
+            with contextlib.closing(in_children([partial(self._watched, args, kwargs)], obj, _PATIENCE_S)) as found:
+                reads, changed = next(found)
+        except Exception as error:  # of the method; or no child process can run it
+            value = self._function(*args, **kwargs)
+            self._refuse(f"no child process can find out which attributes it reads ({error!r:.200}). {_PASS_KEY}")
+            return value
+        if changed:
+            self._refuse(f"it sets {changed[0]!r} of its object")
+        names = [(name, _is_value(obj, name)) for name in reads if vars_of(obj).get(name) is not self]
+        try:
+            for name in (name for name, is_value in names if is_value):
+                self._attribute(obj, name)
+        except CacheKeyError as error:
+            self._refuse(str(error))
+        self._reads[_kind_of(obj)] = names
+        return self(*args[self._object is not None :], **kwargs)
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[list[str], list[str]]]:
+        """Call the method. Yield the names of the attributes that it reads and that it changes. For a child."""
+        obj, before = args[0], _marks(args[0])
+        with recorded_names(obj) as reads:
+            self._function(*args, **kwargs)
+        yield sorted(reads), [name for name, mark in _marks(obj).items() if before.get(name) != mark]
 
     def _attribute(self, obj: Any, name: str) -> Any:
         """Return what stands for an attribute in the key. Raises CacheKeyError."""
@@ -292,9 +298,9 @@ class CachedFunction:
             try:
                 key_of(value)
             except CacheKeyError:
+                kind = type(value).__name__
                 raise CacheKeyError(
-                    f"it reads {name!r}, of type {type(value).__name__}, whose changes nobody would notice. Pass key=, a "
-                    f"function of the same arguments that returns what the result depends on"
+                    f"it reads {name!r}, of type {kind}, whose changes nobody would notice. {_PASS_KEY}"
                 ) from None
             return value
         length = getattr(value, "nbytes", None) or len(value)
@@ -369,7 +375,7 @@ def _is_described(function: Any) -> bool:
 
 
 def _typed(value: Any) -> Any:
-    """Return what stands for an argument in the key: with its type, where a function may distinguish it from what it equals."""
+    """Return what stands for an argument in the key: with its type, if a function may distinguish it from what it equals."""
     kind = type(value)
     if kind in (str, int, bool, float, bytes, type(None)):
         return value

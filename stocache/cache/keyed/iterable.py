@@ -4,9 +4,10 @@ NOTE [ Parts of a stream ]
     Each worker of each rank iterates over its own part of the source, as the source divides itself. Samples are kept under the
     part and their number in it, and at the end of a part its length, in a small cache of its own. A pass that is left early has
     no length: the next one replays what there is, and goes on behind it in the source. There it compares the last sample that
-    it skips, because a source with another order in each pass cannot be continued.
+    it skips, because a source with a different order in each pass cannot be continued.
 
-    With another number of workers, parts that were recorded to their end are divided among them. Else they are recorded again.
+    With a different number of workers, parts that were recorded to their end are divided among them. Else they are recorded
+    again.
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ class CachedIterable(IterableDataset[_T]):
         loader = DataLoader(dataset, batch_size=32, num_workers=4)
 
     Each worker and rank records its part, in the order in which the samples come. In later passes the source is not read,
-    except for samples that did not fit: then it is iterated over up to them. Samples come back equal. They are those of the
-    first pass: random numbers that the source draws are frozen, so augment afterwards.
+    except for samples that did not fit: then it is iterated over up to them. Samples come back equal. They are the samples of
+    the first pass: random numbers that the source draws are frozen, so augment afterwards.
 
     Args:
         dataset: has ``__iter__``, and gives each worker its part, as iterable datasets do.
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
-        shuffle: True replays a part in another random order each time, if all of it is cached: by ``seed`` and the epoch of
+        shuffle: True replays a part in a different random order each time, if all of it is cached: by ``seed`` and the epoch of
             `set_epoch`; without an epoch by torch's random numbers, as a sampler.
         seed: for ``shuffle``.
         name, persist, fingerprint, on_busy, codec, allow_pickle, disk, disk_limit: as for `KeyedCache`. Without a name, each
@@ -108,7 +109,7 @@ class CachedIterable(IterableDataset[_T]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # a TypeError where the source has no length
+        return len(self.dataset)  # type: ignore[arg-type]  # a TypeError if the source has no length
 
     def __iter__(self) -> Iterator[_T]:
         self._passes += 1
@@ -133,7 +134,7 @@ class CachedIterable(IterableDataset[_T]):
         return self.cache.find(key_of(key))
 
     def _samples(self, part: tuple[int, ...]) -> Iterator[_T]:
-        """Yield the samples of a part. Those that are not cached are read from the source, and recorded."""
+        """Yield the samples of a part. Samples that are not cached are read from the source, and recorded."""
         length = self._marks.get(part, MISSING)
         is_new = length is MISSING
         source = _SourcePass(self.dataset, partial(self._found, *part) if is_new else None)
@@ -201,7 +202,7 @@ class _SourcePass:
 
     def read(self, at: int) -> Any:
         """Return sample ``at``; MISSING at the end."""
-        begins, last = at < self._at, MISSING  # also where the cache was cleared meanwhile
+        begins, last = at < self._at, MISSING  # even if the cache was cleared meanwhile
         if begins:
             self._items, self._at = iter(self._dataset), 0
         for _ in range(at - self._at):  # not islice, which calls iter again: a stream of LitData begins anew then

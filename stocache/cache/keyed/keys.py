@@ -1,7 +1,7 @@
 """Write the keys of a `KeyedCache` as bytes: equal keys of one type alike, and all others differently.
 
 NOTE [ Keys ]
-    The bytes of a key are those of `marshal`, in a version that writes equal values of one type alike in all processes. They
+    The bytes of a key are written by `marshal`, in a version that writes equal values of one type alike in all processes. They
     begin with the type, so 1, 1.0, True and "1" are different keys, unlike in a dict: a function may return something else for
     each of them. A path is written as a list with its text, a member of an enum as a list of its class and its name: a list is
     no key. The bytes are stored in front of the value and compared whenever their hash is found, so two keys never share a
@@ -20,7 +20,7 @@ from xxhash import xxh3_128_intdigest
 
 from stocache.errors import CacheKeyError
 
-_VERSION = 2  # of marshal: later ones write a value in another way if something else refers to it
+_VERSION = 2  # of marshal: later ones write a value in a different way if something else refers to it
 _pack_length = struct.Struct("<Q").pack
 _PADDING = [bytes(-size & 7) for size in range(8)]
 _MOST_NESTED = 50  # tuples
@@ -29,7 +29,7 @@ _BASES: tuple[Any, ...] = str, bytes, int, float
 
 
 Key: TypeAlias = tuple[bytes, int]
-"""A key as it is stored: its *prefix*, which lies before the record of the value, and the XXH3-128 of its bytes. The prefix is
+"""A stored key: its *prefix*, which lies before the record of the value, and the XXH3-128 of its bytes. The prefix is
 the length of the bytes, and the bytes, up to a multiple of 8. (A plain tuple: a class would cost a tenth of a hit.)"""
 
 
@@ -37,8 +37,8 @@ def key_of(key: Any) -> Key:
     """Return a key as it is stored.
 
     Raises:
-        CacheKeyError: it is of another type than str, bytes, int, bool, None, float, an enum, a path, or a tuple of these; or
-            NaN, which equals nothing.
+        CacheKeyError: it is of a different type than str, bytes, int, bool, None, float, an enum, a path, or a tuple of these;
+            or NaN, which equals nothing.
     """
     kind = type(key)
     if kind not in _AS_THEY_ARE and not (kind is tuple and _AS_THEY_ARE.issuperset(map(type, key))):

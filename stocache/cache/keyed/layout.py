@@ -1,4 +1,4 @@
-"""The control bytes of a `KeyedCache`: the words of its arena, and those of the table of keys.
+"""The control bytes of a `KeyedCache`: the words of its arena, and the words of the table of keys.
 
 arena      as of a `RaggedCache` without samples, see NOTE [ Control of an arena ]
 state      how many levels the table has, and 256 times how often they were dropped
@@ -13,7 +13,7 @@ from stocache.cache import arena
 from stocache.errors import SegmentError
 
 BY_KEY = "values by key"
-"""Identifies the segment of a `KeyedCache` among those of other caches."""
+"""Identifies the segment of a `KeyedCache` among the segments of other caches."""
 
 LEVELS = 20
 STATE, STOPPED, REMOVED, OFFSET = range(4)

@@ -9,8 +9,8 @@ NOTE [ The table of keys ]
 
     A writer takes room for the record and writes it. With the arena's lock held, it looks for the key again, raises the number
     of keys, and sets the cell. If it is killed in between, it leaves a gap in the arena, and no key. A number that is raised
-    before its cell is set may be too high by one afterwards, never too low: so a level always has an empty cell, where a search
-    for a key that is not there ends.
+    before its cell is set may be too high by one afterwards, never too low: so a level always has an empty cell, at which a
+    search for a key that is not there ends.
 
     The cell of a key that is removed becomes `_GONE`, which is not empty, so searches continue past it. No key is ever found
     there: its offset lies outside of the memory. Neither the cell nor the record is used again until all keys are dropped.

@@ -1,4 +1,4 @@
-"""Gather a batch in one step, where default_collate would stack sample by sample."""
+"""Gather a batch in one step, if default_collate would stack sample by sample."""
 
 import itertools
 import operator
@@ -60,8 +60,8 @@ class LazyBatch:
     def claim_missing(self) -> list[int]:
         """Claim the samples that are not cached. Return the positions in the batch to load: these, and those never cached.
 
-        A sample that another thread or process is loading is waited for when the batch is gathered. Then those of the next tier
-        are read, too.
+        A sample that another thread or process is loading is waited for when the batch is gathered. Then the samples of the
+        next tier are read, too.
         """
         return [row for part in self.parts for row in part.claim_missing()]
 
@@ -76,7 +76,7 @@ class LazyBatch:
         return all(part.find() for part in self.parts)
 
     def load_all(self) -> dict[SharedCache, dict[int, Any]]:
-        """Return the samples, by cache and index, without asking the caches. Another `LazyBatch` has claimed them."""
+        """Return the samples, by cache and index, without asking the caches. A different `LazyBatch` has claimed them."""
         loaded: dict[SharedCache, dict[int, Any]] = {}
         for part in self.parts:
             part.load_ahead(loaded)
@@ -95,13 +95,14 @@ class LazyBatch:
     def load_with(self, load: LoadWith) -> None:
         """Load missing samples with ``load``.
 
-        It gets the present function, the indices of the batch, and those to load. The index of a sample of another cache is -1.
+        It gets the present function, the indices of the batch, and those to load. The index of a sample of a different cache is
+        -1.
         """
         for part in self.parts:
             part.load_with(load, self._length)
 
     def load_as(self, other: "LazyBatch") -> None:
-        """Load missing samples as another batch of the same samples does."""
+        """Load missing samples as a different batch of the same samples does."""
         for part, own in zip(self.parts, other.parts, strict=True):
             part.load_as(own)
 

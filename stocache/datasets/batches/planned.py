@@ -18,9 +18,8 @@ class GatherPlan:
         sizes: of the batches.
         positions: of the k samples that were not in the cache, and were loaded: int64 of shape (k,), ascending; None for k = 0.
         tensors: for each leaf of the samples the values of these, of shape (k, ...); empty for k = 0.
-        version: of the rows of the GPU when the samples were looked up; None before.
         together: how many batches are gathered in one step; 0 if each is planned alone.
-        sources: of the samples' large columns, as `RowSource`.
+        sources: of the samples' large columns, as `RowSource`; None before the samples are looked up.
         small: the small columns of each batch, by their number.
         gathered: the batches on the GPU, their tensors, and the event at their end, by number, until they are taken.
     """
@@ -29,9 +28,8 @@ class GatherPlan:
     sizes: list[int]
     positions: NDArray[np.int64] | None = None
     tensors: Sequence[Tensor] = ()
-    version: int | None = None
     together: int = 1
-    sources: Sequence[Any] = ()
+    sources: Sequence[Any] | None = None
     small: dict[int, list[Tensor]] = field(default_factory=dict)
     gathered: dict[int, tuple[Any, list[Tensor], Any]] = field(default_factory=dict)
 

@@ -84,9 +84,9 @@ class CacheRows(BatchRows):
     Attributes:
         cache: keeps the samples.
         indices: of the samples, in the cache.
-        load: loads those that are not cached.
+        load: loads the samples that are not cached.
         next_tier: the cache behind that one, or None.
-        direct: whether all samples are loaded when the batch is read, in its order: those that are cached may not be served.
+        direct: whether all samples are loaded when the batch is read, in its order: cached samples may not be served.
         rows: of the samples in the batch; None if it has no others.
         hits: the indices, as soon as all samples were found to be cached.
         claimed: the samples that were claimed to load them.
@@ -165,7 +165,7 @@ class CacheRows(BatchRows):
         self.load = other.load
 
     def load_rest(self, indices: list[int]) -> Iterable[Any]:
-        """Load samples, those that were not loaded ahead."""
+        """Load samples, unless they were loaded ahead."""
         if not self.loaded:
             return self.load(indices)
         rest = [idx for idx in indices if idx not in self.loaded]

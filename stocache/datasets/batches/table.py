@@ -87,7 +87,7 @@ class TableRows(BatchRows):
         return list(get_many(indices)) if get_many else [self.table.dataset[idx] for idx in indices]
 
     def fill(self, tensors: list[Tensor]) -> bool:
-        """Write the rows into those of a batch. Return False if they have to be read."""
+        """Write the rows into a batch. Return False if they have to be read."""
         return self.table.select(self.indices, tensors)
 
 

@@ -39,7 +39,7 @@ def _is_slot(cls: type, name: str) -> bool:
 
 
 def behind_views(dataset: Any) -> Any:
-    """Return the dataset behind the views of a loader: that of the user, or the one that returns each `LazyBatch`."""
+    """Return the dataset behind the views of a loader: the dataset of the user, or the one that returns each `LazyBatch`."""
     while isinstance(dataset, DatasetView) and not dataset.is_lazy:
         dataset = dataset.dataset
     return dataset

@@ -192,7 +192,7 @@ def _at_line(text: str, place: ast.AST) -> Any:
 
 
 def live(body: Sequence[ast.stmt]) -> tuple[set[str], set[str]]:
-    """Return the names that statements read before they have bound them, and those that they have bound at the end."""
+    """Return the names that statements read before they have bound them, and the variables that they have bound at the end."""
     wanted, bound = set[str](), set[str]()
     for statement in body:
         if isinstance(statement, ast.If):
@@ -291,7 +291,7 @@ class _Divider:
         return name
 
     def _with_inner(self, body: Sequence[Any]) -> list[Any]:
-        """Return statements, those that call what is divided as two: the first half of the call, and the rest."""
+        """Return statements, the statements that call what is divided as two: the first half of the call, and the rest."""
         found: list[Any] = []
         equal: dict[str, tuple[set[str], ast.Call]] = {}  # the variables of a call, and its second half, for equal calls
         for statement in body:

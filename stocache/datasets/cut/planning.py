@@ -153,7 +153,7 @@ class Planner:
         return self._share(option) * option.saved_s
 
     def _prove(self, split: Split, probe: Any) -> None:
-        """Compare samples that are made in two parts with those of the dataset; see NOTE [ Trials ].
+        """Compare samples that are made in two parts with the samples of the dataset; see NOTE [ Trials ].
 
         Args:
             probe: the parts to cache, which another process has made.

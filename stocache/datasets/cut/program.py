@@ -58,7 +58,7 @@ def applies(called: Any) -> bool:
 
 
 class Program:
-    """A function that is divided, with those that it calls.
+    """A function that is divided, with the functions that it calls.
 
     Args:
         division: where.
@@ -74,7 +74,7 @@ class Program:
         """Call the first half. Return the state: what a cache holds.
 
         Raises:
-            CannotCut: another function is called than the one that was divided.
+            CannotCut: a different function is called than the one that was divided.
         """
         halves, owner = self._halves_of(called)
         return halves.first(*owner, *args, **kwargs)
@@ -143,7 +143,7 @@ class _PipelineCall:
         """Return the steps of the pipeline that is called: those before the cut, and the others.
 
         Raises:
-            CannotCut: its first steps are not those that run before the cache.
+            CannotCut: its first steps are not the steps that run before the cache.
         """
         transform = args[0] if applies(called) else called
         opened = self._opened.get(id(transform))

@@ -1,10 +1,10 @@
-"""Read a function as statements that make one call each, and compile functions from such statements.
+"""Read a function as statements that make one call each, and compile functions from these statements.
 
 NOTE [ Statements with one call ]
     ``return self.transform(read(path)), label`` becomes three statements: the result of ``read`` is assigned to a name of ours,
     then the result of ``self.transform``, and the pair is returned. So a cut may lie between any two calls. Operands are
     evaluated in the same order; what is evaluated only under a condition, or several times (``and``, a lambda, a
-    comprehension), is left as it is. A conditional expression that is assigned or returned becomes an ``if``.
+    comprehension), is left unchanged. A conditional expression that is assigned or returned becomes an ``if``.
 
     Files and lines are kept, for tracebacks and breakpoints. The code is compiled with the variables, defaults and cells of the
     function, ``__class__`` among them. If the source does not compile to the code of the function, it was edited since.
@@ -95,7 +95,10 @@ def _definition_of(function: FunctionType) -> ast.FunctionDef:
     """
     code, name = function.__code__, function.__qualname__
     linecache.checkcache(code.co_filename)
-    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    try:
+        text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    except KeyError:  # another thread has read the file meanwhile
+        text = "".join(linecache.getlines(code.co_filename, function.__globals__))
     file, codes = _file_of(text, code.co_filename, code.co_flags & _FUTURE)
     place = code.co_firstlineno, code.co_name
     found = [node for node in ast.walk(file) if isinstance(node, ast.FunctionDef | ast.Lambda) and _place_of(node) == place]
@@ -193,7 +196,7 @@ def _block(head: str, body: list[Any], place: ast.AST) -> Any:
 
 
 def build(source: SourceCode, body: Sequence[ast.stmt], values: Mapping[str, object], argument: str | None = None) -> Any:
-    """Return a function like that of a source, with another body.
+    """Return a function like the function of a source, with a different body.
 
     Args:
         values: the values of further names in it.

@@ -30,9 +30,9 @@ class CutPlan(NamedTuple):
     """How the samples of one kind of dataset are made in two parts.
 
     Attributes:
-        division: where its program is divided; None where it is not.
+        division: where its program is divided; None if it is not.
         identity: a text that is equal if the same part is cached.
-        encoded: whether files are cached as they are, and decoded after the cache.
+        encoded: whether files are cached undecoded, and decoded after the cache.
         reads: whether the dataset is one of Hugging Face that transforms samples when they are read.
     """
 
@@ -73,7 +73,7 @@ class BoundCut:
         before = Kept(self._own, not in_worker_thread())
         try:
             state = self._program.first(self.dataset, idx)
-        except Exception as error:  # the sample is made in another way; or loading fails, and will fail again
+        except Exception as error:  # the sample is made in a different way; or loading fails, and will fail again
             logger.debug("sample %d of %s: %s", idx, type(self.dataset).__name__, repr(error))
             state = UnplannedSample()
         if before.drawn():

@@ -1,9 +1,9 @@
-"""Run a program with a mark before each statement, to find those that draw random numbers: `Trace`.
+"""Run a program with a mark before each statement, to find the statements that draw random numbers: `Trace`.
 
 NOTE [ Marks ]
-    A mark compares the states of the generators with those at the mark before: Python's, numpy's and torch's, those that the
-    dataset and the modules of the user hold. A seed that is taken from the system counts as well. Names decide nothing: a draw
-    in a handler that never runs does not count.
+    A mark compares the states of the generators with those at the mark before: Python's, numpy's and torch's, the generators
+    that the dataset and the modules of the user hold. A seed that is taken from the system counts as well. Names decide
+    nothing: a draw in a handler that never runs does not count.
 
     If a statement that draws calls a function in Python, or takes an item of a dataset, the sample is loaded again with marks
     in that function. Of libraries, only the methods of datasets, and torchvision's pair of transforms, are looked into. A loop,
@@ -38,7 +38,7 @@ from stocache.system.objects import attribute_of, is_of_library
 _MOST_LEVELS = 4
 
 _Path = tuple[int, ...]
-"""The numbers of the statements whose calls lead to a function; () for that of the dataset."""
+"""The numbers of the statements whose calls lead to a function; () for the statement of the dataset."""
 
 
 class Trace:
@@ -82,7 +82,7 @@ class Trace:
         function, owner = resolve(called, is_item=not path or self._calls[path][2])
         source = source_of(function)
         if self._sources.setdefault(path, source) is not source:
-            return function(*owner, *args, **kwargs)  # of another object than in the samples before
+            return function(*owner, *args, **kwargs)  # of a different object than in the samples before
         if path not in self._marked:
             values = {f"{PREFIX}mark": partial(self._mark, path), f"{PREFIX}call": partial(self._observe, path)}
             self._marked[path] = build(source, _with_marks(source.tree.body), values)

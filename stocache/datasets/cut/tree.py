@@ -21,7 +21,7 @@ class DatasetTree:
     Attributes:
         leaves: the datasets that make samples.
         kinds: for each leaf, the number of the first leaf with the same class and transforms.
-        starts: indices at which another leaf may begin.
+        starts: indices at which a different leaf may begin.
         batches: whether one leaf makes all samples of a batch, and is asked for them in one call.
     """
 

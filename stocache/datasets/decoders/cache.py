@@ -9,8 +9,8 @@ NOTE [ Serving decoders ]
     The first result of each decoder that a process would serve, and more within a share of the time, are decoded again and
     compared. If one differs, or if a decoder draws random numbers, no process serves results of that decoder any more.
 
-    Decoders that a decoder calls are not looked at: its result is cached as a whole. Nor are those that a signal handler
-    calls meanwhile, so no lock is taken twice.
+    Decoders that a decoder calls are not looked at: its result is cached as a whole. Nor are the functions that a signal
+    handler calls meanwhile, so no lock is taken twice.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class DecoderCache:
         if "control" not in cache:
             cache.put("control", _new_control())  # of several processes, the first wins
         control = cache.get("control", copy=False)
-        control = (_new_control() if control is None else control).view(_CONTROL)[0]  # None: the machine gives no memory
+        control = (_new_control() if control is None else control).view(_CONTROL)[0]  # None: the machine has no memory
         self._seed, self._counts, self._seen = int(control["seed"]), control["counts"], control["seen"]
         _open.append(weakref.ref(self))
         patches.install(_serve)
@@ -163,7 +163,7 @@ class DecoderCache:
         """Cache a result, if its content is still there."""
         result = _result(call, value) if self._is_unchanged(call.content, key) else None
         if result is not None:
-            with contextlib.suppress(ClosedError, SlotError, SampleError):  # another process has put another result
+            with contextlib.suppress(ClosedError, SlotError, SampleError):  # another process has put a different result
                 self._cache.put(key, result)
 
 
@@ -280,8 +280,8 @@ def cached_decoders(size_limit_gib: float | str = "auto", audit: float = 0.01) -
             train()
 
     Pillow, OpenCV, torchvision, numpy's archives, soundfile, nibabel and more (`DECODERS` lists them) decode each content once
-    for this process and all that it forks in the block. Results are equal to those of the library, and the caller's own. A
-    `CachedDataset` does so by itself if its samples cannot be cached.
+    for this process and all that it forks in the block. Results are equal to the results of the library, and the caller's own.
+    A `CachedDataset` does so by itself if its samples cannot be cached.
 
     Args:
         size_limit_gib: GiB for the results on this machine; "auto" for the memory that the machine can spare.

@@ -71,7 +71,7 @@ def _place(owner: Any, name: str, true: Any, decode: Any) -> None:
 
 
 def uninstall() -> None:
-    """Take the functions back, except where others have replaced them since: these may call ours, which then only decode."""
+    """Take the functions back, unless others have replaced them since: these may call ours, which then only decode."""
     global _serve, _modules
     with _lock:
         for owner, name, true, decode, is_own in reversed(_placed):

@@ -26,7 +26,7 @@ class PillowCall:
 
     @classmethod
     def of(cls, image: Any) -> "PillowCall | None":
-        """Return the call for an image; None if it is loaded, or of another format or mode, or of several frames."""
+        """Return the call for an image; None if it is loaded, or of a different format or mode, or of several frames."""
         loaded = vars(image).get("_im", vars(image).get("im"))
         if not image.tile or loaded is not None or image.format not in _FORMATS or image.mode not in _MODES:
             return None

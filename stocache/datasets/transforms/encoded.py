@@ -1,4 +1,4 @@
-"""Cache files as they are, and decode them after the cache: for datasets with a ``loader``, such as torchvision's folders."""
+"""Cache files undecoded, and decode them after the cache: for datasets with a ``loader``, such as torchvision's folders."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class Decode:
 
 @contextlib.contextmanager
 def _file_of(data: bytes) -> Iterator[str]:
-    """Give the path of a file of these bytes: in memory, or a temporary one where that is not allowed."""
+    """Give the path of a file of these bytes: in memory, or a temporary file if that is not allowed."""
     fd = open_memfd()
     if fd is None:
         with tempfile.TemporaryDirectory(prefix="stocache-") as folder:

@@ -2,7 +2,7 @@
 
 A transform is recognised by the name and module of its class, so no library is imported here. A class that is not in the table
 counts as random. So does a subclass of one that is, as it may do anything. Kornia has its random transforms in one module; of
-its other modules only the classes that learn are named. MONAI marks its classes, and so do its users. The lists are those of
+its other modules only the classes that learn are named. MONAI marks its classes, and so do its users. The lists follow
 torchvision 0.29, timm 1.0, albumentations 2.0 and Kornia 0.9.
 """
 
@@ -137,7 +137,7 @@ def is_deterministic(transform: object) -> bool:
         try:
             listed = library.deterministic is None or cls.__name__ in library.deterministic
             return listed and library.condition(transform)
-        except AttributeError:  # in another version of the library
+        except AttributeError:  # in a different version of the library
             return False
     known = cls in _MODULES or any(transform is function for function in _FUNCTIONS)
     return known or _is_library_function(transform)

@@ -27,7 +27,7 @@ def as_transform(transform: Any) -> Callable[[Any], Any] | None:
 
 
 class PartTransform:
-    """Applies a function to each of some parts of a sample, and leaves the other parts as they are.
+    """Applies a function to each of some parts of a sample, and leaves the other parts unchanged.
 
     Args:
         parts: a mapping to functions of a part. Its keys are keys of a mapping, positions in a tuple or list, or names of

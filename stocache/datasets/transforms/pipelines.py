@@ -27,7 +27,7 @@ class Chain:
 
     Args:
         transforms: callables. When called with several arguments, each returns a tuple of as many. When called with named
-            ones, each returns them in a dict, as those of albumentations do.
+            ones, each returns them in a dict, as the pipelines of albumentations do.
     """
 
     def __init__(self, transforms: Iterable[Callable[..., Any]] = ()) -> None:
@@ -61,7 +61,7 @@ class Pipeline:
 
     Attributes:
         whole: the transform.
-        steps: the callables that it calls, one after another; ``(whole,)`` where it cannot be taken apart.
+        steps: the callables that it calls, one after another; ``(whole,)`` if it cannot be taken apart.
         kind: how it holds its steps.
         snapshot: the containers of the steps, each with the items it had: to notice a change.
     """
@@ -77,7 +77,7 @@ class Pipeline:
         return next((number for number, step in enumerate(self.steps) if not is_deterministic(step)), len(self.steps))
 
     def part(self, begin: int, end: int | None = None) -> Any:
-        """Return a callable of the steps from ``begin`` to ``end``; the transform itself where these are all its steps."""
+        """Return a callable of the steps from ``begin`` to ``end``; the transform itself if these are all its steps."""
         steps = self.steps[begin:end]
         if len(steps) == len(self.steps) and callable(self.whole):
             return self.whole
@@ -121,7 +121,7 @@ def _kind(transform: Any) -> str | None:
 
 
 def _steps_of(transform: Any, kind: str | None, snapshot: list[Any]) -> Iterator[Any]:
-    """Yield the steps of a transform, with those of nested transforms in their place; ``snapshot`` gets the containers."""
+    """Yield the steps of a transform, with the steps of nested transforms in their place; ``snapshot`` gets the containers."""
     if kind is None or _kind(transform) != kind:
         yield transform
         return
@@ -173,10 +173,10 @@ def deterministic(transform: _Transform) -> _Transform:
     Can be used as a decorator.
 
     Args:
-        transform: a function, an object or a class. A class marks its objects, but not those of its subclasses.
+        transform: a function, an object or a class. A class marks its objects, but not the objects of its subclasses.
 
     Returns:
-        The same transform; or an object that calls it, where it takes no attributes.
+        The same transform; or an object that calls it, if it takes no attributes.
 
     Raises:
         DatasetError: ``transform`` is not callable.

@@ -3,9 +3,9 @@
 NOTE [ Threads or processes ]
     Two threads make samples as fast as two processes, and start much faster, if making a sample leaves the GIL free. So threads
     are chosen if short epochs with them take no longer than with processes. A child process runs these, so that the user's
-    dataset stays as it is.
+    dataset stays unchanged.
 
-    Threads are chosen in any case where forked processes would stall (NOTE [ Stalled processes ]), and processes where samples
+    Threads are chosen in any case if forked processes would stall (NOTE [ Stalled processes ]), and processes if samples
     draw from the global random number generators, of which processes have their own.
 """
 

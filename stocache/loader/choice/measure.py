@@ -4,7 +4,7 @@ NOTE [ Measurements ]
     A child process loads some samples one by one. From their times follows the number of samples of an epoch. With one cache,
     the epochs of all settings run over the same part of the dataset, in which there are some batches for each worker. If
     samples are slow, the batches are smaller. The first epoch of a setting is not timed: it starts the workers and fills the
-    cache, whose limit is as large a share of the part as that of the setting is of the dataset. Of the others the shortest
+    cache, whose limit is as large a share of the part as the limit of the setting is of the dataset. Of the others the shortest
     counts, because other programs only make an epoch longer. The numbers of workers are tried in order, until more of them make
     epochs no shorter.
 """
@@ -104,10 +104,10 @@ class Study:
         make_loader: makes the loader.
         workers: numbers of workers, in increasing order.
         batch_sizes: samples of a batch.
-        methods: values of ``worker_method``; threads are left out where samples draw from the global generators.
+        methods: values of ``worker_method``; threads are left out if samples draw from the global generators.
         codecs: the ways to cache that are of interest.
         choose_caches: returns limits in bytes and codecs.
-        collate_fn: of the user; None for torch's, or for lists where that does not work.
+        collate_fn: of the user; None for torch's, or for lists if that does not work.
         options: further arguments of `CachedDataset`.
         time_limit_s: seconds after which it ends.
         step_s: of the training step, for each sample.
@@ -136,7 +136,7 @@ def measure(dataset: Any, study: Study) -> tuple[Samples, list[Epoch]]:
         Exception: the error of a sample that cannot be loaded.
 
     If no child process can load samples, or if these would stall, this process does, with a copy of the dataset and without
-    workers. The dataset, and the random generators of this process, stay as they are.
+    workers. The dataset, and the random generators of this process, stay unchanged.
     """
     began, found = time.monotonic(), list[Any]()
     until, patience_s = began + study.time_limit_s * _EPOCHS_SHARE, study.time_limit_s / 2

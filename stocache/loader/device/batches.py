@@ -58,7 +58,7 @@ class _Waiting:
 
 
 class _Mover:
-    """Moves the tensors of one batch, and objects that have ``to``, to a device. Containers are those of torch's pin_memory."""
+    """Moves the tensors of one batch, and objects that have ``to``, to a device. Containers are those that torch pins."""
 
     def __init__(self, cuda: Any, gatherer: DeviceGatherer | None) -> None:
         self._cuda, self._gatherer = cuda, gatherer
@@ -121,7 +121,7 @@ class DeviceStage:
 
     Attributes:
         cuda: the device.
-        gatherer: makes the batches of a cache's samples; None where the CPU makes them.
+        gatherer: makes the batches of a cache's samples; None if the CPU makes them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,10 +131,10 @@ class DeviceStage:
         self._copied: deque[tuple[Any, Any]] = deque()  # the events and the batches in host memory
         weakref.finalize(self, _finish, self.cuda, self._copied, os.getpid()).atexit = False
 
-    def gather_from(self, cache: SharedCache, limit: int) -> None:
-        """Have the device gather the samples of a cache. ``limit``: bytes of its memory for samples."""
+    def gather_from(self, cache: SharedCache) -> None:
+        """Have the device gather the samples of a cache."""
         if self.gatherer is None:
-            self.gatherer = DeviceGatherer(cache, self.cuda, limit)
+            self.gatherer = DeviceGatherer(cache, self.cuda)
 
     def place(self, batch: Any) -> tuple[Any, list[Tensor], Any]:
         """Begin to copy a batch. Return it on the device, its tensors there, and the event at the end of their copies.
@@ -142,21 +142,10 @@ class DeviceStage:
         Raises:
             OutOfMemoryError: of torch: the device has no memory for it.
         """
-        gatherer = self.gatherer
         if type(batch) is PlannedBatch and batch.number in batch.plan.gathered:  # with a batch before it
             return batch.plan.gathered.pop(batch.number)
         while self._copied and self._copied[0][0].query():
             self._copied.popleft()
-        has_tier = gatherer is not None and gatherer.limit
-        try:
-            return self._copy(batch)
-        except torch.cuda.OutOfMemoryError:
-            if gatherer is None or not has_tier:
-                raise
-            gatherer.release()
-        return self._copy(batch)  # here, as the error holds the tier
-
-    def _copy(self, batch: Any) -> tuple[Any, list[Tensor], Any]:
         with self.cuda.copying():
             mover = _Mover(self.cuda, self.gatherer)
             moved = mover.moved(batch)
@@ -204,8 +193,6 @@ class DeviceBatches:
     def __init__(self, batches: Any, stage: DeviceStage) -> None:
         self._batches, self._stage = batches, stage
         self._waiting: deque[_Waiting] = deque()
-        if stage.gatherer is not None:
-            stage.gatherer.begin_epoch()
 
     def __next__(self) -> Any:
         # see NOTE [ Two batches ahead ]

@@ -1,6 +1,6 @@
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def,import-not-found,untyped-decorator"
-"""The kernel of `copy_rows`, in Triton, which reads annotations itself. Import it only where there is a GPU."""
+"""The kernel of `copy_rows`, in Triton, which reads annotations itself. Import it only if there is a GPU."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,9 @@
 """A GPU and the stream on which batches are copied to it.
 
 NOTE [ Copies on a stream of their own ]
-    Batches are copied, and gathered, on one stream, while the training step runs on another. An event on it marks the end of
-    each batch. The stream of the step waits for this event, the CPU does not. ``record_stream`` keeps the memory of a batch
-    from being used again before the step has ended, if the user frees the batch before.
+    Batches are copied, and gathered, on one stream, while the training step runs on a different one. An event on it marks the
+    end of each batch. The stream of the step waits for this event, the CPU does not. ``record_stream`` keeps the memory of a
+    batch from being used again before the step has ended, if the user frees the batch before.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Cuda:
         if own is None:
             names = "stream_id", "device_index", "device_type"
             own = self._here.stream = _cuda.Stream(**{name: getattr(self._stream, name) for name in names})
-        return own  # at 1 µs, where torch.cuda.stream takes 10
+        return own  # at 1 µs; torch.cuda.stream takes 10
 
     @contextlib.contextmanager
     def on_step(self) -> Iterator[None]:
@@ -95,11 +95,6 @@ class Cuda:
     def as_current(self) -> Any:
         """Return a context in which this is the current device, as threads need it."""
         return torch.cuda.device(self.device)
-
-    def spare_bytes(self) -> tuple[int, int]:
-        """Return the bytes of device memory that this process may still take, and those of the device."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device), total
 
     @property
     def reads_host_memory(self) -> bool:

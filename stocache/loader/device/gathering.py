@@ -2,10 +2,9 @@
 
 NOTE [ Where a sample comes from ]
     A batch arrives as the indices of its samples, with the samples that were not in the cache (`GatherPlan`). Small columns,
-    such as labels, are gathered by the CPU, and go to the GPU together with the numbers of the rows. Of the large ones a sample
-    is in one of three places (`RowSource`):
+    such as labels, are gathered by the CPU, and go to the GPU together with the numbers of the rows. The large columns of a
+    sample are in one of two places (`RowSource`):
 
-    - a row of the `DeviceTier`, if ``device_limit_gib`` has one for it. The GPU copies it at the rate of its memory.
     - a slot of the cache whose memory is registered. The GPU copies it over the bus, with no work of the CPU.
     - memory of this process: it was loaded for this batch, or its slot is not registered. The CPU has gathered it.
 
@@ -20,7 +19,6 @@ NOTE [ Batches that are planned together ]
     and then copied to memory of their own: a batch that the user holds keeps no others.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,11 +37,8 @@ from stocache.datasets.batches.spec import BatchSpec
 from stocache.loader.device.cuda import send_together
 from stocache.loader.device.kernels import copy_rows, select_rows
 from stocache.loader.device.mapping import MappedSegment
-from stocache.loader.device.tier import DeviceTier, release_when_full
 from stocache.shm.pool import pinned_memory
-from stocache.system.limits import MIB, format_size
-
-logger = logging.getLogger("stocache")
+from stocache.system.limits import MIB
 
 _SMALL = 1024  # bytes of a value, up to which the CPU gathers its column
 _TOGETHER = 64 * MIB  # bytes of large columns that are gathered at once
@@ -57,17 +52,13 @@ class DeviceStats:
     """Where the samples came from that a loader has gathered on a GPU.
 
     Attributes:
-        from_tier: from the memory of the device.
         from_cache: from the cache in the memory of the host, read by the device.
         from_host: loaded, or gathered by the CPU, and copied.
-        tier_bytes: memory of the device that holds samples.
         registered_bytes: memory of the cache that the device may read.
     """
 
-    from_tier: int = 0
     from_cache: int = 0
     from_host: int = 0
-    tier_bytes: int = 0
     registered_bytes: int = 0
 
 
@@ -79,16 +70,14 @@ class RowSource:
         kind: the attribute of `DeviceStats` that counts them.
         positions: of the samples in all batches of the plan, ascending.
         numbers: of the rows.
-        rows: all rows of each large column, as words, by its number. Those of the tier are not here: it may be released.
+        rows: all rows of each large column, as words, by its number.
         steps: the numbers, and the positions in the step, on the device, for each step.
-        kept: slots that get rows of the tier from now on: these rows are written. None: these rows are read.
     """
 
     kind: str
     positions: Rows
     numbers: Rows
-    rows: Mapping[int, Tensor] = field(default_factory=dict)
-    kept: Rows | None = None
+    rows: Mapping[int, Tensor]
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -100,11 +89,10 @@ class DeviceGatherer:
         cuda: the device.
 
     Attributes:
-        limit: bytes of device memory for samples; 0 as soon as the model has needed them.
         together: how many batches the steps of the last plan have.
     """
 
-    def __init__(self, cache: SharedCache, cuda: Any, limit: int) -> None:
+    def __init__(self, cache: SharedCache, cuda: Any) -> None:
         spec = BatchSpec.of(cache)
         assert spec is not None  # else no `PlannedBatch` is made
         self._cache, self._cuda, self._shapes, self._join = cache, cuda, spec.shapes, spec.join
@@ -113,11 +101,9 @@ class DeviceGatherer:
         self._small = [number for number, column in enumerate(columns) if column.nbytes <= _SMALL]
         self._dtypes = [column.words.dtype for column in columns]
         self._row_bytes = sum(columns[number].nbytes for number in self._large)
-        self._tier: DeviceTier | None = None
-        self._version = 0  # changes when rows of the tier are no longer those of their samples
-        self.limit, self.together = limit if self._large else 0, 1
+        self.together = 1
         self._lock = threading.RLock()
-        self._counts = {"from_tier": 0, "from_cache": 0, "from_host": 0}
+        self._counts = {"from_cache": 0, "from_host": 0}
 
     def gather(self, batch: PlannedBatch) -> tuple[Any, list[Tensor]]:
         """Return the batch on the device, and its tensors there. Call it on the stream of the device.
@@ -130,27 +116,25 @@ class DeviceGatherer:
             self._counts["from_host"] += len(plan.indices)
             tensors = [rows.to(self._cuda.device, non_blocking=True) for rows in plan.tensors]
             return self._join(tensors), tensors
-        with self._lock:  # no other thread gives rows of the tier to other samples meanwhile
+        with self._lock:
             _ = self._cache.slot_arrays  # an error if it is closed
-            while number not in plan.gathered:
-                several = len(plan.sizes) > 1
-                if several and plan.version != self._version and not (plan.together and self._may_plan_together()):
-                    plan.together, several = 0, False
+            if number not in plan.gathered:
+                if len(plan.sizes) > 1 and plan.sources is None and not (plan.together and self._may_plan_together()):
+                    plan.together = 0
                     plan, number = PlannedBatch.alone(batch.indices)
-                if not several or plan.version != self._version:  # rows that an earlier try has admitted may be of others now
+                if plan.sources is None:
                     self._plan(plan)
                 self._gather(plan, number // plan.together)
         data, tensors, _ = plan.gathered.pop(number)
         return data, tensors
 
     def _may_plan_together(self) -> bool:
-        """Whether the device can read all samples, and the tier is full; see NOTE [ Batches that are planned together ]."""
-        admits = self.limit and (self._tier is None or not self._tier.is_full)
-        return not admits and self._mapped.is_complete and self._views(self._small) is not None
+        """Whether the device can read all samples; see NOTE [ Batches that are planned together ]."""
+        return self._mapped.is_complete and self._views(self._small) is not None
 
     def _plan(self, plan: GatherPlan) -> None:
         """Look the samples of a plan up, and send the numbers of their rows to the device."""
-        version, sizes, count, alone = self._version, plan.sizes, len(plan.indices), len(plan.sizes) == 1
+        sizes, count, alone = plan.sizes, len(plan.indices), len(plan.sizes) == 1
         together = max(1, min(len(sizes), _TOGETHER // max(1, sizes[0] * self._row_bytes)))
         positions, indices = np.arange(count), plan.indices
         if plan.positions is not None:
@@ -171,12 +155,12 @@ class DeviceGatherer:
             each.steps = list(zip(torch.split(numbers, parts), torch.split(places, parts), strict=True))
         if alone:
             for number, values in zip(self._small, sent, strict=True):
-                shape, dtype = self._shapes[number]  # .data: it may be changed while another column has a gradient
+                shape, dtype = self._shapes[number]  # .data: it may be changed while a different column has a gradient
                 plan.small[number] = [values.view(dtype).view(count, *shape).data]
         else:
             for number, view in (self._views(self._small) or {}).items():
                 plan.small[number] = self._column(number, sizes, partial(select_rows, view, *sent))
-        plan.sources, plan.together, self.together, plan.version = sources, together, together, version
+        plan.sources, plan.together, self.together = sources, together, together
 
     def _column(self, number: int, sizes: list[int], copy: Callable[[Tensor], None]) -> list[Tensor]:
         """Return a column of batches of some sizes, each in memory of its own. ``copy``: writes the words of all."""
@@ -191,31 +175,22 @@ class DeviceGatherer:
         return parts
 
     def _gather(self, plan: GatherPlan, step: int) -> None:
-        """Begin to gather the batches of a step, unless the tier has other rows than the plan."""
-        tier = self._tier  # before the versions are compared: another thread may find no memory, and release it
-        if plan.version != self._version:
-            return
-        first, of_tier = step * plan.together, {} if tier is None else tier.rows
+        """Begin to gather the batches of a step."""
+        first, sources = step * plan.together, plan.sources or ()
         sizes = plan.sizes[first : first + plan.together]
         large = dict[int, list[Tensor]]()
 
         def copy(number: int, words: Tensor) -> None:
-            for source in plan.sources:
+            for source in sources:
                 numbers, positions = source.steps[step]
-                rows = (source.rows or of_tier)[number]
-                if source.kept is not None:
-                    select_rows(words, positions, rows, numbers)
-                elif len(numbers):
+                if len(numbers):
                     copy_from = copy_rows if source.kind == "from_cache" and plan.together == 1 else select_rows
-                    copy_from(rows, numbers, words, positions if len(numbers) < len(words) else None)
+                    copy_from(source.rows[number], numbers, words, positions if len(numbers) < len(words) else None)
 
         for number in self._large:
             large[number] = self._column(number, sizes, partial(copy, number))
-        for source in plan.sources:
-            if source.kept is None:
-                self._counts[source.kind] += len(source.steps[step][0])
-            elif tier is not None:
-                tier.keep(source.kept, source.numbers)
+        for source in sources:
+            self._counts[source.kind] += len(source.steps[step][0])
         event = self._cuda.mark()
         for at in range(len(sizes)):
             own = {number: parts[at] for number, parts in large.items()}
@@ -232,12 +207,6 @@ class DeviceGatherer:
             return sources
         if plan.positions is not None:
             sources.append(self._of_host(plan.positions, plan.tensors.__getitem__))
-        tier = self._open_tier()
-        if tier is not None:
-            numbers = tier.numbers(slots)
-            kept = numbers >= 0
-            sources.append(RowSource("from_tier", positions[kept], numbers[kept]))
-            positions, slots = positions[~kept], slots[~kept]
         mapped, arrays, views = self._mapped, self._cache.slot_arrays, self._views(self._large)
         readable = np.full(len(slots), views is not None)
         if not mapped.is_complete:
@@ -248,13 +217,10 @@ class DeviceGatherer:
             sources.append(self._of_host(positions[~readable], partial(self._gathered, slots[~readable])))
             positions, slots = positions[readable], slots[readable]
         sources.append(RowSource("from_cache", positions, slots, views or {}))
-        if tier is not None and not tier.is_full:
-            which, numbers = tier.admit(slots)
-            sources.append(RowSource("from_cache", positions[which], numbers, kept=slots[which]))
         return [source for source in sources if len(source.numbers)]
 
     def _of_host(self, positions: Rows, values: Callable[[int], Tensor]) -> RowSource:
-        """Return the source of samples in host memory, which are sent. ``values``: returns those of a column."""
+        """Return the source of samples in host memory, which are sent. ``values``: returns the values of a column."""
         words = {each: self._as_words(values(each).to(self._cuda.device, non_blocking=True), each) for each in self._large}
         return RowSource("from_host", positions, np.arange(len(positions)), words)
 
@@ -287,34 +253,6 @@ class DeviceGatherer:
         words: Tensor = values.view(len(values), -1).view(self._dtypes[number])
         return words
 
-    def _open_tier(self) -> DeviceTier | None:
-        if self._tier is None and self.limit:
-            words = {number: self._cache.slot_arrays.columns[number].words for number in self._large}
-            self._tier = DeviceTier(self.limit, len(self._cache), words, self._cuda)
-            release_when_full(self)
-        return self._tier
-
-    def begin_epoch(self) -> None:
-        """Empty the tier if samples were overwritten, or the cache was cleared, since it has taken its samples."""
-        with self._lock:
-            if self._tier is not None and not self._cache.closed:
-                stats = self._cache.stats()
-                self._version += self._tier.keep_since(stats.fills - stats.filled)
-
-    def release(self, device: int | None = None) -> None:
-        """Do without a tier from now on: the model needs its memory. ``device``: the one that has none left; None for any."""
-        if not self.limit or device not in (None, self._cuda.device.index):
-            return
-        self._version += 1  # first: see `_gather`
-        tier, self._tier, self.limit = self._tier, None, 0
-        if tier is None:
-            logger.warning("%s has no memory for device_limit_gib: samples stay in the cache.", self._cuda.device)
-        else:
-            logger.warning(
-                "%s is out of memory. The %s of cached samples on it are given back to the model. Lower device_limit_gib.",
-                self._cuda.device, format_size(tier.nbytes),
-            )  # fmt: skip
-
     @property
     def _mapped(self) -> MappedSegment:
         return MappedSegment.of(self._cache.slot_arrays.segment, self._cuda)
@@ -325,5 +263,4 @@ class DeviceGatherer:
 
     def stats(self) -> DeviceStats:
         """Return the counts so far, and the memory that is in use."""
-        tier, registered = self._tier, 0 if self._cache.closed else self._mapped.nbytes
-        return DeviceStats(**self._counts, tier_bytes=0 if tier is None else tier.nbytes, registered_bytes=registered)
+        return DeviceStats(**self._counts, registered_bytes=0 if self._cache.closed else self._mapped.nbytes)

@@ -58,7 +58,7 @@ def select_rows(rows: Tensor, numbers: Tensor, out: Tensor, positions: Tensor | 
 
 @functools.cache
 def _kernel() -> Any:
-    """Return the kernel; None where Triton cannot compile it: it needs a C compiler."""
+    """Return the kernel; None if Triton cannot compile it: it needs a C compiler."""
     try:
         from stocache.loader.device.copy_kernel import copy_kernel
 

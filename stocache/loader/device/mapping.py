@@ -42,7 +42,7 @@ class MappedSegment:
 
     @staticmethod
     def of(segment: Segment, cuda: Any) -> "MappedSegment":
-        """Return that of a segment, the same for all loaders of this process."""
+        """Return the mapping of a segment, the same for all loaders of this process."""
         found = _mapped.get(segment)
         if found is None:
             found = _mapped[segment] = MappedSegment(segment, cuda)

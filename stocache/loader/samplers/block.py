@@ -4,7 +4,7 @@ NOTE [ Windows ]
     Random access to samples that are stored in blocks reads every block many times. So the blocks are put into random order and
     taken in windows of several blocks, and the samples of each window are shuffled. Each block is read during one window only.
     With a window of as many blocks as a batch has samples, the order is hardly worse than a full shuffle
-    (`benchmark/support/shuffling.py` measures that).
+    (`tests/loader/samplers/test_orders.py` measures that).
 
     All ranks know the whole order, which depends only on (seed, epoch). Each rank takes one stretch of it, so no sample is
     taken by two ranks, and few windows are read by more than one.
@@ -43,7 +43,7 @@ class ResumableSampler(DistributedSampler[int]):
     """
 
     _form: StateForm
-    _advances_epoch = True  # whether each iteration is the next epoch, unless `set_epoch` was called
+    advances_epoch = True  # whether each iteration is the next epoch, unless `set_epoch` was called
 
     def __init__(self) -> None:
         self.epoch = self._done = 0  # the epoch that begins next, and how many of its samples to skip
@@ -66,7 +66,7 @@ class ResumableSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         epoch, done = self.epoch, self._done
         self._running = epoch, done, iter(())
-        self.epoch, self._done = epoch + self._advances_epoch, 0
+        self.epoch, self._done = epoch + self.advances_epoch, 0
         return self._iterate(epoch, done)
 
     def _iterate(self, epoch: int, planned: int) -> Iterator[int]:
@@ -104,7 +104,7 @@ class ResumableSampler(DistributedSampler[int]):
         """Resume from a state: the next iteration yields the samples that were left.
 
         Raises:
-            StateError: the state is damaged, or of another order.
+            StateError: the state is damaged, or of a different order.
         """
         position, _ = self._form.read(state, self._identity())
         done = self._resume(position)
@@ -133,8 +133,8 @@ class BlockSampler(ResumableSampler):
         shuffle: False yields blocks, and the samples in them, in ascending order.
         window: blocks whose samples are shuffled together; 1 shuffles within each block only.
         seed: the same for all ranks.
-        rank, world_size: number of this process, and of all processes that share each epoch. None takes those of
-            torch.distributed where it is initialised; else this process takes all samples.
+        rank, world_size: number of this process, and of all processes that share each epoch. None takes the numbers of
+            torch.distributed if it is initialised; else this process takes all samples.
         drop_last: True leaves out the last samples, so that all ranks have equally many; else some ranks have one more.
         prefetch: called with the numbers of the blocks of each window while the window before it is yielded: the
             ``prefetch_blocks`` of the dataset, which reads them ahead from the disk.

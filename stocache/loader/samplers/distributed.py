@@ -1,4 +1,4 @@
-"""torch's DistributedSampler with a state that a job with another number of ranks can resume."""
+"""torch's DistributedSampler with a state that a job with a different number of ranks can resume."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,16 +19,16 @@ class StatefulDistributedSampler(ResumableSampler):
         sampler = StatefulDistributedSampler(dataset)
         loader = DataLoader(dataset, batch_size=256, sampler=sampler)
 
-    The orders are those of torch's sampler. As with torch's sampler, call `set_epoch` for each epoch, or all have the same
-    order. The first iteration after `load_state_dict` yields the samples that were left of the state's epoch; `set_epoch` with
-    another epoch begins that one instead.
+    The orders are the same as with torch's sampler. As with torch's sampler, call `set_epoch` for each epoch, or all have the
+    same order. The first iteration after `load_state_dict` yields the samples that were left of the state's epoch; `set_epoch`
+    with another epoch begins that one instead.
 
-    A state can be resumed with another number of ranks: then these share the samples that no rank has taken. All ranks must
+    A state can be resumed with a different number of ranks: then these share the samples that no rank has taken. All ranks must
     have taken equally many, and the new number of ranks must divide the number of samples that all have taken together.
 
     Args:
         dataset: anything with a length.
-        num_replicas, rank: number of ranks, and of this rank. None takes those of torch.distributed.
+        num_replicas, rank: number of ranks, and of this rank. None takes the numbers of torch.distributed.
         shuffle: False takes the samples in ascending order.
         seed: the same for all ranks.
         drop_last: True leaves out the last samples, so that all ranks have equally many; else some samples come twice.
@@ -48,7 +48,7 @@ class StatefulDistributedSampler(ResumableSampler):
     """
 
     _form = sampler_form("StatefulDistributedSampler", num_replicas=(int,))
-    _advances_epoch = False
+    advances_epoch = False
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class StatefulDistributedSampler(ResumableSampler):
             self._done = done
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state, also of another number of ranks, or of torchdata.
+        """Resume from a state, also of a different number of ranks, or of torchdata.
 
         Raises:
-            StateError: the state is damaged, of another order, or the ranks do not divide the samples that were taken.
+            StateError: the state is damaged, of a different order, or the ranks do not divide the samples that were taken.
         """
         of_torchdata = isinstance(state, dict) and set(state) == {"yielded"}
         super().load_state_dict(self._state(self.epoch, state["yielded"]) if of_torchdata else state)

@@ -38,26 +38,26 @@ class LocalityDistributedSampler(ResumableSampler):
     Args:
         dataset: a `CachedDataset` with a placement by nodes, or anything with a length.
         batch_size: samples of each rank at a step, as for its DataLoader.
-        placement: None takes that of the dataset's cache; for a dataset without a cache, scattered.
+        placement: None takes the placement of the dataset's cache; for a dataset without a cache, scattered.
         num_nodes, node_rank: number of machines, and of this machine. None takes those of the placement, torchrun or Slurm.
-        num_replicas, rank: number of ranks, and of this rank. None takes those of torch.distributed, torchrun or Slurm. All
-            nodes have equally many ranks, and the first node has the first ones.
+        num_replicas, rank: number of ranks, and of this rank. None takes those of torch.distributed, torchrun or Slurm.
+            All nodes have equally many ranks, and the first node has the first ones.
         shuffle: False takes the samples in ascending order.
         seed: the same for all ranks.
         drop_last: True leaves out the last samples, so that all ranks have equally many; else some samples come twice.
         stratify: True takes equally many samples from the part of each node at each step, and gives each rank equally many
             cached samples (give or take one), in memory or on its disk. No rank waits for another that has more to read, and
             only samples that no cache holds are read. The order is still random, with each sample once in an epoch, but not
-            that of torch. A rank plans only its own samples. Needs a `CachedDataset` with samples of one shape, and caches of
-            one size on all nodes.
+            the order of torch. A rank plans only its own samples. Needs a `CachedDataset` with samples of one shape, and caches
+            of one size on all nodes.
 
     Raises:
         LimitError: a number is out of range, or numbers contradict each other; the dataset is a `Subset`; the dataset or
             ``shuffle`` does not fit ``stratify``.
 
     As with torch's sampler, call `set_epoch` for each epoch, or all have the same order. Above 2^24 samples the order differs
-    from torch's, and takes no memory. A state can be resumed with another number of ranks and nodes if the global batch has the
-    same size, and the state was not taken within a batch of another size.
+    from torch's, and takes no memory. A state can be resumed with a different number of ranks and nodes if the global batch has
+    the same size, and the state was not taken within a batch of a different size.
 
     Examples:
         >>> for node in range(2):  # the first has samples 0 to 3 cached, the other 4 to 7
@@ -68,7 +68,7 @@ class LocalityDistributedSampler(ResumableSampler):
     """
 
     _form = sampler_form("LocalityDistributedSampler", batch_size=(int,), layout=(dict, NoneType))
-    _advances_epoch = False
+    advances_epoch = False
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ def _choose_placement(given: Placement | None, placed: Placement | None, num_nod
     """Return the placement that says which node a sample belongs to.
 
     Raises:
-        LimitError: the ``given`` placement differs from that of the cache, or is for another number of nodes.
+        LimitError: the ``given`` placement differs from the placement of the cache, or is for a different number of nodes.
     """
     if given is not None and placed is not None and (given.order, given.nodes) != (placed.order, placed.nodes):
         raise LimitError(f"placement={given}, but the cache of the dataset has {placed}. Leave it out.")

@@ -23,7 +23,7 @@ class Batch:
         worker: the worker whose process would make it.
         index: of its samples.
         count: the number of its samples.
-        samples: those that are made.
+        samples: the samples that are made.
         made: which of its parts are made.
         errors: of parts, by their numbers.
         lazy: the samples, if they come from a cache.

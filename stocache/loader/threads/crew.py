@@ -124,7 +124,7 @@ class ThreadWorker:
             set_epoch(self.dataset, epoch)
 
     def wrapped(self, error: BaseException) -> ExceptionWrapper:
-        """Return an error, to be raised in the loop with the traceback of the thread as text; or that of ``worker_init_fn``."""
+        """Return an error, for the loop, with the traceback of the thread as text; or the error of ``worker_init_fn``."""
         if self.error is not None:
             return self.error
         if isinstance(error, SystemExit):
@@ -135,9 +135,9 @@ class ThreadWorker:
 
     @contextmanager
     def global_generators(self) -> Iterator[None]:
-        """Put the global generators of this worker in the place of those of the process, in a ``with`` block.
+        """Put the global generators of this worker in the place of the generators of the process, in a ``with`` block.
 
-        torch's is that of the stream.
+        torch's is the generator of the stream.
         """
         mine = read()
         if self._globals is None:  # as torch's worker process begins
@@ -315,7 +315,7 @@ class Crew:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Load samples: one thread at a time, where the dataset demands it. Watch the global generators."""
+        """Load samples: one thread at a time, if the dataset demands it. Watch the global generators."""
         with self.turns:
             self._has_loaded = True
             wait = self.waiting

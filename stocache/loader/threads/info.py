@@ -2,9 +2,9 @@
 
 NOTE [ Worker info of a thread ]
     torch keeps the `WorkerInfo` of a worker in a variable of its module, one for the process. So the first worker thread of a
-    process puts another ``get_worker_info`` in the place of torch's, in all modules that have it. It asks for the info of the
-    calling thread, and then torch's function. The limit: torch's function that a program has kept elsewhere than in a module,
-    such as in a default argument, returns None in worker threads.
+    process puts a different ``get_worker_info`` in the place of torch's, in all modules that have it. It asks for the info of
+    the calling thread, and then torch's function. The limit: torch's function that a program has kept elsewhere than in a
+    module, such as in a default argument, returns None in worker threads.
 
     default_collate asks, too: in a worker it makes batches in shared memory, to send them to another process. A thread sends
     nothing, so it stacks there as without workers; see `extend_default_collate`.
@@ -30,7 +30,7 @@ class _InfoHere(threading.local):
 
 
 _here = _InfoHere()
-_OF_TORCH: Any = (torch_worker.get_worker_info,)  # in a tuple, where it is not replaced
+_OF_TORCH: Any = (torch_worker.get_worker_info,)  # in a tuple, in which it is not replaced
 
 
 @functools.wraps(_OF_TORCH[0])
@@ -126,7 +126,7 @@ class KeptGenerators(Kept):
 
 
 class WorkerRng:
-    """The ``rng`` of a `WorkerInfo`: its generators are those of the sample that the thread makes now.
+    """The ``rng`` of a `WorkerInfo`: its generators are the generators of the sample that the thread makes now.
 
     Attributes:
         draws: returns the generators from which the running code may draw. It may wait until it is the turn of the code.

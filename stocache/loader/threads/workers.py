@@ -30,7 +30,7 @@ Task = Callable[[int], None]
 class Tasks:
     """The tasks that threads are to run. It does not keep the threads alive.
 
-    A thread takes the tasks for itself first, then those for any thread by batch, then those that may wait.
+    A thread takes the tasks for itself first, then the tasks for any thread by batch, then the tasks that may wait.
 
     Attributes:
         stopped: whether the threads are to end.
@@ -51,8 +51,8 @@ class Tasks:
 
         Args:
             thread: the number of the thread; None for any.
-            batch: the number of its batch. Those of earlier batches are run first: samples that draw random numbers wait for
-                these, and the tasks of a batch may come after those of later ones.
+            batch: the number of its batch. Tasks of earlier batches are run first: samples that draw random numbers wait for
+                these, and the tasks of a batch may come after the tasks of later ones.
         """
         if thread is not None:
             self._own[thread].append(task)
@@ -82,7 +82,7 @@ class Tasks:
             try:
                 self._idle.remove(thread)
             except ValueError:
-                if task is not None:  # this thread was called for another one
+                if task is not None:  # this thread was called for a different one
                     self._call_one()
             if task is not None:
                 return task

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from stocache.datasets.batches.views import behind_views
 from stocache.observe.recording.record import record_here, row_here
 from stocache.samples.indices import as_array
 from stocache.shm.ring.ring import RemoteCall, Ring, ring_of
+from stocache.system.generators import Kept, own_generators
 from stocache.system.walking import set_epoch
 
 
@@ -110,6 +112,30 @@ def _take_request(
     if row is not None:
         row.begin_step(began_ns, count_samples(index))
     return index if sample_epoch is None else EpochIndices(sample_epoch, index)
+
+
+_kept: tuple[int, Kept] | None = None  # in this worker process: an epoch, and the generators before its first batch
+
+
+def ahead(request: RemoteCall, epoch: int, dropped: int) -> RemoteCall:
+    """Return a request for a batch of an epoch that may be dropped.
+
+    Args:
+        request: of the batch.
+        epoch: the number of the epoch among those that were foreseen; 0 for an epoch that has begun.
+        dropped: the number of the last one that was dropped: the generators are set back to where they were before it.
+    """
+    return RemoteCall(_take_ahead, epoch, dropped, request)
+
+
+def _take_ahead(epoch: int, dropped: int, indices: Any) -> Any:
+    global _kept
+    if _kept is not None and _kept[0] == dropped:
+        _kept[1].restore()
+        _kept = None
+    if epoch and (_kept is None or _kept[0] != epoch) and (worker := get_worker_info()) is not None:
+        _kept = epoch, Kept(own_generators(behind_views(worker.dataset)))
+    return indices
 
 
 def _pack_indices(index: Any) -> tuple[Any, str]:

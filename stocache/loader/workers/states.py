@@ -12,8 +12,8 @@ NOTE [ States of workers ]
     was.
 
     With ``snapshot_every_n_steps=k``, a worker sends its state only with its last batch before each multiple of k. The state of
-    the loader is then that of the last multiple, with the number of batches to load and drop after it. Persistent workers of a
-    map-style dataset send each state that has changed, because the next epoch begins with the last one.
+    the loader is then the state after the last multiple, with the number of batches to load and drop after it. Persistent
+    workers of a map-style dataset send each state that has changed, because the next epoch begins with the last one.
 
     Source: the contract of torchdata's StatefulDataLoader.
 """
@@ -60,7 +60,7 @@ class WorkerState:
         dataset: the state of its dataset; None if it does not have one, or if the iterator is the dataset.
         iterator: the state of the iterator of its iterable dataset; None if it does not have one.
         samples: number of samples that it took from the iterator in this epoch.
-        ended: whether the iterator has ended; without ``samples``, that of the epoch before.
+        ended: whether the iterator has ended; without ``samples``, the state of the epoch before.
     """
 
     dataset: Any = None
@@ -309,7 +309,7 @@ class WorkerStates:
         return since, [_saved(state) for state in states], turn
 
     def next_epoch(self) -> "WorkerStates":
-        """Return the states at the beginning of the next epoch of the same workers: their datasets stay as they are."""
+        """Return the states at the beginning of the next epoch of the same workers: their datasets stay unchanged."""
         datasets = [(_saved(state) or {}).get("dataset") for state in self.states]
         return WorkerStates(self.count, self.every, [None if own is None else WorkerState(own, ended=True) for own in datasets])
 

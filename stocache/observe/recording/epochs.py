@@ -31,7 +31,7 @@ RequestCounts: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class EpochStats:
-    """The counts of one epoch. Those of a dataset are of all processes that share the cache.
+    """The counts of one epoch. The counts of a dataset are of all processes that share the cache.
 
     Attributes:
         hits: samples served from the cache.
@@ -96,7 +96,7 @@ class EpochCounter:
         self._begin_next(counts)
 
     def _note_requests(self, counts: RequestCounts, kind: str, ended: str | None) -> None:
-        """Note that an epoch is set or a loop begins. Warn once if another has ``ended`` in which no sample was requested."""
+        """Note that an epoch is set or a loop begins. Warn once if an epoch has ``ended`` in which no sample was requested."""
         requests = sum(counts[:2])
         if ended is not None and requests == self._requests[kind] and not self._warned and is_first_rank():
             self._warned = True

@@ -53,7 +53,7 @@ def count_all(counts: Counts, durations_ns: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How long something took, in seconds. Percentiles and the maximum are exact within 1.6 %; 0 where ``count`` is 0.
+    """How long something took, in seconds. Percentiles and the maximum are exact within 1.6 %; 0 if ``count`` is 0.
 
     Attributes:
         count: how often it was measured.

@@ -67,7 +67,7 @@ class TimingRow:
     """The times that one thread records, in words of shared memory; see NOTE [ Who writes a row ].
 
     A worker process calls `begin_step` and `add_batch` for each batch. Other threads call `begin_step`, `add_making` and
-    `add_collating`, in this order: each of them adds the time since the one before. Times are without those that went into
+    `add_collating`, in this order: each of them adds the time since the one before. Times are without the times that went into
     `add_loads` meanwhile.
 
     Attributes:
@@ -286,7 +286,7 @@ class TimingRecord:
         segment = self._segment
         if segment is None or segment.backing == "none" or self.mine:
             return None
-        for number in (1 + worker, 1 + self.workers + worker):  # the second, if another iterator's worker has the first
+        for number in (1 + worker, 1 + self.workers + worker):  # the second, if a different iterator's worker has the first
             with segment.guard:
                 claimed = segment.try_lock(number)
             if claimed:

@@ -2,9 +2,9 @@
 
 NOTE [ The key travels along ]
     Shuffling and sharding bring an element to another worker in each epoch, so a cache in one process would often miss. Here
-    elements get numbers where their order is always the same. They pass shuffles and shards with their numbers, before they are
-    read and mapped. The cache is behind these pipes: a hit in any worker skips the reading and mapping. The shuffle's buffer
-    then holds numbers and names instead of images.
+    elements get numbers at a place at which their order is always the same. They pass shuffles and shards with their numbers,
+    before they are read and mapped. The cache is behind these pipes: a hit in any worker skips the reading and mapping. The
+    shuffle's buffer then holds numbers and names instead of images.
 """
 
 import copy
@@ -66,7 +66,7 @@ class SharedCacher(IterDataPipe[Any]):
         pipe = paths.shuffle().sharding_filter().map(decode).shared_cache(number_of.__getitem__, 32, dataset_len=len(paths))
 
     The maps become part of this pipe, and run only for elements that are not in the cache. A result that was made with the
-    global random number generators is not kept. Values and order are those of the graph without a cache.
+    global random number generators is not kept. Values and order are the same as with the graph without a cache.
 
     Args:
         datapipe: the pipe whose elements are kept, commonly a ``map``.

@@ -189,7 +189,7 @@ class ShardingRoundRobinDispatcherIterDataPipe(IterDataPipe[Any]):
         sharding_group_filter: SHARDING_PRIORITIES.MULTIPROCESSING, or None, which means the same.
 
     Raises:
-        GraphError: ``sharding_group_filter`` is another group.
+        GraphError: ``sharding_group_filter`` is a different group.
     """
 
     def __init__(self, source_datapipe: IterDataPipe[Any], sharding_group_filter: SHARDING_PRIORITIES | None = None) -> None:
@@ -212,7 +212,7 @@ ShardingRoundRobinDispatcher = ShardingRoundRobinDispatcherIterDataPipe
 
 @register("fullsync")
 class FullSync(_Threaded):
-    """End each epoch on all ranks after the same number of elements, that of the shortest rank (functional name: ``fullsync``).
+    """End each epoch on all ranks when the shortest rank ends (functional name: ``fullsync``).
 
     A rank goes on only after every rank has reported that it has its next element. A thread does this while the last
     element is in use. A rank that leaves its loop early ends the epoch of the others; they do not wait for it.

@@ -1,4 +1,4 @@
-"""Bring a graph to an earlier position: iterate it again, and leave out work where possible.
+"""Bring a graph to an earlier position: iterate it again, and leave out work if possible.
 
 NOTE [ Replay ]
     The sources give the first elements of a graph again, and these are dropped. If each element of a pipe is made from a fixed

@@ -29,7 +29,7 @@ class Shard(ShardingFilterIterDataPipe):
 
     Attributes:
         skipped: elements that the source leaves out at the beginning of the next iteration.
-        taken: elements passed on; it includes those of the skipped ones that this shard would have passed on.
+        taken: elements passed on; it includes the elements of the skipped ones that this shard would have passed on.
     """
 
     def __init__(self, pipe: ShardingFilterIterDataPipe) -> None:
@@ -118,7 +118,7 @@ def _is_fed(datapipe: DataPipe) -> bool:
 
 
 def replicable_end(datapipe: DataPipe) -> DataPipe:
-    """Return the last pipe before those that stay in the main process.
+    """Return the last pipe before the pipes that stay in the main process.
 
     Raises:
         GraphError: no pipe can leave the main process, or the pipes that can have several ends.

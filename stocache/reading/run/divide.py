@@ -15,7 +15,7 @@ from stocache.reading.graph.sharding import worker_share
 class Length:
     """Counts the elements of a part of a graph, for all workers together.
 
-    If all ranks end together, it counts those of the last rank, which has the fewest.
+    If all ranks end together, it counts the elements of the last rank, which has the fewest.
     """
 
     def __init__(self, datapipe: DataPipe, part: DataPipe, num_workers: int) -> None:

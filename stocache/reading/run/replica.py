@@ -3,8 +3,8 @@
 NOTE [ Keys of elements ]
     Each element has a key. The elements of all workers are delivered in the order of (key, worker). If the graph has one shard,
     and makes at most one element from each that the shard passes on, then the key counts the elements the shard passed on: the
-    order is that of the graph before sharding, for any number of workers. Otherwise the key counts the elements of the worker:
-    the workers deliver in turn.
+    order is the order of the graph before sharding, for any number of workers. Otherwise the key counts the elements of the
+    worker: the workers deliver in turn.
 """
 
 import contextlib

@@ -49,7 +49,7 @@ class GraphPosition:
         """Return where each of ``workers`` workers continues; one position for the main process if it is 0.
 
         Raises:
-            StateError: the state has another number of workers, and resuming would not be exact.
+            StateError: the state has a different number of workers, and resuming would not be exact.
         """
         numbers = range(max(1, workers))
         same = self.counts and workers == self.workers
@@ -70,7 +70,7 @@ class GraphPosition:
         """Return where each worker continues, if all elements must be made again.
 
         Raises:
-            StateError: the state has another number of workers.
+            StateError: the state has a different number of workers.
         """
         if not self.counts or workers != self.workers:
             raise self._error(workers, "each worker must make its own elements again")
@@ -84,7 +84,7 @@ class GraphPosition:
 
 
 class Stream(IterDataPipe[Any]):
-    """A pipe of the main process that gives the elements of the replicable part of a graph.
+    """A pipe of the main process that yields the elements of the replicable part of a graph.
 
     Args:
         workers: number of workers; 0 for this process.

@@ -1,1 +1,1 @@
-"""Objects from one process to another through a ring of buffers in shared memory, which are used again."""
+"""Objects from one process to a second through a ring of buffers in shared memory, which are used again."""

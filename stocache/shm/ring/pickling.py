@@ -111,7 +111,7 @@ class _Places:
 
 
 def _stays(buffer: pickle.PickleBuffer) -> bool:
-    """Return whether a buffer stays in the pickle: all do, except those that are placed."""
+    """Return whether a buffer stays in the pickle: all do, except the buffers that are placed."""
     return buffer is not _ANY
 
 

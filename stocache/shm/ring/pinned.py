@@ -1,7 +1,7 @@
 """Register the buffers of a ring as pinned memory with CUDA, so that torch need not copy batches to pin them.
 
 NOTE [ Copies in flight ]
-    ``batch.to("cuda", non_blocking=True)`` returns before the GPU has read the batch. torch tracks such copies only for memory
+    ``batch.to("cuda", non_blocking=True)`` returns before the GPU has read the batch. torch tracks these copies only for memory
     that it pinned itself. So when the tensors of a buffer are gone, a thread waits for the devices before the buffer is free.
     Meanwhile workers use other buffers.
 """
@@ -49,7 +49,7 @@ class Pinned:
         self._background.put(partial(_free_after_copies, free, buffer))
 
     def close(self) -> None:
-        """Unregister all buffers; nobody holds a batch. Does nothing in a forked child, where CUDA does not work."""
+        """Unregister all buffers; nobody holds a batch. Does nothing in a forked child, in which CUDA does not work."""
         if self._pid == os.getpid():
             _wait_for_copies()
             for address in self._registered:
@@ -64,7 +64,7 @@ def _clear_error() -> None:
 
 
 def _free_after_copies(free: Callable[[Any], None], buffer: Any) -> None:
-    _wait_for_copies()  # raises where the GPU has failed, which may still be reading
+    _wait_for_copies()  # raises if the GPU has failed, which may still be reading
     free(buffer)
 
 

@@ -14,10 +14,10 @@ NOTE [ Who owns a buffer ]
     requested or arrives.
 
     A loop that ends early leaves buffers SENT by workers that have exited. The next worker on the lane frees them once their
-    iteration is over, that is, not among those that the parent lists as live.
+    iteration is over, that is, not among the iterations that the parent lists as live.
 
     The memory is a segment that is mostly untouched. Each buffer has STRIDE bytes of addresses, and takes memory only as its
-    batches need it, each page once. So the sizes of batches need not be known before. Where the machine has no
+    batches need it, each page once. So the sizes of batches need not be known before. If the machine has no
     shared memory for a batch, its bytes go through the pipe.
 """
 
@@ -60,7 +60,7 @@ _ALIGNMENT = 64
 _SMALL = (
     32 * KIB
 )  # bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured
-# by `python -m benchmark payloads threshold`: at 32 KiB both ways take the same time
+# in turns: at 32 KiB both ways take the same time
 
 _FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch
 _LIVE = 8  # most iterations over one loader at the same time
@@ -239,7 +239,7 @@ class Ring:
         return unpack(pickled, content, places)
 
     def record_fallback(self, reason: str) -> None:
-        """Count a batch that arrived without the ring. Warn, once, where that is slow."""
+        """Count a batch that arrived without the ring. Warn, once, if that is slow."""
         global _said_no_memory
         if reason == NO_MEMORY and not _said_no_memory and here.SHARES_MEMORY:
             _said_no_memory = True
@@ -405,7 +405,7 @@ class Lane:
 
 
 class RemoteCall:
-    """A message to another process: a call that is made where the message is unpickled, and whose result takes its place."""
+    """A message to another process: a call that is made when the message is unpickled, and whose result takes its place."""
 
     __slots__ = ("_arguments", "function")
 
@@ -420,7 +420,7 @@ def fallback(key: str, reason: str, batch: object) -> RemoteCall:
     """Return the message to send if a batch cannot go through the ring ``key``, for that ``reason``.
 
     The batch is pickled here, so that the caller sees errors. A queue pickles in a thread of its own, which would lose the
-    batch, and the parent would wait for ever. Where torch has no shared memory for its tensors, their bytes are sent.
+    batch, and the parent would wait for ever. If torch has no shared memory for its tensors, their bytes are sent.
     """
     began_ns = _clock_ns()
     if reason is not NO_MEMORY:

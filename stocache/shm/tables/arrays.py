@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes, of the arrays in a segment: as Arrow has its buffers
 
 
 def new_segment(nbytes: int) -> Segment:
-    """Return a new segment with ``nbytes`` of reserved data. Raises SampleError: the machine gives no shared memory."""
+    """Return a new segment with ``nbytes`` of reserved data. Raises SampleError: the machine has no shared memory."""
     segment = Segment.create(8, max(1, nbytes))
     if segment.data_bytes < nbytes or not segment.extents.reserve(0, max(1, nbytes), warn=False):
         raise SampleError(f"the machine gives no shared memory for {nbytes} bytes. Free memory, or do not share this value.")
@@ -31,7 +31,7 @@ def write_array(segment: Segment, at: int, array: NDArray[Any]) -> None:
 class SharedArray(np.ndarray):
     """A read-only array in shared memory. Its parts, and what is computed with it, are ordinary arrays, and pickle as such.
 
-    A view of it in another shape, as pandas makes, pickles as a handle.
+    A view of it in a different shape, as pandas makes, pickles as a handle.
     """
 
     _segment: Segment | None

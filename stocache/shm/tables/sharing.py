@@ -44,17 +44,17 @@ def share(value: Any) -> Any:
     Args:
         value: a list or tuple of str, of bytes, of paths or of numbers of one type; a dict of these; a numpy array, or a tensor
             on the CPU; a Series or DataFrame of pandas, a table or column of Arrow, a sparse matrix of scipy; or an object with
-            attributes, such as a dataset. Attributes that cannot be shared stay as they are.
+            attributes, such as a dataset. Attributes that cannot be shared stay as before.
 
     Returns:
         A list or tuple becomes a sequence, a dict a mapping, an array a read-only array, a tensor a tensor: writing to that
         changes it for one process alone. They are indexed, sliced and walked through as before. Slices of a sequence are lists.
-        Objects of pandas, Arrow and scipy keep their classes. Those with buffers of Arrow are sent as a handle by
+        Objects of pandas, Arrow and scipy keep their classes. Objects with buffers of Arrow are sent as a handle by
         `multiprocessing` and torch's workers; plain ``pickle`` copies these buffers.
 
     Raises:
-        SampleError: the items are of several types, or of another one; a table has many Python objects; or the machine gives no
-            shared memory.
+        SampleError: the items are of several types, or of a different one; a table has many Python objects; or the machine has
+            no shared memory.
 
     Examples:
         >>> import pickle
@@ -62,7 +62,7 @@ def share(value: Any) -> Any:
         >>> paths[7], len(paths), len(pickle.dumps(paths)) < 300
         ('photos/000007.jpg', 100000, True)
     """
-    if not here.SHARES_MEMORY:  # threads have it as it is
+    if not here.SHARES_MEMORY:  # threads have it unchanged
         return value
     if isinstance(value, SharedSequence | SharedMapping | SharedArray | SharedTensor):
         return value
@@ -138,7 +138,7 @@ def _library_of(value: object) -> str:
 def size_of(value: Any) -> int:
     """Return about how many bytes a value that can be shared takes; 0 for others."""
     if (library := _library_of(value)) in _TABLES:
-        with contextlib.suppress(Exception):  # another class of that library
+        with contextlib.suppress(Exception):  # a different class of that library
             return int(_TABLES[library](value))
     if type(value) is np.ndarray:
         return value.nbytes

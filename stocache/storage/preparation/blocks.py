@@ -30,7 +30,7 @@ _LONGEST_REASON = 500  # characters
 
 
 Result: TypeAlias = Entry | list[SkippedSample]
-"""The result for a block: its entry in the index; or, where it is not written, the samples that cannot be loaded."""
+"""The result for a block: its entry in the index; or, if it is not written, the samples that cannot be loaded."""
 
 
 class DatasetBlocks:
@@ -108,7 +108,7 @@ class DatasetBlocks:
         return self._order[number * self.block_size : (number + 1) * self.block_size]
 
     def _load(self, number: int) -> tuple[list[Any], list[SkippedSample]]:
-        """Return the samples of a block, and those that cannot be loaded."""
+        """Return the samples of a block, and the samples that cannot be loaded."""
         indices = self._indices(number).tolist()
         together = newer_of(self.dataset)
         if together is not None:
@@ -148,7 +148,7 @@ class DatasetBlocks:
         return self._skip and not isinstance(error, MemoryError)
 
     def _name_of(self, idx: int) -> str | None:
-        """Return the dataset's name of a sample; None if it gives no name."""
+        """Return the dataset's name of a sample; None if it has no name."""
         name_of = attribute_of(self.dataset, "describe_sample")
         with suppress(Exception):
             return str(name_of(idx)) if callable(name_of) else None

@@ -47,7 +47,7 @@ def prepare(
     address: str | None = None,
     storage_options: dict[str, Any] | None = None,
 ) -> OnDiskBlockDataStorage[Any, Any]:
-    """Prepare a dataset as a folder of blocks, in parallel, and return the storage. A prepared folder is returned as it is.
+    """Prepare a dataset as a folder of blocks, in parallel, and return the storage. A prepared folder is returned unchanged.
 
     The bytes of the folder do not depend on the engine, the number of workers or interruptions. The folder keeps the sizes and
     times of change of the files of a source that `open_source` has opened. If they have changed, it is not returned.
@@ -83,12 +83,12 @@ def prepare(
     Raises:
         LimitError: a size is not a size, or ``engine`` or ``on_error`` is unknown.
         DatasetError: ``source`` is neither a preparer nor a dataset, or a preparer although ``on_error`` is "skip".
-        StorageError: the folder is prepared in another way or from other files, or holds other files; it lacks samples, and
+        StorageError: the folder is prepared in a different way or from other files, or holds other files; it lacks samples, and
             ``on_error`` is "stop"; not one sample can be loaded; the source changes meanwhile; the URL cannot be written to;
             Ray is not installed or does not run.
         DamagedError: the index of a prepared folder is damaged; or a preparation cannot be continued, because skipped.json is
             damaged.
-        WorkerError: a Ray worker died, and so did those that tried again.
+        WorkerError: a Ray worker died, and so did the workers that tried again.
         SampleError: a sample or the info cannot be stored.
         OSError: the disk is full, or fails. Preparing again continues from there.
         Exception: whatever the source raises.
@@ -149,7 +149,7 @@ def prepare(
 
 
 def _files_of(source: object) -> dict[str, Any] | None:
-    """Return the facts about the files that the samples of a source depend on; None if it gives none."""
+    """Return the facts about the files that the samples of a source depend on; None if it returns none."""
     describe = getattr(source, "describe_files", None)
     return describe() if callable(describe) else None
 
@@ -158,7 +158,7 @@ _CHECKSUMS = "list of files", "contents"  # facts that a person cannot read
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return how a plan differs from that of a folder, each difference as text."""
+    """Return how a plan differs from the plan of a folder, each difference as text."""
     found = []
     for name in new:
         before, now = old.get(name), new[name]
@@ -216,7 +216,7 @@ def _import_ray(engine: str, address: str | None) -> ModuleType | None:
 
 
 class _SourceChangedError(Exception):
-    """The source yields other samples than those in the blocks of an interrupted preparation."""
+    """The source yields other samples than the samples in the blocks of an interrupted preparation."""
 
 
 @dataclass
@@ -239,7 +239,7 @@ class _Preparation:
         """Return whether the folder is to be prepared; False if it is prepared as planned.
 
         Raises:
-            StorageError: it is prepared in another way, or lacks samples.
+            StorageError: it is prepared in a different way, or lacks samples.
             DamagedError: the index is damaged.
         """
         if not self._writer.prepared:
@@ -293,7 +293,7 @@ class _Preparation:
             )
 
     def _start_again(self, source: str) -> None:
-        """Forget the blocks of an interrupted preparation: the source gives other samples for one of them now."""
+        """Forget the blocks of an interrupted preparation: the source returns other samples for one of them now."""
         logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
         self._writer.remove_blocks_except(())
         self._found = {}
@@ -403,7 +403,7 @@ class _Preparation:
         self._finish(preparer, cutter.block_size, preparer.get_dataset_info)
 
     def _find_missing(self, blocks: Iterator[NewBlock], bar: Any) -> Iterator[NewBlock]:
-        """Yield the missing blocks. Raises _SourceChangedError: the source gives other samples for the last written block."""
+        """Yield the missing blocks. Raises _SourceChangedError: the source returns other samples for the last written block."""
         last, number = max(self._found, default=-1), -1
         for number, samples, first in blocks:
             if number not in self._found:

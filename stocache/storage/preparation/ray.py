@@ -89,7 +89,7 @@ def written(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
         num_workers: tasks at a time; 0 for as many as the cluster can run.
 
     Raises:
-        WorkerError: a worker died, and so did those that tried again.
+        WorkerError: a worker died, and so did the workers that tried again.
         Exception: whatever ``write`` raises.
     """
     job = ray.put(cloudpickle.dumps(write)), [os.path.abspath(path) for path in sys.path]

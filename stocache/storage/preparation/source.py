@@ -1,4 +1,4 @@
-"""What samples are prepared from: a `DataPreparer` yields them, a `Source` has those of files by index."""
+"""What samples are prepared from: a `DataPreparer` yields them, a `Source` has the samples of files by index."""
 
 import importlib
 import os
@@ -86,7 +86,7 @@ class Source(Dataset[Any], ABC):
     def describe_files(self) -> dict[str, Any]:
         """Return facts that identify the files: their number, bytes and place, and a checksum of sizes and times of change.
 
-        If it ``hashes``, the checksum is that of the contents, and files that were moved or touched stay the same.
+        If it ``hashes``, the checksum is a checksum of the contents, and files that were moved or touched stay the same.
 
         Raises:
             StorageError: a file cannot be read.

@@ -220,7 +220,7 @@ class Table(Source):
         return getattr(library.Dataset, read)(self._paths, **options)
 
     def files(self) -> list[str]:
-        """Return the paths of the files of the table, or of those in the folder."""
+        """Return the paths of the files of the table, or of the files in the folder."""
         return self._paths or sorted(entry.path for entry in os.scandir(self._path) if entry.is_file())
 
     def _sample(self, idx: int) -> Any:

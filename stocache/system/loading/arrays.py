@@ -112,14 +112,14 @@ class ArrayCopier:
         try:
             is_table = hasattr(value, "iloc")
             nbytes = np.sum(value.memory_usage(index=False)) if is_table else value.width * value.height * len(value.getbands())
-        except (AttributeError, TypeError):  # of another class
+        except (AttributeError, TypeError):  # of a different class
             return value
         return value.copy() if self._takes(nbytes) else value
 
     def _copied_memory(self, owner: Any, is_borrowed: bool) -> Any:
         """Return a copy of the memory of an array or storage, as bytes; None if it is shared.
 
-        ``is_borrowed``: whether it may belong to another object, and be shared between processes.
+        ``is_borrowed``: whether it may belong to a different object, and be shared between processes.
         """
         place = address, nbytes = _place_of(owner)
         if place not in self._memory:

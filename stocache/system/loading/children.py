@@ -3,7 +3,7 @@
 NOTE [ A child loads ]
     Some samples are needed before the user's own loop: by the probe, `warm` and `prepare`. A child process loads them. The
     files that the dataset opens there, the random numbers that it draws and the values that it keeps end with the child. The
-    user's dataset object stays as it was. A file opened in the parent would have one position for all workers forked later.
+    user's dataset object stays unchanged. A file opened in the parent would have one position for all workers forked later.
 
     The child works like a worker of torch's DataLoader: it has one thread, `get_worker_info()`, and no signal handlers of the
     parent. It is forked, whatever the start method of the DataLoader, so nothing is pickled and a script needs no `__main__`
@@ -13,7 +13,7 @@ NOTE [ A child loads ]
     A file that was open before the fork has one position for parent and child. So the child first opens all files that it may
     read again, under the same descriptors. After that it cannot move a position of the parent's.
 
-    What a process reads from a pipe or a socket is lost for all others. So the child closes those of its parent; see
+    What a process reads from a pipe or a socket is lost for all others. So the child closes the streams of its parent; see
     NOTE [ Streams ].
 """
 

@@ -5,7 +5,7 @@ NOTE [ A dataset for each thread ]
     share the file, and its position. So each thread gets a copy: of the dataset, of the datasets, plain objects and modules
     inside it, of their short lists, sets and dicts, of lists of datasets, of files in memory, and of functions and methods
     that refer to any of these. All else is shared: long lists, locks, caches, and sentinels: globals of a module that say how
-    they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared as it is.
+    they are pickled or copied. No code of the user runs for that. A dataset with ``thread_safe = True`` is shared itself.
 
     Arrays, tensors, images and table frames are copied, too (arrays.py), and so are long lists and dicts of these or of lists
     and dicts: ``__getitem__`` may change one in place, and worker processes would each have their own.
@@ -141,7 +141,7 @@ def _copied(value: Any, memo: dict[Any, Any], depth: int) -> Any:
         mine: dict[str, Any] = {}
         memo[id(attributes)] = attributes, mine
         mine.update((name, _copy(item, memo, depth + 1)) for name, item in attributes.items())
-    object.__setattr__(copied, "__dict__", memo[id(attributes)][1])  # also where the class is frozen
+    object.__setattr__(copied, "__dict__", memo[id(attributes)][1])  # even if the class is frozen
     return copied
 
 
@@ -190,7 +190,7 @@ _REFERENCES: dict[Any, Callable[[Any], Any]] = {
 
 
 def _target_of(reference: Any) -> Any:
-    """Return the object of a weak reference or proxy; None where it is gone."""
+    """Return the object of a weak reference or proxy; None if it is gone."""
     if type(reference) is weakref.ReferenceType:
         return reference()
     try:
@@ -218,7 +218,7 @@ def _fill(copied: Any, value: Any, base: Any, memo: dict[Any, Any], depth: int, 
 
 
 def _copied_function(function: FunctionType, memo: dict[Any, Any], depth: int) -> FunctionType:
-    """Return a function with copies of its defaults, and of variables from around it, where these have copies."""
+    """Return a function with copies of its defaults, and of variables from around it, if these have copies."""
     given, cells = function.__kwdefaults__ or {}, function.__closure__ or ()
     defaults = _copy(function.__defaults__, memo, depth + 1)
     keywords = {name: _copy(value, memo, depth + 1) for name, value in given.items()}
@@ -261,7 +261,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_made_plainly(kind: Any, container: Any) -> bool:
-    """Whether the objects of a class can be made by that of its container, or of object, without its own ``__new__``."""
+    """Whether the constructor of its container, or of object, can make the objects of a class, without its own ``__new__``."""
     own = type(kind.__new__) is types.FunctionType and base_of(kind) is object and not issubclass(kind, enum.Enum)
     return own or kind.__new__ is (container or object).__new__
 

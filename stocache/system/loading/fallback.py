@@ -1,4 +1,4 @@
-"""Load samples in child processes; or in this one, where these cannot.
+"""Load samples in child processes; or in this one, if these cannot.
 
 NOTE [ Loading in this process ]
     A child may be unable to load: it cannot use the GPU of its parent, or it is stalled (NOTE [ Stalled processes ]). Then this

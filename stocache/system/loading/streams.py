@@ -1,4 +1,4 @@
-"""Pipes, sockets and queues: find those that a dataset reads, and close them in a child process.
+"""Pipes, sockets and queues: find the ones that a dataset reads, and close them in a child process.
 
 NOTE [ Streams ]
     A process that reads from a pipe, a socket or a queue takes what it reads: other processes do not get it. A dataset that

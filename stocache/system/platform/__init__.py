@@ -1,6 +1,6 @@
-"""What the system gives: memory that processes share, locks that end with a process, CPUs, files.
+"""What the system offers: memory that processes share, locks that end with a process, CPUs, files.
 
-Linux gives all of it, in `linux`. On other systems (`portable`) a cache is memory of one process, which its threads share.
+Linux offers all of it, in `linux`. On other systems (`portable`) a cache is memory of one process, which its threads share.
 Nothing else in the package asks which system it is: this is the only place that chooses.
 """
 

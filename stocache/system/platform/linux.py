@@ -1,4 +1,4 @@
-"""What Linux gives: memory that processes share, and locks of the kernel that end with their process."""
+"""What Linux offers: memory that processes share, and locks of the kernel that end with their process."""
 
 import contextlib
 import fcntl
@@ -19,12 +19,12 @@ SHARES_MEMORY = True
 """Whether processes can share a cache."""
 
 OPEN_FILES = "/proc/self/fd"
-"""The directory of the descriptors of this process, by which a forked child opens files anew; "" where there is none."""
+"""The directory of the descriptors of this process, by which a forked child opens files anew; "" if there is none."""
 
 CLOSED_ON_EXEC = os.O_CLOEXEC
 
 PIPE_BYTES = select.PIPE_BUF
-"""The bytes that a pipe takes at once if `select.poll` finds it ready; 0 where it is not said."""
+"""The bytes that a pipe takes at once if `select.poll` finds it ready; 0 if it is not said."""
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 """Options of `mmap.mmap` for memory that a forked child does not share."""
@@ -82,7 +82,7 @@ pread, pwrite, pwritev = os.pread, os.pwrite, os.pwritev
 
 
 def preadv(fd: int, buffers: Sequence[Any], at: int, wait: bool = True) -> int:
-    """Read into buffers. Without ``wait``, raise BlockingIOError or read less where the page cache does not have all."""
+    """Read into buffers. Without ``wait``, raise BlockingIOError or read less if the page cache does not have all."""
     return os.preadv(fd, buffers, at, 0 if wait else os.RWF_NOWAIT)
 
 
@@ -98,12 +98,12 @@ rename_open, unlink_open = os.replace, os.unlink
 
 
 def disk_bytes(status: os.stat_result) -> int:
-    """Return the bytes that a file takes on its disk, where parts of it may have none."""
+    """Return the bytes that a file takes on its disk, if parts of it may have none."""
     return status.st_blocks * 512
 
 
 class Directory:
-    """An open folder: its files are found also where its path comes to name another one, and links in it are not followed.
+    """An open folder: its files are found even if its path comes to name a different one, and links in it are not followed.
 
     Raises:
         OSError: it cannot be opened; NotADirectoryError if it is a file.
@@ -126,12 +126,12 @@ class Directory:
         return os.listdir(self.fd)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, which may be taken, and write that to the disk."""
+        """Give a file a different name, which may be taken, and write that to the disk."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 
     def remove(self, *names: str) -> None:
-        """Remove files, those that are there."""
+        """Remove files, if they are there."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self.fd)

@@ -3,10 +3,11 @@
 NOTE [ Many reads in one call ]
     With ``preadv`` each row takes the GIL once more, so threads that read side by side wait for each other most of the time.
     ``io_submit`` (Linux, man 2 io_submit) takes many reads. From files that were opened without O_DIRECT it reads before it
-    returns, one row after the other; ``io_getevents`` then returns the results, and waits for those that are still missing.
+    returns, one row after the other; ``io_getevents`` then returns the results, and waits for the results that are still
+    missing.
 
     The kernel keeps the requests of a process in a context, which a forked child does not have. A thread takes a context for
-    each call, and gives it back if all went well: an exception, or a signal handler that reads, cannot leave results for a
+    each call, and returns it if all went well: an exception, or a signal handler that reads, cannot leave results for a
     later call. The end of a context, or of a process that has one, takes the kernel some 40 ms. So the main thread, which alone
     reads in a worker process, reads row by row. So does a system without these calls, or without a context left
     (``/proc/sys/fs/aio-max-nr``).
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 _MOST = 64
 """Requests of a context."""
-_PREADV = 7  # IOCB_CMD_PREADV of linux/aio_abi.h, which also has the layouts of a request and of a result
+_PREADV = 7  # IOCB_CMD_PREADV of linux/aio_abi.h, which also describes a request and a result
 _REQUEST = np.dtype(
     {
         "names": ["number", "flags", "command", "fd", "buffers", "count", "at"],
@@ -51,19 +52,19 @@ if _CALLS is not None:
     _system = ctypes.CDLL(None, use_errno=True).syscall
     _system.argtypes, _system.restype = [ctypes.c_long] * 6, ctypes.c_long
 
-_free: "list[_Queue]" = []  # queues that no thread uses, also those of the process that forked this one
+_free: "list[_Queue]" = []  # queues that no thread uses, also the queues of the process that forked this one
 
 
 def read_rows(preadv: Callable[..., int], fd: int, at: Indices, columns: Columns, rows: Indices, wait: bool) -> list[int]:
     """Read rows of a file, each into a row of all columns. Return the bytes of each, or minus the number of an error.
 
     Args:
-        preadv: reads one row, where the kernel does not take many.
+        preadv: reads one row, if the kernel does not take many.
         fd: of the file.
         at: where the rows are in the file.
         columns: where they come, one behind the other.
         rows: of the columns, one for each of ``at``.
-        wait: False has an error, or fewer bytes, where the page cache does not have all of a row.
+        wait: False has an error, or fewer bytes, if the page cache does not have all of a row.
     """
     found = list[int]()
     if threading.current_thread() is not threading.main_thread():
@@ -148,7 +149,7 @@ class _Queue:
         self._requests["count"][:] = len(widths)
 
     def read(self, fd: int, at: Indices, columns: Columns, rows: Indices, flags: int) -> list[int]:
-        """Read at most `_MOST` rows; see `read_rows`. The list has no results of those that the kernel does not take."""
+        """Read at most `_MOST` rows; see `read_rows`. The list has no results of the rows that the kernel does not take."""
         widths, count = tuple([column.shape[1] for column in columns]), len(rows)
         if widths != self._widths:
             self._use(widths)
@@ -158,7 +159,7 @@ class _Queue:
         self._requests["fd"][:count], self._requests["flags"][:count] = fd, flags
         try:
             count = self._call(self._submit, self._context, count, self._places[0])
-        except OSError as error:  # the file system cannot read without waiting, or another error of the first request
+        except OSError as error:  # the file system cannot read without waiting, or a different error of the first request
             return [-error.errno] * count if error.errno == errno.EOPNOTSUPP else []
         found, missing = np.empty(count, np.int64), count
         while missing:

@@ -1,6 +1,6 @@
-"""What every system gives: memory of this process, which its threads share, and locks of files.
+"""What every system offers: memory of this process, which its threads share, and locks of files.
 
-There are no locks of bytes, because no other process has the memory; see `stocache.shm.segment`. What is of use only where
+There are no locks of bytes, because no other process has the memory; see `stocache.shm.segment`. What is of use only if
 processes share memory, or a child is forked to load samples, is in `linux` alone.
 """
 
@@ -42,7 +42,7 @@ CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # as on Windows
 
-_positions = threading.Lock()  # of files, where they must be moved to read elsewhere
+_positions = threading.Lock()  # of files, if they must be moved to read elsewhere
 _LOCKED_AT = 1 << 30  # the byte that stands for a whole file on Windows, behind its end
 _FILES = 8192  # that a process may have open on Windows
 
@@ -139,7 +139,7 @@ def pwritev(fd: int, buffers: Sequence[Any], at: int) -> int:
 
 
 def rename_open(old: str, new: str) -> None:
-    """Give a file that this process has open another name, which may be taken; on Windows, give that name to a copy."""
+    """Give a file that this process has open a different name, which may be taken; on Windows, give that name to a copy."""
     try:
         os.replace(old, new)
     except PermissionError:
@@ -162,7 +162,7 @@ def disk_bytes(status: os.stat_result) -> int:
 class Directory:
     """A folder. Links in it are not followed.
 
-    Its lock is that of a file of the temporary folder, because Windows gives no descriptors of folders.
+    Its lock is the lock of a file of the temporary folder, because Windows has no descriptors of folders.
 
     Raises:
         OSError: it cannot be read; NotADirectoryError if it is a file.
@@ -190,11 +190,11 @@ class Directory:
         return os.listdir(self.path)
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, which may be taken."""
+        """Give a file a different name, which may be taken."""
         os.replace(os.path.join(self.path, old), os.path.join(self.path, new))
 
     def remove(self, *names: str) -> None:
-        """Remove files, those that are there; on Windows one that is open here is removed by `close`."""
+        """Remove files, if they are there; on Windows one that is open here is removed by `close`."""
         for name in names:
             try:
                 os.unlink(os.path.join(self.path, name))
@@ -237,7 +237,7 @@ def drop_pages(fd: int, at: int = 0, nbytes: int = 0) -> None:
 
 
 sync: Callable[[], None] = getattr(os, "sync", lambda: None)
-"""Write all files to their disks, where a program may ask for that."""
+"""Write all files to their disks, if a program may ask for that."""
 
 
 def limit_of(name: str) -> tuple[int, int]:
@@ -265,6 +265,6 @@ def usable_cpus() -> int:
 
 
 def at_fork(**hooks: Callable[[], object]) -> None:
-    """Call functions ``before`` a fork, ``after_in_parent`` and ``after_in_child``, where the system has forks."""
+    """Call functions ``before`` a fork, ``after_in_parent`` and ``after_in_child``, if the system has forks."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(**hooks)

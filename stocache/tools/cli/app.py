@@ -8,25 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand
 
 from stocache.system.figures import plural
+from stocache.tools.cli import output
 from stocache.tools.cli.caches import ls, metrics, rm, stat, top
 from stocache.tools.cli.folders import check, inspect, prepare
-from stocache.tools.cli.output import CORES, Json, console, count_option, echo, fail, flag, need, print_rows, show, text_option
+from stocache.tools.cli.output import CORES, Json, argument, count_option, echo, fail, flag, print_rows, show, text_option
 
-_AllowPickle = Annotated[
-    bool, flag("--allow-pickle", "Cache samples that need pickle, too, as CachedDataset(..., allow_pickle=True).")
-]
-_CollateFn = Annotated[
-    str | None,
-    text_option(
-        "FUNCTION", "The collate_fn of the DataLoader, as module:function. Default: torch's, or lists if that does not fit."
-    ),
-]
+_AllowPickle = Annotated[bool, flag("--allow-pickle", "Cache samples that need pickle, too.")]
+_CollateFn = Annotated[str | None, text_option("FUNCTION", "The collate_fn of the DataLoader, as module:function.")]
 
 
 class _Command(TyperCommand):
@@ -35,24 +29,20 @@ class _Command(TyperCommand):
         return super().get_short_help_str(10 * limit + 1000)
 
 
+_Shares = Annotated[str, text_option("LIST", "Cached shares of the dataset to measure, in percent.")]
+_FOR_BENCH = "Folder of JPEGs; or module:function, which returns a map-style dataset. Default: generated photos."
+_JpegsOrFunction = Annotated[str | None, argument("SOURCE", _FOR_BENCH)]
+_Out = Annotated[Path, text_option("PATH", "Folder for the results, or a path that ends in .csv, .png or .svg.")]
+
+
 def bench(
     context: typer.Context,
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Folder of JPEGs, searched recursively; or module:function, a function of yours that returns a map-style "
-            "dataset. Default: generated photos.",
-        ),
-    ] = None,
-    fractions: Annotated[str, text_option("LIST", "Cached shares of the dataset to measure, in percent.")] = "0,25,50,75,100",
+    source: _JpegsOrFunction = None,
+    fractions: _Shares = "0,25,50,75,100",
     workers: Annotated[int, count_option("DataLoader workers.", 0)] = CORES,
     batch_size: Annotated[int, count_option("Samples in a batch.")] = 32,
     repeats: Annotated[int, count_option("Run everything N times and report medians.")] = 1,
-    out: Annotated[
-        Path,
-        text_option("PATH", "Folder for the results, or a path that ends in .csv, .png or .svg. Missing folders are made."),
-    ] = Path(),
+    out: _Out = Path(),
     size: Annotated[int, count_option("Photos: cache them as uint8 3 x N x N.")] = 256,
     photos: Annotated[int, count_option("Photos: generate N of 512 x 512 if there is no SOURCE.")] = 1000,
     warm_pages: Annotated[bool, flag("--warm-pages", "Photos: leave the files in the page cache.")] = False,
@@ -62,49 +52,62 @@ def bench(
     """Measure the effect of a cache on your dataset. Runs a cold and a warm epoch at each cached share."""
     own = source is not None and ":" in source and not Path(source).is_dir()
     for module in ["matplotlib"] + ["PIL"] * (not own):
-        need(module, "bench")
+        output.need(module, "bench")
     _refuse(context, own)
     from stocache.tools import bench as experiment
 
     shares, (csv_path, picture_path) = _parse_percentages(fractions), _result_paths(out)
-    if source is not None and own:
-        dataset, used = _load_source(source, collate_fn)
-        used["make"] = partial(experiment.PartlyCached, allow_pickle=allow_pickle)
-        samples = f"{plural(len(dataset), 'sample')} of {source}"
-        how = f"{type(dataset).__name__}, files left in the page cache"
-    else:
-        paths, used = _find_photos(source, photos), {}
-        dataset = experiment.JpegFolder(paths, size)
-        samples = f"{plural(len(paths), 'photo')} from {source or 'generated files'}"
-        how = "left in the page cache" if warm_pages else "dropped from the page cache before each epoch"
-        how += f"; decoded and resized to 3x{size}x{size} uint8"
-        if not warm_pages:
-            used["before_epoch"] = partial(experiment.drop_pages, paths)
+    photo_options = source, photos, size, warm_pages
+    dataset, samples, how, options = _own(source, collate_fn, allow_pickle) if own else _photos(*photo_options)
     echo(f"{samples}, {how}; {workers} workers, batches of {batch_size}, shuffled; medians of {repeats}.")
     with _errors_of(source or "generated photos"):
-        epochs = experiment.sweep(dataset, shares, workers=workers, batch_size=batch_size, repeats=repeats, **used)
+        epochs = experiment.sweep(dataset, shares, workers=workers, batch_size=batch_size, repeats=repeats, **options)
     rows = experiment.summarize(epochs)
-    console().print(experiment.table(rows))
-    echo(
-        "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
-        "with fewer than --repeats 9 it varies too much to be of use."
-    )
+    output.console().print(experiment.table(rows))
+    echo(_LEGEND)
     experiment.write_csv(rows, csv_path)
     experiment.draw(rows, picture_path, f"{samples}, {workers} workers")
     echo(f"wrote {csv_path} and {picture_path}")
 
 
+_LEGEND = (
+    "reads: samples that did not come from the cache. 1st epoch: how much longer the cold epoch took than without a cache; "
+    "with fewer than --repeats 9 it varies too much to be of use."
+)
+_Measured: TypeAlias = tuple[Any, str, str, dict[str, Any]]
+"""What ``bench`` measures: the dataset, its samples and the way in words, and options of `sweep`."""
+
+
+def _own(source: Any, collate_fn: str | None, allow_pickle: bool) -> _Measured:
+    from stocache.tools.bench import PartlyCached
+
+    dataset, options = _load_source(source, collate_fn)
+    options["make"] = partial(PartlyCached, allow_pickle=allow_pickle)
+    samples = f"{plural(len(dataset), 'sample')} of {source}"
+    return dataset, samples, f"{type(dataset).__name__}, files left in the page cache", options
+
+
+def _photos(folder: str | None, count: int, size: int, warm_pages: bool) -> _Measured:
+    from stocache.tools.bench import JpegFolder, drop_pages, find_jpegs, photo_folder
+
+    if folder is not None and not Path(folder).is_dir():
+        fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
+    paths = find_jpegs(Path(folder or photo_folder(count))) or fail(f"{folder} holds no .jpg or .jpeg files.", 2)
+    samples, options = f"{plural(len(paths), 'photo')} from {folder or 'generated files'}", {}
+    how = "left in the page cache"
+    if not warm_pages:
+        how, options["before_epoch"] = "dropped from the page cache before each epoch", partial(drop_pages, paths)
+    return JpegFolder(paths, size), samples, f"{how}; decoded and resized to 3x{size}x{size} uint8", options
+
+
+_HOW_MANY = "Samples in a batch. Give it several times to choose among sizes: the step is that of the first."
+_BatchSizes = Annotated[list[int] | None, text_option("N", _HOW_MANY, show_default="32")]
+
+
 def advise(
-    source: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="A function that returns a map-style dataset.")],
+    source: Annotated[str, argument("MODULE:FUNCTION", "A function that returns a map-style dataset.")],
     step_ms: Annotated[float, text_option("MS", "Milliseconds of a training step, which is assumed to use no CPU time.")] = 0.0,
-    batch_size: Annotated[
-        list[int] | None,
-        text_option(
-            "N",
-            "Samples in a batch. Give it several times to choose among sizes: the step is that of the first.",
-            show_default="32",
-        ),
-    ] = None,
+    batch_size: _BatchSizes = None,
     time_limit_s: Annotated[float, text_option("S", "Seconds after which it ends.")] = 60.0,
     allow_pickle: _AllowPickle = False,
     collate_fn: _CollateFn = None,
@@ -128,15 +131,6 @@ def _refuse(context: typer.Context, own: bool) -> None:
         if origin is not None and origin.name == "COMMANDLINE":
             other, this = ("photos", "a dataset of yours") if own else ("a dataset of yours", "photos")
             fail(f"--{name.replace('_', '-')} is for {other}. Leave it out for {this}.", 2)
-
-
-def _find_photos(folder: str | None, count: int) -> list[Path]:
-    """Return the JPEGs in a folder; without one, of ``count`` that are generated."""
-    from stocache.tools.bench import find_jpegs, photo_folder
-
-    if folder is not None and not Path(folder).is_dir():
-        fail(f"{folder} is not a folder. Give a folder of JPEGs, or module:function.", 2)
-    return find_jpegs(Path(folder or photo_folder(count))) or fail(f"{folder} holds no .jpg or .jpeg files.", 2)
 
 
 @contextmanager
@@ -239,9 +233,7 @@ def info(as_json: Json = False) -> None:
 
 
 def explain(
-    code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="As a warning or an error says it: W12, LimitError. Or a message.")
-    ] = None,
+    code: Annotated[str | None, argument("CODE", "As a warning or an error says it: W12, LimitError. Or a message.")] = None,
 ) -> None:
     """Explain a warning or a symptom: the cause, what helps, and how to check. Without a code, list all."""
     from stocache.tools.cli.symptoms import symptom_of, symptoms
@@ -258,9 +250,7 @@ def explain(
 def doctor(
     size_limit_gib: Annotated[str | None, text_option("SIZE", "The limit of a planned cache, such as 32 or 500MB.")] = None,
     disk: Annotated[str | None, text_option("FOLDER", "The folder of a planned disk cache.")] = None,
-    disk_limit: Annotated[
-        str | None, text_option("SIZE", "With --disk: the limit of the planned disk cache, such as 500GB.")
-    ] = None,
+    disk_limit: Annotated[str | None, text_option("SIZE", "With --disk: the limit of the disk cache, such as 500GB.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find settings of this machine that hinder a cache. Names the remedies. Exits with 1 if there is a problem."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import Json, console, echo, errors_in_one_line, fail, flag, need, show, text_option
+from stocache.tools.cli.output import Json, argument, console, echo, errors_in_one_line, fail, flag, need, show, text_option
 
 
 def ls(as_json: Json = False) -> None:
@@ -31,9 +31,7 @@ def ls(as_json: Json = False) -> None:
 
 
 def stat(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder.")
-    ],
+    name: Annotated[str, argument("NAME", "The name, as 'stocache ls' shows it; or a path with a '/', such as ./folder.")],
     as_json: Json = False,
 ) -> None:
     """Show everything about one named cache, or about the folder of a disk cache."""
@@ -70,14 +68,12 @@ def _describe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     return cache.as_dict(), rows | {"held by": "\n".join(listing.describe_users(cache.holders, cache.alive))}
 
 
+_Names = Annotated[list[str] | None, argument("NAME", "Caches to remove; or folders, as paths with a '/', such as ./folder.")]
+
+
 def rm(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Caches to remove; or folders, as paths with a '/', such as ./folder."),
-    ] = None,
-    dead: Annotated[
-        bool, flag("--dead", "Remove leftovers of killed processes: caches, if not persistent, and records of loaders.")
-    ] = False,
+    names: _Names = None,
+    dead: Annotated[bool, flag("--dead", "Remove what killed processes have left: caches, records of loaders.")] = False,
     force: Annotated[bool, flag("--force", "Also remove caches that are in use or damaged.")] = False,
 ) -> None:
     """Remove named caches, or folders of disk caches, that are not in use.
@@ -93,12 +89,11 @@ def rm(
         fail("say which: stocache rm NAME..., or stocache rm --dead", 2)
     folders = [name for name in names or () if _is_path(name)]
     if dead:
-        caches = [cache for cache in listing.find() if cache.state == "dead"]
-        loaders = [loader for loader in listing.find_loaders(count=False) if loader.state == "dead"]
-        files: list[listing.NamedFile] = [*caches, *loaders]
+        files = [file for file in listing.find_all() if file.state == "dead"]
         paths, size = [file.path for file in files], sum(file.memory_bytes for file in files)
-        of_loaders = f" and {plural(len(loaders), 'dead loader')}" if loaders else ""
-        echo(f"{plural(len(caches), 'dead cache')}{of_loaders}, {limits.format_size(size)}")
+        loaders = sum(file.kind == "loader" for file in files)
+        of_loaders = f" and {plural(loaders, 'dead loader')}" if loaders else ""
+        echo(f"{plural(len(files) - loaders, 'dead cache')}{of_loaders}, {limits.format_size(size)}")
     else:
         with errors_in_one_line():
             paths = [name if name in folders else registry.path_of(name) for name in names or ()]
@@ -132,19 +127,9 @@ def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updat
 
 
 def metrics(
-    listen: Annotated[
-        str | None,
-        text_option(
-            "[HOST:]PORT",
-            "Serve the metrics over HTTP until Ctrl-C, at /metrics. Default host: 127.0.0.1; port 0 takes a free one.",
-        ),
-    ] = None,
-    allow_remote: Annotated[
-        bool, flag("--allow-remote", "With --listen: let other machines read the metrics, without a password.")
-    ] = False,
-    dashboard: Annotated[
-        bool, flag("--dashboard", "Print a dashboard for Grafana, to import there, instead of metrics.")
-    ] = False,
+    listen: Annotated[str | None, text_option("[HOST:]PORT", "Serve them until Ctrl-C, by default on 127.0.0.1.")] = None,
+    allow_remote: Annotated[bool, flag("--allow-remote", "With --listen: let other machines read them, too.")] = False,
+    dashboard: Annotated[bool, flag("--dashboard", "Print a dashboard for Grafana instead.")] = False,
 ) -> None:
     """Print the counts of named caches and their loaders, for Prometheus. Or serve them over HTTP."""
     if dashboard:

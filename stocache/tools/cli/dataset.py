@@ -7,9 +7,8 @@ import sys
 import traceback
 from typing import Any
 
-from stocache.datasets.cached import CachedDataset
-from stocache.datasets.wrapping import check_dataset
 from stocache.errors import DatasetError
+from stocache.tools.advise import check_measurable
 
 
 def load_function(where: str) -> Any:
@@ -40,28 +39,20 @@ def load_dataset(where: str) -> Any:
     """Return the map-style dataset that a function returns, given as "module:function".
 
     Raises:
-        DatasetError: as `load_function`; or the function raises an error, or returns something else, or a dataset without
-            samples.
+        DatasetError: as `load_function`; or the function raises an error, or returns something that cannot be measured.
     """
     function = load_function(where)
     try:
         dataset = function()
     except (Exception, SystemExit) as error:
         raise DatasetError(f"{where} raised {describe_error(error)}") from error
-    if isinstance(dataset, CachedDataset):
-        raise DatasetError(f"{where} returned a CachedDataset. Return the dataset in it: this command caches it itself.")
     try:
-        if isinstance(dataset, str | bytes):
-            raise DatasetError("it is text")
-        length = check_dataset(dataset)
+        check_measurable(dataset)
     except DatasetError as error:
-        returned = f"{where} returned {_describe(dataset)}: {str(error).partition('. ')[0]}"
-        raise DatasetError(f"{returned}. Return a map-style dataset, with __len__ and __getitem__.") from error
+        raise DatasetError(f"{where} returned {_describe(dataset)}: {error}") from error
     except Exception as error:
         kind = type(dataset).__name__
         raise DatasetError(f"{where} returned {kind}, whose __len__ raised {describe_error(error)}") from error
-    if length == 0:
-        raise DatasetError(f"{where} returned {type(dataset).__name__} of length 0. There is nothing to measure.")
     return dataset
 
 

@@ -18,7 +18,7 @@ from stocache.system.platform import here
 from stocache.system.waiting import printable
 from stocache.tools.cli import listing
 
-_LEAST_SHM = 1 * GIB  # Docker gives 64 MiB
+_LEAST_SHM = 1 * GIB  # Docker has 64 MiB
 _LEAST_DESCRIPTORS = 4096  # each tensor that a worker sends needs one until it is received
 _LOGIND = ("/etc/systemd", "/run/systemd", "/usr/local/lib/systemd", "/usr/lib/systemd")  # the first one found counts
 _SEATS, _LINGER = Path("/run/systemd/seats"), Path("/var/lib/systemd/linger")  # exists while logind runs; a file per user
@@ -107,7 +107,7 @@ def _memfd() -> Iterator[Finding]:
 
 
 def _named() -> Iterator[Finding]:
-    files: list[listing.NamedFile] = [*listing.find(), *listing.find_loaders()]
+    files = listing.find_all(count=True)
     dead = [file for file in files if file.state == "dead"]
     if dead:
         size = format_size(sum(file.memory_bytes for file in dead))
@@ -127,7 +127,7 @@ def _named() -> Iterator[Finding]:
 
 
 def _disks(disk: str | None, limit: int | None) -> Iterator[Finding]:
-    """Look at the folders of disk caches: of those in use, and of a planned one."""
+    """Look at the folders of disk caches: of the folders in use, and of a planned one."""
     places = {cache.folder: cache.limit_bytes for cache in listing.find() if cache.folder and cache.alive}
     if disk is not None:
         path = os.path.abspath(disk)

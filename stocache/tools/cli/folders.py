@@ -1,110 +1,79 @@
 """The commands on folders: prepare, inspect and check. Each imports what it needs, because torch takes seconds to import."""
 
+import os
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from stocache.system.figures import plural
-from stocache.tools.cli.output import CORES, Json, count_option, errors_in_one_line, flag, show, text_option
-
-_Workers = Annotated[int, count_option("Worker processes; 0: this process does the work.", 0)]
+from stocache.tools.cli.output import CORES, Json, argument, count_option, errors_in_one_line, flag, show, text_option
 
 
 class _OnError(str, Enum):
     STOP, SKIP = "stop", "skip"
 
 
-_Prepared = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="A folder that was prepared.")]
-_PreparedOrCache = Annotated[
-    Path, typer.Argument(metavar="DIR", readable=False, help="A folder that was prepared, or the folder of a disk cache.")
-]
+_Prepared = Annotated[str, argument("DIR", "A folder that was prepared.")]
+_PreparedOrCache = Annotated[str, argument("DIR", "A folder that was prepared, or the folder of a disk cache.")]
+_Source = Annotated[str, argument("SRC", "Folder of images, .csv, .tsv, .json, .jsonl, .npy, .parquet; Hugging Face dataset.")]
+_Target = Annotated[str, argument("DST", "Folder or URL to prepare: new, empty, or of an interrupted preparation.")]
+_Address = Annotated[str | None, argument("ADDRESS", "With --ray: a running Ray. Default: $RAY_ADDRESS, else a new one here.")]
+_Workers = Annotated[int, count_option("Worker processes; 0: this process does the work.", 0)]
+_LoadingWorkers = Annotated[int | None, count_option(f"Worker processes. Default: {CORES}; with --ray, all CPUs there.", 0)]
+_BlockSize = Annotated[int | None, count_option("Samples in a block. Default: as many as fit in the bytes of a block.")]
+_BlockBytes = Annotated[str | None, text_option("SIZE", "Bytes of a block, such as 8MB. Default: 8MiB.")]
+_ShuffleSeed = Annotated[int | None, count_option("Assign samples to blocks at random, with this seed.", 0)]
+_Size = Annotated[int | None, count_option("Decode images to uint8 3 x N x N. Default: keep the files.")]
+_Skipping = Annotated[_OnError, typer.Option(help="If a sample cannot be loaded: stop, or skip and list it in skipped.json.")]
+_Hash = Annotated[bool, flag("--hash", "Compare the contents of the source's files, not their sizes and times.")]
+_Fingerprint = Annotated[str | None, text_option("TEXT", "Identifies the data. A folder with a different one is refused.")]
 
 
 def prepare(
-    src: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SRC",
-            readable=False,  # the source says it in one line
-            help="Folder of images, .csv, .tsv, .json, .jsonl, .npy, .parquet, or saved Hugging Face dataset.",
-        ),
-    ],
-    dst: Annotated[
-        str, typer.Argument(metavar="DST", help="Folder or URL to prepare: new, empty, or of an interrupted preparation.")
-    ],
-    address: Annotated[
-        str | None,
-        typer.Argument(metavar="ADDRESS", help="With --ray: a running Ray. Default: $RAY_ADDRESS, else a Ray is started here."),
-    ] = None,
+    src: _Source,
+    dst: _Target,
+    address: _Address = None,
     ray: Annotated[bool, flag("--ray", "Let a Ray cluster write the blocks.")] = False,
-    workers: Annotated[
-        int | None,
-        text_option(
-            "N", f"Worker processes; 0: one that only loads. Default: {CORES}; with --ray, all CPUs of the cluster.", min=0
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None, count_option("Samples in a block. Default: as many as fit in the bytes of a block.")
-    ] = None,
-    block_bytes: Annotated[str | None, text_option("SIZE", "Bytes of a block, such as 8MB. Default: 8MiB.")] = None,
-    shuffle_seed: Annotated[int | None, count_option("Assign samples to blocks at random, with this seed.", 0)] = None,
-    size: Annotated[int | None, count_option("Decode images to uint8 3 x N x N. Default: keep the files.")] = None,
+    workers: _LoadingWorkers = None,
+    block_size: _BlockSize = None,
+    block_bytes: _BlockBytes = None,
+    shuffle_seed: _ShuffleSeed = None,
+    size: _Size = None,
     no_resume: Annotated[bool, flag("--no-resume", "Start again if it was interrupted.")] = False,
     again: Annotated[bool, flag("--again", "Prepare a prepared folder again, also one that is damaged.")] = False,
-    on_error: Annotated[
-        _OnError,
-        typer.Option(
-            "--on-error",
-            help="Where a sample cannot be loaded: stop, or skip it and list it in DST/skipped.json. The last samples take the "
-            "places of skipped ones.",
-        ),
-    ] = _OnError.STOP,
-    hash_contents: Annotated[
-        bool, flag("--hash", "Compare the contents of the source's files, not their sizes and times of change.")
-    ] = False,
-    fingerprint: Annotated[
-        str | None, text_option("TEXT", "Identifies the data. A folder with another one is refused.")
-    ] = None,
+    on_error: _Skipping = _OnError.STOP,
+    hash_contents: _Hash = False,
+    fingerprint: _Fingerprint = None,
 ) -> None:
     """Prepare a dataset as a folder of blocks. After an interruption, the same command continues."""
-    from stocache.storage.preparation import sources
-    from stocache.storage.preparation.prepare import prepare as prepare_folder
-    from stocache.storage.storage import OnDiskBlockDataStorage
-    from stocache.storage.writer import BLOCK_BYTES
-    from stocache.system.limits import format_size
-
     if block_size is not None and block_bytes is not None:
         raise typer.BadParameter("give --block-size or --block-bytes, not both.")
     if address is not None and not ray:
         raise typer.BadParameter(f"{address} is one argument too many, or the address of a Ray: then give --ray too.")
-    if workers is None:
-        workers = 0 if ray else CORES
-    nbytes: int | str = BLOCK_BYTES if block_bytes is None else block_bytes
-    if isinstance(nbytes, str) and nbytes.isdecimal():
-        nbytes = int(nbytes)  # a bare number is in bytes here; in a str it would be in GiB
+    options: dict[str, Any] = {"block_size": block_size, "shuffle_seed": shuffle_seed, "fingerprint": fingerprint}
+    options |= {"resume": not no_resume, "again": again, "on_error": on_error.value, "address": address}
+    options |= {"engine": "ray" if ray else "local", "num_workers": 0 if ray else CORES}
+    if workers is not None:
+        options["num_workers"] = workers
+    if block_bytes is not None:  # a bare number is in bytes here; in a str it would be in GiB
+        options["block_bytes"] = int(block_bytes) if block_bytes.isdecimal() else block_bytes
+    # Ray's workers run in other directories
+    _prepare(os.path.abspath(src) if ray else src, dst, {"size": size, "hashes": hash_contents}, options)
+
+
+def _prepare(src: str, dst: str, of_source: dict[str, Any], options: dict[str, Any]) -> None:
+    """Prepare a folder, and say what is in it."""
+    from stocache.storage.preparation import sources
+    from stocache.storage.preparation.prepare import prepare as prepare_folder
+    from stocache.storage.storage import OnDiskBlockDataStorage
+    from stocache.system.limits import format_size
+
     with errors_in_one_line():
-        # Ray's workers run in other directories
-        source = sources.open_source(src.absolute() if ray else src, size=size, hashes=hash_contents)
+        source = sources.open_source(src, **of_source)
         before = OnDiskBlockDataStorage[Any, Any](dst).is_prepared()
-        storage = prepare_folder(
-            source,
-            dst,
-            num_workers=workers,
-            block_size=block_size,
-            block_bytes=nbytes,
-            shuffle_seed=shuffle_seed,
-            info=source.info,
-            fingerprint=fingerprint,
-            resume=not no_resume,
-            again=again,
-            on_error=on_error.value,
-            engine="ray" if ray else "local",
-            address=address,
-        )
-        index = storage.index
-    state = " was prepared already" if before and not again else ""
+        index = prepare_folder(source, dst, info=source.info, **options).index
+    state = " was prepared already" if before and not options["again"] else ""
     typer.echo(
         f"{dst}{state}: {index.samples} samples in {plural(len(index.blocks), 'block')} of "
         f"{index.block_size}, {format_size(index.nbytes)}. In Python: "
@@ -157,7 +126,7 @@ def check(folder: _PreparedOrCache, workers: _Workers = CORES) -> None:
 
     with errors_in_one_line():
         if is_disk_cache(folder):
-            return disk.check(str(folder), workers)
+            return disk.check(folder, workers)
         storage = OnDiskBlockDataStorage[Any, Any](folder)
         try:
             index = storage.index

@@ -29,7 +29,7 @@ from stocache.system.waiting import FileKey, identify, printable
 if TYPE_CHECKING:  # it needs numpy, which ls, stat and rm do not
     from stocache.observe.recording.record import Counted
 
-_LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` gives
+_LOADER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.loader-[0-9]+-[0-9]+")  # the names that `record.make_named` writes
 _MOST_CHARACTERS = 400  # of the name of a cache in the record of a loader
 
 
@@ -114,7 +114,7 @@ class NamedLoader:
     Attributes:
         name: of the file: the cache's name, cut after 60 characters, the loader's process, and a number.
         cache: the name of the cache.
-        rank: of the loader's process among those that train together.
+        rank: of the loader's process among the ranks that train together.
         pid: of the loader's process.
         alive: whether that process or a worker of it runs. If none does, it was killed, and the record is a leftover.
         created: seconds since 1970.
@@ -153,26 +153,15 @@ def age_of(created: float) -> str:
 
 def find() -> list[NamedCache]:
     """Return the named caches of this user."""
-    return [file for file in _find(named.holders()) if isinstance(file, NamedCache)]
+    return [file for file in find_all() if isinstance(file, NamedCache)]
 
 
-def find_loaders(count: bool = True) -> list[NamedLoader]:
-    """Return the loaders over named caches of this user.
-
-    ``count=False`` does not read their records. Only `find` reports directories that cannot be read.
-    """
-    return [file for file in _find(None, count) if isinstance(file, NamedLoader)]
-
-
-_Pids: TypeAlias = dict[FileKey, list[int]] | None  # the processes attached to each file; None: only loaders are looked for
-
-
-def _find(pids: _Pids, counts: bool = False) -> list[NamedFile]:
-    folder = registry.directory_of()
+def find_all(count: bool = False) -> list[NamedFile]:
+    """Return the named caches and the loaders of this user. ``count`` reads the records of the loaders, which needs numpy."""
+    folder, pids = registry.directory_of(), named.holders()
 
     def look(at: int | None) -> list[NamedFile]:
-        found = [] if at is None else [_look_at(at, folder, name, pids, counts) for name in sorted(os.listdir(at))]
-        return [file for file in found if file is not None]
+        return [] if at is None else [_look_at(at, folder, name, pids, count) for name in sorted(os.listdir(at))]
 
     try:
         return registry.run_locked(folder, look)
@@ -180,17 +169,17 @@ def _find(pids: _Pids, counts: bool = False) -> list[NamedFile]:
         return [NamedCache("?", folder, problem=printable(str(error)))]
 
 
-def _look_at(at: int, folder: str, name: str, pids: _Pids, counts: bool) -> NamedFile | None:
+def _look_at(at: int, folder: str, name: str, pids: dict[FileKey, list[int]], count: bool) -> NamedFile:
     """Describe a file. It is not trusted: another program may have written it, and may change it at any moment."""
     shown = printable(name)
     try:
-        return _read(at, f"{folder}/{name}", shown, pids, counts)
+        return _read(at, f"{folder}/{name}", shown, pids, count)
     except (StocacheError, OSError, ValueError) as error:
         kind = NamedLoader if _LOADER.fullmatch(name) else NamedCache
         return kind(shown, f"{folder}/{shown}", problem=printable(str(error)))
 
 
-def _read(at: int, path: str, shown: str, pids: _Pids, counts: bool) -> NamedFile | None:
+def _read(at: int, path: str, shown: str, pids: dict[FileKey, list[int]], count: bool) -> NamedFile:
     with named.peek(at, path) as (fd, held):
         layout = Layout.read(fd)
         descriptor = Descriptor.read(layout)
@@ -199,10 +188,8 @@ def _read(at: int, path: str, shown: str, pids: _Pids, counts: bool) -> NamedFil
             if not _LOADER.fullmatch(os.path.basename(path)):
                 raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
             loader = NamedLoader(shown, path, alive=held, created=descriptor.created)
-            counted = _counted(fd, layout, facts.get("rows")) if counts else None
+            counted = _counted(fd, layout, facts.get("rows")) if count else None
             return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, counted=counted, **_loader_of(identity))
-        if pids is None:
-            return None
         samples, folder, limit = facts["dataset_len"], "", None
         chunks = [(states.count(SET), states.count(OOB)) for _, states in read_chunks(fd, layout.control_at, samples)]
         filled, outside = (sum(counts) for counts in zip((0, 0), *chunks, strict=True))

@@ -120,24 +120,24 @@ def _families(prefix: str, metrics: Sequence[_Metric], labels: Sequence[str], ro
         yield family
 
 
-def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> Iterator[Metric]:
+def _metrics(files: Sequence[NamedFile]) -> Iterator[Metric]:
     """Yield all metrics, with the values of these caches and loaders."""
     of_caches, of_loaders, of_workers = (_Rows() for _ in range(3))
+    readable, unreadable = ([file for file in files if bool(file.problem) is bad] for bad in (False, True))
     seen, paths = Counter[tuple[str, str]](), dict[str, str]()  # the label of each cache, by its path
 
     def unique(file: NamedFile) -> str:
-        """Return the name of a file; of the second one of its kind with this name, another one: series must differ."""
+        """Return the name of a file; of the second one of its kind with this name, a different one: series must differ."""
         seen[file.kind, file.name] += 1
         number = seen[file.kind, file.name]
         return file.name if number == 1 else f"{file.name} ({number})"
 
-    for cache in caches:
-        if not cache.problem:
+    for cache in readable:
+        if isinstance(cache, NamedCache):
             paths[cache.path] = label = unique(cache)
             of_caches.append(([label, cache.kind], cache))
-    for loader in loaders:
-        if not loader.problem:
-            assert loader.counted is not None
+    for loader in readable:
+        if isinstance(loader, NamedLoader) and loader.counted is not None:
             cache_label = paths.get(f"{os.path.dirname(loader.path)}/{loader.cache}", loader.cache)
             labels = [cache_label, unique(loader), str(loader.rank), str(loader.pid)]
             of_loaders.append((labels, loader))
@@ -148,14 +148,13 @@ def _metrics(caches: Sequence[NamedCache], loaders: Sequence[NamedLoader]) -> It
     yield from _families("stocache_loader", _OF_LOADER, LOADER_LABELS, of_loaders)
     yield from _families("stocache_loader", _OF_WORKER, (*LOADER_LABELS, "worker"), of_workers)
 
-    everything: list[Any] = [*caches, *loaders]
-    files = [file for file in everything if file.problem]
-    unreadable = GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", len(files))
+    count = len(unreadable)
+    yield GaugeMetricFamily("stocache_unreadable_files", "Files that are not a readable cache or loader.", count)
     why = f"Why a file cannot be read; of the first {_MOST_PROBLEMS}."
     described = InfoMetricFamily("stocache_unreadable_file", why, labels=("file",))
-    for file in files[:_MOST_PROBLEMS]:
+    for file in unreadable[:_MOST_PROBLEMS]:
         described.add_metric([file.path], {"problem": file.problem.removeprefix(f"{file.path} ")})
-    yield from (unreadable, described)
+    yield described
 
 
 class Collector:
@@ -166,7 +165,7 @@ class Collector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with the values of now."""
-        yield from _metrics(listing.find(), listing.find_loaders())
+        yield from _metrics(listing.find_all(count=True))
 
 
 def registry_of() -> CollectorRegistry:

@@ -29,7 +29,7 @@ def resolve(listen: str, allow_remote: bool) -> tuple[str, int]:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         fail(f"--listen {listen!r}: there is no host {host!r}: {getattr(error, 'strerror', error)}.", 2)
-    addresses = [str(info[4][0]) for info in sorted(infos)]  # those of IPv4 first: IPv6 may be off
+    addresses = [str(info[4][0]) for info in sorted(infos)]  # addresses of IPv4 first: IPv6 may be off
     remote = [each for each in addresses if not ipaddress.ip_address(each.partition("%")[0]).is_loopback]
     if remote and not allow_remote:
         fail(

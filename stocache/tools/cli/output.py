@@ -28,6 +28,11 @@ def count_option(help: str, least: int = 1) -> Any:
     return typer.Option(min=least, metavar="N", help=help)
 
 
+def argument(metavar: str, help: str) -> Any:
+    """Return an argument, which is found by its place."""
+    return typer.Argument(metavar=metavar, help=help)
+
+
 def text_option(metavar: str, help: str, **more: Any) -> Any:
     """Return an option that is a text, or a number of any kind."""
     return typer.Option(metavar=metavar, help=help, **more)

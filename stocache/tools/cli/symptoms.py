@@ -16,7 +16,7 @@ class Symptom(NamedTuple):
         code: as ``W12``; of an error, the name of its class.
         title: what is seen.
         text: cause, remedy and check.
-        pattern: finds the messages that belong to it; None where none does.
+        pattern: finds the messages that belong to it; None if none does.
     """
 
     code: str
@@ -27,7 +27,7 @@ class Symptom(NamedTuple):
 
 @functools.cache
 def symptoms() -> tuple[Symptom, ...]:
-    """Return the sections of the page, in order; none where it was not installed."""
+    """Return the sections of the page, in order; none if it was not installed."""
     try:
         page = _PAGE.read_text(encoding="utf-8")
     except OSError:
@@ -50,6 +50,7 @@ def symptom_of(message: str) -> Symptom | None:
 
 
 def say_where(record: logging.LogRecord) -> None:
-    """Add to a warning where it is explained."""
-    if found := symptom_of(record.getMessage()):
-        record.msg, record.args = f"{record.getMessage()} (stocache explain {found.code})", ()
+    """Add to a warning the command that explains it, once: a record may pass several times."""
+    message = record.getMessage()
+    if "(stocache explain " not in message and (found := symptom_of(message)):
+        record.msg, record.args = f"{message} (stocache explain {found.code})", ()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoder
 from stocache.datasets.worth import costs_of, decoded_again
 from stocache.loader.dataloader import DataLoader
 from stocache.loader.engine import engine_of, makes_iterators
+from stocache.loader.order import samplers_in
 from stocache.samples.indices import length_of
 from stocache.system.figures import format_seconds
 from stocache.system.limits import format_size, parse_size
@@ -30,6 +32,7 @@ _SAMPLERS = 10  # within one another, as accelerate has them
 _KEPT = 8  # datasets whose caches are kept when no loader uses them any more
 _TRIAL_S, _TRIAL_SHARE = 1.2, 0.05  # without news, or this share of an epoch, after which the trial of a cache is given up
 _TRIED = 3  # samples
+_START_S = 0.006  # that a worker takes longer to start if its dataset is cached
 _LITTLE = 0.8  # share of a sample's time that a cache leaves, from which it saves little
 
 _UNKNOWN = "whether a cache helps was not found in time; --cache auto tries it"
@@ -45,6 +48,8 @@ class ProgramDataset:
         iterations: how often the program has iterated over it.
         problem: why it is not cached; "" if it is, or was not tried.
         cached: returns what stands in its place, as long as that is kept.
+        references: how many references to the dataset that has.
+        last: its state when the program had no reference to it any more.
         advice: what a cache would change; None until somebody asks. It is complete when the ``trial`` has ended.
         trial: the thread that waits for the child process which tries a cache.
     """
@@ -54,6 +59,7 @@ class ProgramDataset:
         self.iterations = 0
         self.problem = ""
         self.cached: Callable[[], CachedDataset | None] = lambda: None
+        self.references, self.last = 0, ""
         self.advice: str | None = None
         self.trial: threading.Thread | None = None
         try:
@@ -64,6 +70,8 @@ class ProgramDataset:
     def state(self) -> str:
         """Return what is cached, or why it is not."""
         cached = self.cached()
+        if self.last:
+            return self.last
         if cached is None or self.problem:
             return f"not cached: {self.problem or 'it was iterated once'} {decoders_of(cached)}".rstrip()
         stats = cached.cache.stats()
@@ -102,22 +110,37 @@ class ProgramDatasets:
             return engine_of(loader).served  # type: ignore[no-any-return]
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached() is None and not known.problem and (first or known.iterations > 1):
-            known.problem = _why_not(loader.dataset, loader, own_way, self._options) or self._cache(loader.dataset, known)
+            known.problem = _why_not(loader.dataset, loader, own_way, self._options) or self._cache(loader, known)
+        if known.cached() is not None:
+            weakref.finalize(loader, self._let_go, known, _references_of(loader)).atexit = False
         return None if known.problem else known.cached()
 
-    def _cache(self, dataset: Any, known: ProgramDataset) -> str:
-        """Cache a dataset; return why that is of no use, or ""."""
+    def _let_go(self, known: ProgramDataset, references: int) -> None:
+        """Drop the cache of a dataset whose last loader is gone, if the program does not keep the dataset.
+
+        The files of the dataset are closed now, as without a cache: the program may open them again. LMDB opens none twice.
+        """
+        dataset, cached = known.reference(), known.cached()
+        if dataset is not None and cached is not None and sys.getrefcount(dataset) <= _OWN + known.references + references:
+            known.last, known.cached = known.state(), lambda: None
+            self._kept.remove(cached)
+
+    def _cache(self, loader: DataLoader[Any], known: ProgramDataset) -> str:
+        """Cache the dataset of a loader; return why that is of no use, or ""."""
+        dataset: Any = loader.dataset
+        before = sys.getrefcount(dataset)
         try:
             cached = self._open(dataset, self._cache_options())
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             return f"{type(error).__name__}: {str(error) or 'without a message'}"
         problem = f"{finding_of(cached)}." if cached.is_left else _UNFIT * _takes_none(cached)
-        if not problem and (costs := costs_of(cached)) and costs[0] <= costs[1]:
-            problem = "a sample takes {}, less than a cached one ({}).".format(*map(format_seconds, costs))
+        if not problem and (costs := costs_of(cached)):
+            starts = self._options.cache == "auto" and not loader.persistent_workers
+            problem = _saves_nothing(costs, len(cached), starts * _START_S * loader.num_workers)
         if problem and not has_decoders(cached):
             cached.close()
             return problem
-        known.cached = weakref.ref(cached)
+        known.cached, known.references = weakref.ref(cached), sys.getrefcount(dataset) - before
         self._kept.append(cached)
         del self._kept[:-_KEPT]
         return problem
@@ -174,6 +197,30 @@ class ProgramDatasets:
             brings = "a cache saves little" if costs[1] > _LITTLE * costs[0] else brings
             made, served = map(format_seconds, costs)
             yield f"{brings}: {made} a sample without a cache, {served} with it" + f" ({cut})" * bool(cut)
+
+
+_OWN = 2  # references to an object while `sys.getrefcount` counts them: of a variable, and of its argument
+
+
+def _references_of(loader: DataLoader[Any]) -> int:
+    """Return how many references to its dataset a loader has, with its samplers."""
+    return 1 + sum(
+        getattr(sampler, "data_source", None) is loader.dataset
+        for sampler in samplers_in(loader.batch_sampler or loader.sampler)
+    )
+
+
+def _saves_nothing(costs: tuple[float, float], length: int, starts_s: float) -> str:
+    """Return why a cache is of no use for samples that take that long, made and served; "" if it is of use.
+
+    ``starts_s``: the seconds that the workers of an epoch take longer to start with it.
+    """
+    made, served = map(format_seconds, costs)
+    if costs[0] <= costs[1]:
+        return f"a sample takes {made}, less than a cached one ({served})."
+    if length * (costs[0] - costs[1]) < starts_s:
+        return f"all {length} samples take {format_seconds(length * costs[0])}, less than to start the workers with a cache."
+    return ""
 
 
 def _takes_none(cached: CachedDataset) -> bool:

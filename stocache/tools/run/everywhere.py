@@ -12,6 +12,7 @@ NOTE [ In place of torch's loader ]
     class of its modules), it gets the property when the program looks for any other module.
 """
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
+from stocache.system.loading import watch
 from stocache.tools.run.use import ProgramOptions, Use
 
 if TYPE_CHECKING:
@@ -43,6 +45,21 @@ _LARGE = "torch", "stocache.tools.run.loaders"  # modules that import hundreds o
 class Everywhere(Use):
     """The loader of stocache in place of torch's, from `use_everywhere` on until `undo`, or the end of a ``with`` block."""
 
+    @functools.cached_property
+    def loaders(self) -> Any:
+        """The loaders of the program, as `ProgramLoaders`."""
+        from stocache.tools.run.watching import ProgramLoaders  # with torch, which a loader has imported
+
+        return ProgramLoaders(self)
+
+    def note(self, loader: Any) -> None:
+        """Note a loader that was made; see `Watch`."""
+        self.loaders.note(loader)
+
+    def iterate(self, loader: Any, begin: Callable[[], Any]) -> Any:
+        """Return the iterator that ``begin`` makes, timed, and of the cache if there is one."""
+        return self.loaders.iterate(loader, begin)
+
     def report(self) -> str:
         """Return where the time of all loaders went so far, in a few lines for each; "" if there were none."""
         lines = self.lines()
@@ -54,13 +71,13 @@ class Everywhere(Use):
 
     def lines(self, waits: bool = True) -> "list[LoaderLines]":
         """Return what the report says of each loader. It waits for what is being tried, or leaves that out."""
-        return [] if self.loaders is None else self.loaders.lines(waits)
+        return self.loaders.lines(waits) if "loaders" in vars(self) else []
 
     def why_nothing(self) -> str:
         """Return one line for a program that imported torch but iterated over none of our loaders; "" if it did not."""
         if "torch.utils.data.dataloader" not in sys.modules or self.lines():
             return ""
-        if self.loaders is not None:
+        if "loaders" in vars(self) and self.loaders:
             return "stocache: the main process made loaders, and iterated over none of them."
         own = _holders("DataLoader")
         if not self.options.stateful and "torchdata.stateful_dataloader" in sys.modules:
@@ -69,9 +86,9 @@ class Everywhere(Use):
         return f"stocache: the main process imported torch, and made no DataLoader{where}."
 
     def undo(self) -> None:
-        """Give torch's names back. Loaders that exist stay as they are."""
+        """Give torch's names back. Loaders that exist stay unchanged."""
         if Use.current is self:
-            Use.current = None
+            Use.current, watch.current = None, watch.Watch()
             for places in _PLACES.values():
                 for place in places:
                     give_back_name(place)
@@ -98,8 +115,8 @@ def use_everywhere(
         import stocache
         stocache.use_everywhere()
 
-    Frameworks that make their loaders themselves get stocache's. Batches, order and random numbers stay those of torch's.
-    A subclass of the program that overrides ``__iter__`` keeps torch's own way to iterate.
+    Frameworks that make their loaders themselves get stocache's. Batches, order and random numbers stay the same as with
+    torch's. A subclass of the program that overrides ``__iter__`` keeps torch's own way to iterate.
 
     Args:
         cache: GiB for caching the datasets of all loaders, together; "auto" for the memory that the machine can spare; None
@@ -111,7 +128,7 @@ def use_everywhere(
         disk, disk_limit: a folder on a local disk for the samples that do not fit in memory, and its bytes; see `CacheOptions`.
         stateful: True stands in for torchdata's ``StatefulDataLoader``, too.
         share: True gives worker processes one copy of the lists, dicts and arrays of 1 MiB and more that datasets have as
-            attributes; see `share`. The program's own objects stay as they are.
+            attributes; see `share`. The program's own objects stay unchanged.
 
     Returns:
         An object whose `undo` gives torch's name back, and whose `report` says where the time of the loaders went. It is a
@@ -119,7 +136,7 @@ def use_everywhere(
 
     Raises:
         LimitError: ``cache`` is not a size.
-        ValueError: another argument is unknown, or ``disk`` is given without ``disk_limit`` or ``cache``.
+        ValueError: a different argument is unknown, or ``disk`` is given without ``disk_limit`` or ``cache``.
 
     With ``STOCACHE_RUN=off`` in the environment, nothing is changed. Modules that have torch's class under a name of their own
     keep it; they are named in a warning on the logger "stocache".
@@ -139,7 +156,7 @@ def use_everywhere(
         if options not in (Use.current.options, ProgramOptions()):
             logger.warning("use_everywhere: the program runs with %s already, which stays.", Use.current.options)
         return Use.current
-    Use.current = everywhere = Everywhere(options)
+    Use.current = watch.current = everywhere = Everywhere(options)
     for name in _PLACES if stateful else ["DataLoader"]:
         if holders := _holders(name):
             logger.warning(
@@ -218,7 +235,7 @@ def _replace_in_loaded() -> None:
 
 
 def give_back_name(place: str) -> None:
-    """End a replacement in a module, and in those that are imported later."""
+    """End a replacement in a module, and in the modules that are imported later."""
     _replaced.pop(place, None)
     if isinstance(module := sys.modules.get(place), _Replaced):
         module.__class__ = types.ModuleType  # type: ignore[assignment]

@@ -22,7 +22,7 @@ _OPTIONS = (
     (r"worker_method='(\w+)'", r"--worker-method \1"),
     (r"; move random steps to transform=.*| Load first and draw random numbers later.*?(?= \(stocache|$)", ""),
 )
-"""Advice about stocache's own classes, and what stands for it where the program does not use them."""
+"""Advice about stocache's own classes, and what stands for it if the program does not use them."""
 
 
 def say(text: str) -> None:
@@ -55,7 +55,7 @@ def as_options(text: str) -> str:
 
 
 def keep_log_apart(use: Use, quiet: bool) -> None:
-    """Keep the log of this package out of that of the program: print warnings, or nothing if ``quiet``. Note them in ``use``.
+    """Keep the log of this package out of the program's: print warnings, or nothing if ``quiet``. Note them in ``use``.
 
     It takes a filter, because programs replace the handlers of all loggers that exist.
     """
@@ -74,7 +74,7 @@ def keep_log_apart(use: Use, quiet: bool) -> None:
 
 
 def epoch_lines(use: Use) -> Callable[[LoaderName, "LoaderEpochStats"], None]:
-    """Return what prints the verdicts of epochs: the first ones of a loader, and those that differ from all printed before."""
+    """Return what prints the verdicts of epochs: the first of a loader, and the ones that differ from all printed before."""
     epochs = Counter[LoaderName]()
     printed = defaultdict[LoaderName, list[tuple[str, float]]](list)
 

@@ -183,7 +183,7 @@ def _follow_spawned(given: argparse.Namespace) -> None:
 
 
 def observe(use: Everywhere, given: argparse.Namespace) -> None:
-    """Have a process of the program print the verdicts of its epochs and report when it ends, and those that it starts."""
+    """Have a process of the program, and those it starts, print the verdicts of its epochs and report when it ends."""
     keep_log_apart(use, given.quiet)
     if not given.quiet:
         use.on_epoch = epoch_lines(use)
@@ -213,7 +213,7 @@ def _write_files(use: Everywhere, given: argparse.Namespace, ended: bool) -> Non
     if given.json:
         _write(given.json + process, json.dumps([lines.as_dict() for lines in use.lines(ended)]))
     if given.trace and ended:
-        _write(given.trace + process, json.dumps({"traceEvents": getattr(use.loaders, "events", [])}))
+        _write(given.trace + process, json.dumps({"traceEvents": getattr(vars(use).get("loaders"), "events", [])}))
     if given.report:
         from stocache.tools.run.page import page_of
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 from stocache.loader.threads import METHODS
+from stocache.system.loading.watch import Watch
 
 LoaderName: TypeAlias = tuple[str, str, int | None]
 """The place of a loader in the program, the class of its dataset, and the number of samples."""
@@ -38,7 +39,7 @@ class ProgramOptions:
             raise ValueError("disk is for the samples that do not fit into the cache. Give cache, too.")
 
 
-class Use:
+class Use(Watch):
     """The state of this process between `use_everywhere` and `Everywhere.undo`.
 
     Attributes:
@@ -47,7 +48,7 @@ class Use:
         traces: whether to note when batches came.
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
-        loaders: the `ProgramLoaders`, from the first loader on.
+        loaders: the `ProgramLoaders`, made for the first loader.
         at_end: prints the report at the end of a process; None if nobody asked for it.
         reports_in: the number of the process that is to call it.
         process: the name of this process, if the program has started it; "" for the first one.
@@ -57,6 +58,7 @@ class Use:
     """
 
     current: ClassVar["Use | None"] = None
+    loaders: Any
 
     def __init__(self, options: ProgramOptions) -> None:
         self.options = options
@@ -64,7 +66,6 @@ class Use:
         self.on_epoch: Callable[[LoaderName, Any], None] | None = None
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
         self.traces = self.without = False
-        self.loaders: Any = None
         self.at_end: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""
