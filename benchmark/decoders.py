@@ -1,23 +1,15 @@
-"""Samples that are drawn before they are read: pairs, mosaics, windows, from files, bytes and archives; results and times.
+"""Samples that are drawn before they are read: pairs, mosaics, windows, from files, bytes and archives.
 
-    python -m benchmark decoders [--quick]
-
-A sample or generator is wrong if it differs from that of the dataset without a cache, in three epochs of each loader. "by
-hand" is the same dataset with `stocache.cached` around the function that reads a file.
+"By hand" is the same dataset with `stocache.cached` around the function that reads a file.
 """
 
-import argparse
-import contextlib
 import io
 import logging
-import operator
-import os
 import random
-import statistics
 import tempfile
-import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from benchmark.support.harness import Run, experiment
+from benchmark.support.measuring import epoch_s
 from stocache import CachedDataset, cached
-from tests.support.epochs import LOADERS, epochs
 
-CLAIM = "Samples that are drawn before they are read decode each file once, and stay the same."
-NEEDS = (("cv2", '-e ".[test]"'), ("lmdb", '-e ".[test]"'), ("soundfile", '-e ".[test]"'))
+CLAIM = "Samples that are drawn before they are read come from decoded files in memory."
 
 N, SIDE, FRAMES = 24, 480, 40
 
@@ -134,7 +126,7 @@ class Drawn(Dataset[Any]):
 CASES = {
     "pair, Pillow": (pillow, "pair"), "mosaic, Pillow": (pillow, "mosaic"), "window, Pillow": (pillow, "window"),
     "pair, bytes": (pillow_of_bytes, "pair"), "pair, zip": (pillow_of_zip, "pair"), "pair, LMDB": (lmdb_image, "pair"),
-    "scales, Pillow": (scaled, "pair"), "rewritten, OpenCV": (opencv, "pair"), "pair, OpenCV": (opencv, "pair"),
+    "scales, Pillow": (scaled, "pair"), "pair, OpenCV": (opencv, "pair"),
     "mosaic, OpenCV": (opencv, "mosaic"), "window, OpenCV": (opencv, "window"), "window, FLAC": (sound, "window"),
     "pair, npz": (archive, "pair"), "window, npz": (archive, "window"), "frame, npz": (frame, "pair"),
 }  # fmt: skip
@@ -162,63 +154,35 @@ def files(folder: Path) -> list[str]:
     return paths
 
 
-def rewrite(dataset: Any, inner: Any, epoch: int) -> None:
-    """Give the files the contents of others, of equal times; after three epochs all have their own again."""
-    paths, moved = inner.paths, [Path(path).read_bytes() for path in inner.paths]
-    for number, path in enumerate(paths):
-        times = os.stat(path)
-        Path(path).write_bytes(moved[(number + (1, 1, -2)[epoch]) % N])
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+def sixth_pass_s(dataset: Any) -> float:
+    """Return the seconds of a sample in the sixth pass, in which all is in memory."""
+    return [epoch_s(dataset[idx] for idx in range(N)) / N for _ in range(6)][-1]
 
 
-def per_sample(dataset: Any) -> float:
-    """Return the seconds of a sample."""
-    began = time.perf_counter()
-    for idx in range(N):
-        dataset[idx]
-    return (time.perf_counter() - began) / N
+def served_pass_s(dataset: Any) -> float:
+    """Return the same with decoders. While one dataset is served, all are."""
+    with CachedDataset(dataset, 1) as served:
+        return sixth_pass_s(served)
 
 
-def row(name: str, paths: list[str], loaders: list[str], rounds: int) -> str:
-    """Return what becomes of a case."""
-    read, kind = CASES[name]
-    change = rewrite if "rewritten" in name else None
-    plain, wrong, text = Drawn(paths, read, kind), 0, ""
-    for loader in loaders:
-        expected = epochs(plain, loader, inner=plain, change=change)
-        with CachedDataset(Drawn(paths, read, kind), 1) as served:
-            found = epochs(served, loader, inner=plain, change=change)
-            text = text or served.stats().decoders.removeprefix("decoders: ").removesuffix(" from memory")
-        for one, other in zip(found, expected, strict=True):
-            wrong += sum(map(operator.ne, map(repr, one.samples), map(repr, other.samples)))
-            wrong += repr(one.generators) != repr(other.generators)
-    times = []
-    for _ in range(rounds):  # while a dataset is served, all are
-        times.append([per_sample(plain)])
-        by_hand = cached("1GB")(read)
-        for dataset in (CachedDataset(Drawn(paths, read, kind), 1), Drawn(paths, by_hand, kind)):
-            with contextlib.closing(dataset) if isinstance(dataset, CachedDataset) else contextlib.nullcontext():
-                times[-1].append([per_sample(dataset) for _ in range(6)][-1])
-        by_hand.close()
-    without, with_decoders, hand = (statistics.median(each) * 1e3 for each in zip(*times, strict=True))
-    return f"| {name} | {wrong} | {text} | {without:.2f} | {with_decoders:.2f} | {without / with_decoders:.1f} | {hand:.2f} |"
-
-
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+@experiment(rounds=9, needs="PIL cv2 lmdb soundfile")
+def cases(run: Run) -> None:
+    """Milliseconds of a sample: plain, with what decoders return from memory, and with `stocache.cached` by hand."""
     logging.getLogger("stocache").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    loaders = [name for name in LOADERS if "thread" not in name]  # which draw in no order
-    print("| case | wrong | from memory, first loader | plain, ms | decoders, ms | times as fast | by hand, ms |")
-    print("| --- | ---: | --- | ---: | ---: | ---: | ---: |")
+    table = run.table("case", "plain, ms", "decoders, ms", "by hand, ms", "times as fast")
     with tempfile.TemporaryDirectory() as folder:
         paths = files(Path(folder))
-        for name in CASES:
-            print(row(name, paths, loaders[:2] if options.quick else loaders, 3 if options.quick else 9), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        for name, (read, kind) in run.chosen(dict(list(CASES.items())[:: run.size(1, 5)])).items():
+            plain, by_hand = Drawn(paths, read, kind), cached("1GB")(read)
+            took = run.turns(
+                {
+                    "plain": partial(sixth_pass_s, plain),
+                    "decoders": partial(served_pass_s, plain),
+                    "by hand": partial(sixth_pass_s, Drawn(paths, by_hand, kind)),
+                },
+                warm_up=0,
+            )
+            by_hand.close()
+            table.row(name, *(1e3 * took.median(way) for way in took), took.ratio("plain", "decoders"))
+    run.claim("samples come 1.6 times as fast", min(table.column("times as fast")), least=1.6)

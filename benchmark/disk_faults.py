@@ -1,173 +1,178 @@
 """Kill, cut and flip what a disk cache is made of, and read all samples each time: is each one right, and found again?
 
-    python -m benchmark disk_faults kills [--trials 1000]    # SIGKILLs of processes that fill it
-    python -m benchmark disk_faults cuts  [--trials 200]     # power cuts: unsynced pages and sectors are dropped
-    python -m benchmark disk_faults flips [--trials 10000]   # single bits
-    sudo python -m benchmark disk_faults full                # a disk of 100 MB for 150 MB, three epochs
-
-A wrong sample, an error of any kind, or a process that hangs ends the run. After each fault all samples are read twice: the
-first time those that were lost come from the dataset, the second time none may; and the next opening has to find all.
+After each fault all samples are read twice. The first time the lost ones come from the dataset, the second time none may; and
+the next opening has to find all.
 """
 
-import argparse
-import collections
 import contextlib
-import os
+import functools
+import itertools
 import random
-import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-from tqdm import tqdm
-
-from benchmark.sigkill import holdings
-from benchmark.support.diskkills import WAYS, kill_trial
-from stocache import CachedDataset, DataLoader, DiskError
-from tests.support.disks import COUNT, KINDS, after_power_cut, contents, flip, loaded, mounted, open_disk, put
+from benchmark.support.faults import Step, kill_one, trials
+from benchmark.support.harness import NotHereError, Run, experiment
+from stocache import CachedDataset, DiskCache, DiskError
+from tests.support import disks
+from tests.support.disks import COUNT, KINDS, contents, loaded, open_disk, put
+from tests.support.equality import same
 from tests.support.traces import mount_private
 
 CLAIM = "After SIGKILLs, power cuts and flipped bits, a disk cache gives no wrong sample, and has all of them again."
 
-_Rows = dict[str, collections.Counter[str]]
+# ---------------------------------------------------------------------------------------------------- kills
 
 
-def kills(trials: int, seed: int, folder: str) -> _Rows:
-    """Kill a process in each trial while it fills, in each way; the folder is new each time."""
-    rows: _Rows = collections.defaultdict(collections.Counter)
-    for number in tqdm(range(trials), unit="kill"):
-        way = WAYS[number % len(WAYS)]
-        outcome = kill_trial(seed + number, f"{folder}/{number}", way)
-        rows[way].update(trials=1, midway=outcome.midway, partly=outcome.midway and 0 < outcome.there < COUNT)
-    return rows
+def _open_behind(kind: str, folder: str) -> CachedDataset:
+    """Return a dataset whose thread writes samples behind it."""
+    variable = None if kind == "rows" else True
+    codec = "zstd" if kind == "zstd" else None
+    return CachedDataset(
+        disks.Samples(kind), 0, disk=folder, disk_limit="1GB", fingerprint="1", split=False, probe=0 if variable else 2,
+        variable=variable, codec=codec,
+    )  # fmt: skip
 
 
-def cuts(trials: int, seed: int, folder: str) -> _Rows:
-    """Cut the power in each trial, up to three times over one folder, while samples are written; then read all."""
-    rows: _Rows = collections.defaultdict(collections.Counter)
-    for number in tqdm(range(trials), unit="cut"):
-        rng, path, count = random.Random(seed + number), f"{folder}/{number // 3}", 200
-        kind = KINDS[number // 3 % len(KINDS)]
-        before = contents(path) if os.path.exists(path) else {}
-        with open_disk(kind, path, count) as cache:
-            first = loaded(cache, kind, rng.sample(range(count), 60))
-            if rng.random() < 0.5:
-                before = contents(path)  # the kernel has written everything by then
-            written = first + loaded(cache, kind, rng.sample(range(count), 60))
-        put(path, after_power_cut(rng, before, contents(path)))
-        indices = range(count) if number % 3 == 2 else rng.sample(range(count), 100)
-        rows[kind].update(trials=1, written=len(written), read=len(indices), **_read_all(kind, path, count, indices))
-    return rows
+def _read(opened: DiskCache | CachedDataset, kind: str, indices: list[int]) -> list[Any]:
+    if isinstance(opened, DiskCache):
+        return opened.get_or_load_many(indices, lambda indices: [disks.sample(kind, idx) for idx in indices])
+    return opened.__getitems__(indices)
 
 
-def flips(trials: int, seed: int, folder: str) -> _Rows:
-    """Flip one bit in each trial, in a file that is drawn by its size, or the manifest."""
-    rows: _Rows = collections.defaultdict(collections.Counter)
-    for number, kind in enumerate(KINDS):
-        rng, path = random.Random(seed), f"{folder}/{kind}"
-        with open_disk(kind, path) as cache:
-            loaded(cache, kind)
-        with open(f"{path}/cache.json", "rb") as file:
-            files = contents(path) | {"cache.json": file.read()}
-        for _ in tqdm(range((trials + number) // len(KINDS)), unit="flip"):
-            name = rng.choice(["samples", "samples", "index", "cache.json"])
-            put(path, {name: flip(rng, files[name])})
-            if name == "cache.json":
-                try:
-                    open_disk(kind, path)
-                    raise SystemExit(f"{name}: a flipped bit was not found")
-                except DiskError:
-                    rows[f"{kind}, {name}"].update(trials=1, refused=1)
-            else:
-                found = _read_all(kind, path, COUNT, range(COUNT))
-                rows[f"{kind}, {name}"].update(trials=1, harmless=not found["loaded again"], **found)
-            put(path, files)
-    return rows
+WAYS: dict[str, Callable[[str, str], Any]] = {"get_or_load_many": open_disk, "behind": _open_behind}
+"""How a folder is opened."""
 
 
-def full(trials: int, seed: int, folder: str) -> _Rows:
-    """Train on a tmpfs of 100 MB with 150 MB of samples; and again while another file takes what is free."""
-    rows: _Rows = collections.defaultdict(collections.Counter)
-    kept, large = OneSize(1500), f"{folder}/others"
-    for number in range(trials):
-        with mounted(folder, "size=100m,mode=700"):
-            with CachedDataset(kept, 0, disk=f"{folder}/disk", disk_limit="1GB", fingerprint="1", split=False) as dataset:
-                for epoch in range(3):
-                    for batch, (images, indices) in enumerate(DataLoader(dataset, 50, shuffle=True, num_workers=2)):
-                        if number % 2 and (epoch, batch) == (0, 8):
-                            _fill(large)
-                        assert torch.equal(images, torch.stack([kept[idx][0] for idx in indices.tolist()]))
-                stats = dataset.disk_cache.stats()
-            rows[f"100 MB, {'others fill the rest' if number % 2 else 'alone'}"].update(
-                trials=1, samples=4500, on_disk=stats.filled, hits=stats.hits
-            )
-            del dataset
-    return rows
+def kill(way: str, seed: int) -> Counter[str]:
+    """Kill a process that fills a folder, have others go on, and read all samples."""
+    rng = random.Random(seed)
+    kind = rng.choice(KINDS)
+    make = WAYS[way]
+    shares = rng.random() < 0.5  # the processes are forked from one that has the folder open, or each opens it
+    with tempfile.TemporaryDirectory() as parent, contextlib.ExitStack() as stack:
+        folder = f"{parent}/disk"
+        opened = stack.enter_context(make(kind, folder)) if shares else None
+
+        def fill(order: list[int], step: Step) -> None:
+            step()
+            with opened or make(kind, folder) as cache:
+                for first in range(0, COUNT, 8):
+                    step()
+                    indices = order[first : first + 8]
+                    found = _read(cache, kind, indices)
+                    assert all(same(value, disks.sample(kind, idx)) for idx, value in zip(indices, found, strict=True))
+
+        def size() -> int:
+            return sum(path.stat().st_size for path in Path(folder).glob("samples"))
+
+        midway, there = kill_one(rng, COUNT, fill, 1 + COUNT // 8, size)
+        stack.close()
+        lost = _read_all(kind, folder)
+        assert not any(lost.values()), "samples are missing"
+        return Counter({"midway": midway, "with a part written": midway and 0 < there < size()})
 
 
-def _fill(path: str) -> None:
-    """Write a file until the disk is full."""
-    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1 << 20))
-
-
-class OneSize(Dataset[Any]):
-    """``count`` samples of 100 KB."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, idx: int) -> Any:
-        return torch.full((100_000,), idx % 251, dtype=torch.uint8), idx
-
-
-def _read_all(kind: str, path: str, count: int, indices: "range | list[int]") -> dict[str, int]:
+def _read_all(kind: str, path: str, count: int = COUNT, indices: Sequence[int] | None = None) -> Counter[str]:
     """Read samples twice, and once more after the folder was opened again; return how many were lost."""
     with open_disk(kind, path, count) as cache:
         lost, damaged = loaded(cache, kind, indices), cache.stats().damaged
         assert loaded(cache, kind, indices) == [], "a sample was not written again"
     with open_disk(kind, path, count) as cache:
         assert loaded(cache, kind, indices) == [], "a sample is missing in the next run"
-    return {"loaded again": len(lost), "damaged": damaged}
+    return Counter({"loaded again": len(lost), "damaged": damaged})
 
 
-_PARTS: dict[str, tuple[Callable[[int, int, str], _Rows], int]] = {
-    "kills": (kills, 1000),
-    "cuts": (cuts, 200),
-    "flips": (flips, 10_000),
-    "full": (full, 2),
-}
+@experiment(rounds=500, quick=10)
+def kills(run: Run) -> None:
+    """Kill processes that fill a folder, through a DiskCache or behind a CachedDataset."""
+    trials(run, {way: partial(kill, way) for way in WAYS})
 
 
-def main() -> None:
-    """Run the trials and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=_PARTS)
-    parser.add_argument("--trials", type=int)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    run, usual = _PARTS[arguments.part]
-    torch.set_num_threads(1)  # threads of torch that wait would take the CPUs from the workers
-    if arguments.part == "full" and not mount_private():
-        raise SystemExit("mounting needs root")
-    tqdm.get_lock()  # takes a page of /dev/shm
-    before = holdings()
-    with tempfile.TemporaryDirectory(prefix="disk-faults-") as folder:
-        rows = run(arguments.trials or usual, arguments.seed, folder)
-    after = holdings()
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    print(f"| | {' | '.join(names)} | wrong |\n| --- |{' ---: |' * (len(names) + 1)}")
-    for title, row in sorted(rows.items()):
-        print(f"| {title} | {' | '.join(f'{row[name]:,}' for name in names)} | 0 |")
-    print(f"before {before}\nafter  {after}")
-    sys.exit(before != after)
+# ---------------------------------------------------------------------------------------------------- cuts and flips
 
 
-if __name__ == "__main__":
-    main()
+def cut(kind: str, seed: int) -> Counter[str]:
+    """Cut the power three times over one folder, while samples are written; read samples each time, at last all."""
+    rng, counts, count = random.Random(seed), Counter[str](), 200
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/disk"
+        for number in range(3):
+            before = contents(path) if number else {}
+            with open_disk(kind, path, count) as cache:
+                written = loaded(cache, kind, rng.sample(range(count), 60))
+                if rng.random() < 0.5:
+                    before = contents(path)  # the kernel has written everything by then
+                written += loaded(cache, kind, rng.sample(range(count), 60))
+            put(path, disks.after_power_cut(rng, before, contents(path)))
+            indices = range(count) if number == 2 else rng.sample(range(count), 100)
+            counts.update(cuts=1, written=len(written), read=len(indices), **_read_all(kind, path, count, indices))
+    return counts
+
+
+@experiment(rounds=23, quick=2)
+def cuts(run: Run) -> None:
+    """Cut the power: drop pages and sectors that were not synced."""
+    trials(run, {kind: partial(cut, kind) for kind in KINDS})
+
+
+@functools.cache
+def _filled(kind: str) -> tuple[tempfile.TemporaryDirectory[str], dict[str, bytes]]:
+    """Return a folder that has all samples, and its files."""
+    folder = tempfile.TemporaryDirectory(prefix="disk-faults-")
+    with open_disk(kind, folder.name) as cache:
+        loaded(cache, kind)
+    with open(f"{folder.name}/cache.json", "rb") as file:
+        return folder, contents(folder.name) | {"cache.json": file.read()}
+
+
+def flip_bit(kind: str, name: str, seed: int) -> Counter[str]:
+    """Flip one bit of a file."""
+    folder, files = _filled(kind)
+    put(folder.name, {name: disks.flip(random.Random(seed), files[name])})
+    try:
+        found = _read_all(kind, folder.name)
+        assert name != "cache.json", "a flipped bit was not found"
+        return found + Counter(harmless=not found["loaded again"])
+    except DiskError:
+        assert name == "cache.json", "only the manifest is refused"
+        return Counter(refused=1)
+    finally:
+        put(folder.name, files)
+
+
+@experiment(rounds=1111, quick=10)
+def flips(run: Run) -> None:
+    """Flip single bits of the samples, the index and the manifest."""
+    files = itertools.product(KINDS, ("samples", "index", "cache.json"))
+    trials(run, {f"{kind}, {name}": partial(flip_bit, kind, name) for kind, name in files})
+
+
+# ---------------------------------------------------------------------------------------------------- a full disk
+
+
+def fill_up(beside: bool, seed: int) -> Counter[str]:
+    """Fill a disk that is too small; if ``beside``, a second file takes what is free."""
+    kind, count = random.Random(seed).choice(KINDS), 3000
+    with tempfile.TemporaryDirectory() as folder, disks.mounted(folder, "size=8m,mode=700"):
+        with open_disk(kind, f"{folder}/disk", count) as cache:
+            loaded(cache, kind, range(300))
+            with contextlib.suppress(OSError), open(f"{folder}/other", "wb", buffering=0) as file:
+                while beside:
+                    file.write(bytes(1 << 20))
+            loaded(cache, kind)
+            filled = cache.stats().filled
+            assert len(loaded(cache, kind)) == count - filled, "a sample on the disk was loaded again"
+    return Counter({"samples": count, "on the disk": filled})
+
+
+@experiment(rounds=3, needs="root")
+def full(run: Run) -> None:
+    """Fill a disk of 8 MB with samples of 18 MB, alone and beside a second file."""
+    if not mount_private():
+        raise NotHereError("this process may not mount")
+    trials(run, {"alone": partial(fill_up, False), "another file fills the rest": partial(fill_up, True)})

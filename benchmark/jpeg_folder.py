@@ -1,43 +1,30 @@
 """The experiment of ``stocache bench`` beside stocaching in the same run: overhead of the first epoch, linearity, exact reads.
 
-    python -m benchmark jpeg_folder overhead --rounds 15
-    python -m benchmark jpeg_folder profile
-    python -m benchmark jpeg_folder linearity
-
-``overhead``: each round runs the cold epoch without a cache, over an empty stocache and over an empty stocaching, one after the
-other, each being first in turn; the figure is the median over the rounds of the ratio to the epoch without a cache in the
-same round. ``profile``: where the time goes, in one process: loading a photo, and each step of caching it. ``linearity``: the
-sweep over cached fractions, cold and warm.
+Photos are read cold, resized to 3x256x256 uint8, and come in batches of 32, shuffled, with workers that are kept.
 """
 
-import argparse
-import contextlib
-import random
+import operator
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from benchmark.support.datasets import PHOTO
+from benchmark.support.harness import Figures, Run, experiment
 from benchmark.support.measuring import settle
 from benchmark.support.peers import stocaching
 from stocache.cache.shared import SharedCache
-from stocache.samples.spec import Structure
-from stocache.shm.claims import Claims
-from stocache.shm.segment import Segment
 from stocache.tools import bench
 
 CLAIM = "Filling the cache costs the first epoch at most 3 %; warm time falls in a straight line with the cached share."
-NEEDS = (("PIL", '-e ".[bench]"'), ("stocaching", "--no-deps stocaching==0.2.1"))
 
-SIZE = 256
-SAMPLE_BYTES = 3 * SIZE * SIZE
+SAMPLE_BYTES = 3 * PHOTO * PHOTO
 
 
 def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -> SharedCache:
@@ -48,11 +35,13 @@ def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) ->
 class CachedPhotos(Dataset[Tensor]):
     """Photos behind a cache with get_slot and set_slot, of which a share has room; counts what it reads."""
 
-    def __init__(self, photos: bench.JpegFolder, share: float, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[..., Any], photos: bench.JpegFolder, share: float) -> None:
+        began = time.perf_counter()
         self._photos, count = photos, len(photos)
         self._reads = torch.zeros(count, dtype=torch.int64).share_memory_()
         slots = round(share * count)
-        self._cache = make(slots * SAMPLE_BYTES + count, count, (3, SIZE, SIZE)) if slots else None
+        self._cache = make(slots * SAMPLE_BYTES + count, count, (3, PHOTO, PHOTO)) if slots else None
+        self.making_s = time.perf_counter() - began
 
     def __len__(self) -> int:
         return len(self._photos)
@@ -82,131 +71,69 @@ def prepare(paths: list[Path]) -> None:
     settle(len(paths) * SAMPLE_BYTES * 3 // 2)
 
 
-def overhead(paths: list[Path], workers: int, rounds: int) -> None:
-    """Print how much longer the first epoch takes when it fills a cache, for ours and for stocaching."""
-    making: dict[str, list[float]] = {"stocache": [], "stocaching": []}
-    makers = {"stocache": our_cache, "stocaching": stocaching}
-    photos = bench.JpegFolder(paths, SIZE)
+def cold_epoch(paths: list[Path], workers: int, make_cache: Callable[..., Any] | None, making: list[float]) -> float:
+    """Return the seconds of a cold epoch; note the seconds of making its cache apart from them."""
+    made: list[CachedPhotos] = []
 
-    def cold_epoch(name: str, seed: int) -> float:
-        making_s = 0.0
+    def make(photos: bench.JpegFolder, share: float) -> CachedPhotos:
+        made.append(CachedPhotos(make_cache or our_cache, photos, share))
+        return made[-1]
 
-        def make(photos: bench.JpegFolder, share: float) -> CachedPhotos:
-            nonlocal making_s
-            start = time.perf_counter()
-            cached = CachedPhotos(photos, share, makers[name] if share else our_cache)
-            making_s = time.perf_counter() - start
-            return cached
-
-        (epoch,) = bench.sweep(
-            photos,
-            [0.0 if name == "none" else 1.0],
-            phases=("cold",),
-            workers=workers,
-            make=make,
-            before_epoch=lambda: prepare(paths),
-            seed=seed,
-        )
-        assert epoch.reads == len(paths)
-        if name in making:
-            making[name].append(making_s)
-        return epoch.seconds - making_s
-
-    names = ["none", "stocache", "stocaching"]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        for name in names[number % 3 :] + names[: number % 3]:
-            seconds[name].append(cold_epoch(name, number))
-    for name in names[1:]:
-        ratios = [mine / base - 1 for mine, base in zip(seconds[name], seconds["none"], strict=True)]
-        with_making = [ratio + made / base for ratio, made, base in zip(ratios, making[name], seconds["none"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"| {workers} | {name} | {statistics.median(seconds['none']):.2f} | {statistics.median(seconds[name]):.2f} "
-            f"| {middle:+.1%} | {low:+.1%} to {high:+.1%} | {statistics.median(with_making):+.1%} |",
-            flush=True,
-        )
-
-
-def profile(paths: list[Path], rounds: int) -> None:
-    """Print the time of loading a photo and of caching it, step by step, in one process without a DataLoader."""
-    steps = {"encode": Structure, "to_write": Claims, "_reserve_extents": Segment, "write": Segment, "unlock": Segment}
-    spent: dict[str, list[float]] = {}
-    for number in range(rounds):
-        for name, make in (("stocache", our_cache), ("stocaching", stocaching), ("stocache, step by step", our_cache)):
-            prepare(paths)
-            cache = make(len(paths) * (SAMPLE_BYTES + 1), len(paths), (3, SIZE, SIZE))
-            with contextlib.ExitStack() as patches:
-                if "step" in name:
-                    for step, owner in steps.items():
-                        timer = _timed(getattr(owner, step), spent.setdefault(f"of which {step}", []))
-                        patches.enter_context(mock.patch.object(owner, step, timer))
-                for idx in random.Random(number).sample(range(len(paths)), len(paths)):
-                    start = time.perf_counter()
-                    image = bench.load_jpeg(paths[idx], SIZE)
-                    loaded = time.perf_counter()
-                    cache.get_slot(idx)
-                    cache.set_slot(idx, image)
-                    spent.setdefault("loading", []).append(loaded - start)
-                    spent.setdefault(name, []).append(time.perf_counter() - loaded)
-    loading = statistics.fmean(spent["loading"])
-    print("| | µs per sample | of loading |\n| --- | ---: | ---: |")
-    for name, seconds in spent.items():
-        # a step that only some samples take counts by its share
-        mean = sum(seconds) / (rounds * len(paths) * (3 if name == "loading" else 1))
-        print(f"| {name} | {mean * 1e6:.0f} | {mean / loading:.1%} |")
-
-
-def _timed(function: Callable[..., object], seconds: list[float]) -> Callable[..., object]:
-    def timed(*arguments: object) -> object:
-        start = time.perf_counter()
-        try:
-            return function(*arguments)
-        finally:
-            seconds.append(time.perf_counter() - start)
-
-    return timed
-
-
-def linearity(paths: list[Path], workers: int, repeats: int) -> None:
-    """Print the sweep over cached fractions."""
-    epochs = bench.sweep(
-        bench.JpegFolder(paths, SIZE),
+    (epoch,) = bench.sweep(
+        bench.JpegFolder(paths, PHOTO),
+        [0.0 if make_cache is None else 1.0],
+        phases=("cold",),
         workers=workers,
-        repeats=repeats,
-        make=lambda photos, share: CachedPhotos(photos, share, our_cache),
-        before_epoch=lambda: prepare(paths),
+        make=make,
+        before_epoch=partial(prepare, paths),
+        seed=len(making),
     )
-    rows = bench.summarize(epochs)
-    print(f"\n### {workers} workers\n")
-    Console(width=120).print(bench.table(rows))
-    r = statistics.correlation(*zip(*((row.fraction, row.warm_s) for row in rows), strict=True))
-    print(f"Warm seconds over cached share: R² {r**2:.4f}.", flush=True)
-    for row in rows:
-        assert row.warm_reads == len(paths) - round(row.fraction * len(paths)), row
+    assert epoch.reads == len(paths)
+    making.append(made[0].making_s)
+    return epoch.seconds - making[-1]
 
 
-def main() -> None:
-    """Run the experiment that is named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("overhead", "profile", "linearity"))
-    parser.add_argument("folder", type=Path, nargs="?", help="JPEGs; by default generated photos of 512 x 512")
-    parser.add_argument("--repeat-folder", type=int, default=1)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)  # as in a DataLoader worker
-    paths = bench.find_jpegs(arguments.folder or bench.photo_folder(1000)) * arguments.repeat_folder
-    print(f"{len(paths)} photos, cold pages, 3x256x256 uint8, batches of 32, {arguments.rounds} rounds\n")
-    if arguments.experiment == "profile":
-        profile(paths, arguments.rounds)
-        return
-    if arguments.experiment == "overhead":
-        print("| workers | cache | epoch without, s | first epoch, s | overhead | quartiles | with making the cache |")
-        print("| ---: | --- | ---: | ---: | ---: | ---: | ---: |")
-    for workers in arguments.workers:
-        (overhead if arguments.experiment == "overhead" else linearity)(paths, workers, arguments.rounds)
+@experiment(rounds=15, needs="stocaching")
+def overhead(run: Run) -> None:
+    """How much longer the first epoch takes when it fills a cache, for ours and for stocaching."""
+    torch.set_num_threads(1)  # as in a DataLoader's worker
+    paths = run.photos(1000)[: run.size(None, 100)]
+    makers = {"none": None, "stocache": our_cache, "stocaching": stocaching}
+    table = run.table("workers", "cache", "epoch without, s", "first epoch, s", "to without", "with making the cache")
+    for workers in run.size((0, 1, 2, 4), (2,)):
+        making: dict[str, list[float]] = {name: [] for name in makers}
+        took = run.turns(
+            {name: partial(cold_epoch, paths, workers, make, making[name]) for name, make in makers.items()}, warm_up=0
+        )
+        for name in ("stocache", "stocaching"):
+            both = Figures({name: list(map(operator.add, took[name], making[name])), "none": took["none"]})
+            table.row(
+                workers, name, took.median("none"), took.median(name), took.spread(name, "none"), both.ratio(name, "none")
+            )
+    ratios = table.column("to without", cache="stocache")
+    run.claim("filling costs 3 %, the median over the numbers of workers", statistics.median(ratios), most=1.03)
 
 
-if __name__ == "__main__":
-    main()
+@experiment(rounds=2)
+def linearity(run: Run) -> None:
+    """Cold and warm epochs over the cached share."""
+    torch.set_num_threads(1)
+    paths = run.photos(1000)[: run.size(None, 100)]
+    table = run.table("workers", "cached", "reads", "cold, samples/s", "warm, samples/s")
+    straight, exact = [], True
+    for workers in run.size((0, 1, 2, 4), (0,)):
+        epochs = bench.sweep(
+            bench.JpegFolder(paths, PHOTO),
+            workers=workers,
+            repeats=run.rounds,
+            make=partial(CachedPhotos, our_cache),
+            before_epoch=partial(prepare, paths),
+        )
+        rows = bench.summarize(epochs)
+        for row in rows:
+            table.row(workers, f"{row.fraction:.0%}", row.warm_reads, row.cold_per_s, row.warm_per_s)
+        r = statistics.correlation([row.fraction for row in rows], [row.warm_s for row in rows])
+        straight.append(r**2)
+        exact &= all(row.warm_reads == len(paths) - round(row.fraction * len(paths)) for row in rows)
+    run.claim("warm time falls in a straight line (R²)", min(straight), least=0.99)
+    run.claim("reads are those of samples that are not cached", exact)

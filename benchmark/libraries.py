@@ -1,19 +1,14 @@
 """Every random transform of six libraries that can be made with simple options, in a dataset that uses it as is usual.
 
-    python -m benchmark libraries                    # a row for each library
-    python -m benchmark libraries --list monai       # a row for each of its transforms
-
-A sample is wrong if it differs from that of the dataset without a cache, with the same seeds, in three epochs of torch's
+A sample is wrong if it differs from the sample of the dataset without a cache, with the same seeds, in three epochs of torch's
 loader. "split": the transform runs after the cache; "uncached": the dataset makes each sample itself; "cached": the transform
 has no random steps.
 """
 
-import argparse
-import importlib.util
+import importlib
 import inspect
 import logging
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from benchmark.support.harness import Run, experiment, is_missing
 from stocache import CachedDataset
 from stocache.system.describe import describe
 
@@ -154,7 +150,7 @@ def epochs(dataset: Any) -> list[Any]:
 
 
 def made(cls: Any) -> Any:
-    """Return a transform with simple options; fixed seeds where it has generators of its own."""
+    """Return a transform with simple options; fixed seeds if it has generators of its own."""
     parameters = inspect.signature(cls).parameters.values()
     needed = {
         each.name
@@ -169,7 +165,7 @@ def made(cls: Any) -> Any:
     return transform
 
 
-def transforms(library: Library) -> Iterator[type]:
+def random_transforms(library: Library) -> Iterator[type]:
     """Yield the random transforms of a library."""
     for module in map(importlib.import_module, library.modules):
         for name, cls in sorted(vars(module).items()):
@@ -180,8 +176,7 @@ def transforms(library: Library) -> Iterator[type]:
 def outcome(cls: Any, library: Library) -> tuple[str, int]:
     """Return what becomes of a transform, and how many samples were wrong."""
     try:
-        expected = epochs(Images(made(cls), library.sample))
-        again = epochs(Images(made(cls), library.sample))
+        expected, again = (epochs(Images(made(cls), library.sample)) for _ in range(2))
     except Exception as error:
         return f"not made ({type(error).__name__})", 0
     if expected != again:
@@ -193,34 +188,24 @@ def outcome(cls: Any, library: Library) -> tuple[str, int]:
     return way, sum(one != other for one, other in zip(found[:-1], expected[:-1], strict=True))
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", choices=LIBRARIES)
-    options = parser.parse_args()
+@experiment()
+def transforms(run: Run) -> None:
+    """What becomes of each random transform, by library; of each by name with --only and the name of a library."""
     logging.getLogger("stocache").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    if options.list:
-        for cls in transforms(LIBRARIES[options.list]):
-            print(f"| {cls.__name__} | {' | '.join(map(str, outcome(cls, LIBRARIES[options.list])))} |", flush=True)
-        return
-    print("| library | transforms | split | cached | uncached | not made | wrong samples |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for name, library in LIBRARIES.items():
-        if importlib.util.find_spec(name) is None:
-            print(f"| {name} | not installed |")
+    table, wrong = run.table("library", "transforms", "split", "cached", "uncached", "not made", "wrong samples"), 0
+    for name, library in run.chosen(LIBRARIES).items():
+        if is_missing(name):
+            table.row(name, "not installed")
             continue
-        found = [outcome(cls, library) for cls in transforms(library)]
-        counts = Counter(way.partition(" (")[0] for way, _ in found)
+        counts, of_library = Counter[str](), 0
+        for cls in list(random_transforms(library))[: run.size(None, 5)]:
+            way, differ = outcome(cls, library)
+            if run.only:
+                print(f"{cls.__name__}: {way}, {differ} wrong", flush=True)
+            counts[way.partition(" (")[0]] += 1
+            of_library += differ
         left_out = counts["not made"] + counts["not reproducible"]
-        columns = (
-            len(found),
-            *(counts[way] for way in ("split", "cached", "uncached")),
-            left_out,
-            sum(wrong for _, wrong in found),
-        )
-        print(f"| {name} | {' | '.join(map(str, columns))} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        ways = (counts[way] for way in ("split", "cached", "uncached"))
+        table.row(name, counts.total(), *ways, left_out, of_library)
+        wrong += of_library
+    run.claim("no sample is wrong", wrong == 0)

@@ -1,271 +1,151 @@
-"""The DataLoader beside torch's: warm epochs over a cache, uncached datasets with transforms, page faults, bytes in queues.
+"""The DataLoader beside torch's: warm epochs over a cache, uncached datasets with transforms, page faults, bytes in queues."""
 
-python -m benchmark loader warm                  # all cached: torch's DataLoader over stocaching, over stocache, and ours
-python -m benchmark loader uncached [--folder]   # a dataset without a cache, with transforms of each sample
-python -m benchmark loader costs                 # minor page faults, bytes through queues, CPU time, per batch
-python -m benchmark loader large                 # samples of 200 MB
-"""
-
-import argparse
 import contextlib
 import gc
 import os
-import statistics
-import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import psutil
 import torch
-from PIL import Image
-from torch.utils.data import Dataset
 
 import stocache
-from benchmark.__main__ import is_missing
-from benchmark.support.measuring import settle
-from benchmark.support.peers import in_rust, stocaching
+from benchmark.support.datasets import Made, images, photos
+from benchmark.support.harness import Figures, Run, experiment, is_missing
+from benchmark.support.measuring import epoch_s, settle
+from benchmark.support.peers import OverStocaching, filled, in_rust
 from stocache import CachedDataset
-from stocache.tools.bench import find_jpegs
 
 CLAIM = "Warm batches come 4 times as fast as through torch's DataLoader; without a cache they are never slower."
-NEEDS = (("PIL", '-e ".[bench]"'), ("stocaching", "--no-deps stocaching==0.2.1", "warm", "costs"))
 
 BATCH, WORKERS = 256, 2
 SMALL, LARGE = (3, 64, 64), (3, 224, 224)
 OPTIONS: dict[str, Any] = {"shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
+TORCH = torch.utils.data.DataLoader
 
 
-class Images(Dataset[Any]):
-    """Random images, or pairs of an image and a label, created again at each access."""
-
-    def __init__(self, samples: int, dims: tuple[int, ...], labels: bool) -> None:
-        self.samples, self.dims, self.labels = samples, dims, labels
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> Any:
-        image = torch.randint(0, 256, self.dims, dtype=torch.uint8, generator=torch.Generator().manual_seed(idx))
-        return (image, idx) if self.labels else image
+def epochs(run: Run, loaders: dict[str, Iterable[Any]]) -> Figures:
+    """Return the seconds of epochs that take turns."""
+    # until each worker has touched most of the cache, whose pages are mapped into it one by one
+    return run.turns({name: partial(epoch_s, loader) for name, loader in loaders.items()}, warm_up=3)
 
 
-class OverStocaching(Dataset[Any]):
-    """The same, cached with stocaching, as its documentation shows."""
-
-    def __init__(self, source: Images) -> None:
-        self.source = source
-        nbytes = torch.Size(source.dims).numel() * source.samples
-        self.cache = stocaching(2 * nbytes, source.samples, source.dims)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, idx: int) -> Any:
-        image = self.cache.get_slot(idx)
-        if image is None:
-            sample = self.source[idx]
-            image = sample[0] if self.source.labels else sample
-            self.cache.set_slot(idx, image)
-        return (image, idx) if self.source.labels else image
+def name_of(dims: tuple[int, ...], labels: bool) -> str:
+    """Return the name of images."""
+    return f"{'x'.join(map(str, dims))} uint8{', label' * labels}"
 
 
-def filled(source: Images) -> tuple[OverStocaching, CachedDataset]:
-    """Return both caches of a dataset, with all its samples."""
-    theirs, cached = OverStocaching(source), CachedDataset(source, 4)
-    for idx in range(len(source)):
-        theirs[idx]
-    cached.warm(progress=False)
-    return theirs, cached
+@experiment(rounds=5, needs="stocaching")
+def warm(run: Run) -> None:
+    """Samples per second with everything cached, shuffled, workers kept from epoch to epoch."""
+    table = run.table("samples", "torch over stocaching", "torch over stocache", "ours", "torch's ratio", "our ratio")
+    for dims, count in ((SMALL, run.size(81_920, 4_096)), (LARGE, run.size(20_480, 1_024))):
+        for labels in (False, True):
+            settle(4 * count * torch.Size(dims).numel())
+            theirs, cached = filled(images(count, dims, labels))
+            loaders: dict[str, Iterable[Any]] = {
+                "torch over stocaching": TORCH(theirs, BATCH, **OPTIONS),
+                "torch over stocache": TORCH(cached, BATCH, **OPTIONS),
+                "ours": stocache.DataLoader(cached, BATCH, **OPTIONS),
+            }
+            took = epochs(run, loaders)
+            ratios = (took.ratio("torch over stocaching", name) for name in ("torch over stocache", "ours"))
+            table.row(name_of(dims, labels), *(count / took.median(name) for name in took), *ratios)
+            del loaders, theirs, cached
+            gc.collect()
+    run.claim("torch's DataLoader over stocache is as fast as over stocaching", min(table.column("torch's ratio")), least=1)
+    run.claim("ours is 4 times as fast", min(table.column("our ratio")), least=4)
 
 
-def epoch(loader: Iterable[Any]) -> float:
-    """Return how long an epoch takes."""
-    began = time.perf_counter()
-    for _ in loader:
-        pass
-    return time.perf_counter() - began
-
-
-WARM_UP = 3  # rounds: until each worker has touched most of the cache, whose pages are mapped into it one by one
-
-
-def compare(loaders: dict[str, Iterable[Any]], rounds: int) -> dict[str, float]:
-    """Run an epoch of each, in turns; return the median seconds of each, without the first rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in loaders}
-    for number in range(WARM_UP + rounds):
-        for name, loader in loaders.items():
-            took = epoch(loader)
-            if number >= WARM_UP:
-                seconds[name].append(took)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-def warm(rounds: int) -> None:
-    """Everything cached, shuffled, workers kept from epoch to epoch."""
-    print("| samples | torch over stocaching | torch over stocache, ratio | ours, ratio |")
-    print("| --- | ---: | ---: | ---: |")
-    for dims, samples, labels in ((SMALL, 81_920, False), (SMALL, 81_920, True), (LARGE, 20_480, False), (LARGE, 20_480, True)):
-        settle(4 * samples * torch.Size(dims).numel())
-        theirs, cached = filled(Images(samples, dims, labels))
-        loaders: dict[str, Iterable[Any]] = {
-            "torch over stocaching": torch.utils.data.DataLoader(theirs, BATCH, **OPTIONS),
-            "torch over stocache": torch.utils.data.DataLoader(cached, BATCH, **OPTIONS),
-            "ours": stocache.DataLoader(cached, BATCH, **OPTIONS),
-        }
-        took = compare(loaders, rounds)
-        theirs_s, *ours_s = took.values()
-        rates = " | ".join(f"{samples / seconds:,.0f}/s, {theirs_s / seconds:.2f}" for seconds in ours_s)
-        name = f"{'x'.join(map(str, dims))} uint8{', label' * labels}"
-        print(f"| {name} | {samples / theirs_s:,.0f}/s | {rates} |", flush=True)
-        del loaders, theirs, cached
-        gc.collect()
-
-
-class Transformed(Images):
-    """Images through a transform of each sample, as for training: crop, flip, to floats, normalised."""
-
-    def __getitem__(self, idx: int) -> Any:
-        image = torch.randint(0, 256, self.dims, dtype=torch.uint8)
-        top, left = (int(torch.randint(0, size // 8, ())) for size in self.dims[1:])
-        image = image[:, top : top + self.dims[1] * 7 // 8, left : left + self.dims[2] * 7 // 8]
-        if torch.rand(()) < 0.5:
-            image = image.flip(-1)
-        return image.float().div_(255).sub_(0.45).div_(0.225), idx
-
-
-class Photos(Dataset[Any]):
-    """Photographs, decoded and resized each time, with a label."""
-
-    def __init__(self, folder: Path, samples: int) -> None:
-        self.paths = find_jpegs(folder)
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> Any:
-        with Image.open(self.paths[idx % len(self.paths)]) as photo:
-            photo.draft("RGB", (256, 256))
-            pixels = np.array(photo.convert("RGB").resize((224, 224)))
-        return torch.from_numpy(pixels).permute(2, 0, 1).float().div_(255), idx
-
-
-class Items(Dataset[Any]):
-    """A number, a vector and a name each: they cost nothing to load, so only the loader takes time."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.vectors = samples, torch.randn(samples, 32)
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> Any:
-        return {"vector": self.vectors[idx], "label": idx, "name": str(idx)}
+def transformed(dims: tuple[int, ...], idx: int) -> Any:
+    """Return an image as for training: cropped, flipped, of normalised floats."""
+    image = torch.randint(0, 256, dims, dtype=torch.uint8)
+    top, left = (int(torch.randint(0, size // 8, ())) for size in dims[1:])
+    image = image[:, top : top + dims[1] * 7 // 8, left : left + dims[2] * 7 // 8]
+    if torch.rand(()) < 0.5:
+        image = image.flip(-1)
+    return image.float().div_(255).sub_(0.45).div_(0.225), idx
 
 
 def mixed_up(samples: list[Any]) -> list[torch.Tensor]:
     """Collate as for mixup: default_collate, then new tensors made of its batch."""
-    images, labels = torch.utils.data.default_collate(samples)
-    return [images.roll(1, 0).mul_(0.3).add_(images, alpha=0.7), labels]
+    mixed, labels = torch.utils.data.default_collate(samples)
+    return [mixed.roll(1, 0).mul_(0.3).add_(mixed, alpha=0.7), labels]
 
 
-def uncached(rounds: int, folder: Path | None) -> None:
-    """No cache: the gain or cost of the ring alone."""
-    cases: dict[str, tuple[Dataset[Any], int, Any]] = {
-        "3x64x64, transforms": (Transformed(20_480, SMALL, True), BATCH, None),
-        "3x224x224, transforms": (Transformed(2_048, LARGE, True), 64, None),
-        "the same, mixup as collate_fn": (Transformed(2_048, LARGE, True), 64, mixed_up),
-        "a vector, a number, a string": (Items(102_400), BATCH, None),
-        "the same, batches of 16": (Items(20_480), 16, None),
-        "the same, collate_fn=list": (Items(20_480), BATCH, list),
+@experiment(rounds=5)
+def uncached(run: Run) -> None:
+    """Samples per second without a cache: the gain or cost of the ring alone."""
+    vectors, part = torch.randn(102_400, 32), run.size(1, 10)
+
+    def item(idx: int) -> Any:  # it costs nothing to load, so only the loader takes time
+        return {"vector": vectors[idx], "label": idx, "name": str(idx)}
+
+    small, large = (Made(count // part, partial(transformed, dims)) for count, dims in ((20_480, SMALL), (2_560, LARGE)))
+    cases: dict[str, tuple[Made, int, Any]] = {
+        "3x64x64, transforms": (small, BATCH, None),
+        "3x224x224, transforms": (large, 64, None),
+        "the same, mixup as collate_fn": (large, 64, mixed_up),
+        "a vector, a number, a string": (Made(102_400 // part, item), BATCH, None),
+        "the same, batches of 16": (Made(20_480 // part, item), 16, None),
+        "the same, collate_fn=list": (Made(20_480 // part, item), BATCH, list),
+        "photographs, decoded": (photos(640 // part, run.photos(160)), 64, None),
     }
-    if folder is not None:
-        cases["photographs, decoded"] = Photos(folder, 640), 64, None
-    peers = ["torch"] if is_missing("dataloader_rs") else ["torch", "dataloader-rs"]
-    own = ["ours", "ours, threads"]
-    names = [*peers, *own, *(f"{mine} to {peer}" for mine, peer in zip(own, peers, strict=False))]
-    print(f"| samples | batch | {' | '.join(names)} |\n| --- |{' ---: |' * (1 + len(names))}")
-    for name, (dataset, batch, collate_fn) in cases.items():
+    names = "torch", "dataloader-rs", "ours", "ours, threads"
+    table = run.table("samples", "batch", *names, "ours to torch", "threads to dataloader-rs")
+    for name, (dataset, batch, collate_fn) in run.chosen(cases).items():
         options = OPTIONS | {"batch_size": batch, "collate_fn": collate_fn}
-        loaders: dict[str, Iterable[Any]] = {"torch": torch.utils.data.DataLoader(dataset, **options)}
-        if "dataloader-rs" in peers:
+        loaders: dict[str, Iterable[Any]] = {"torch": TORCH(dataset, **options)}
+        if not is_missing("dataloader_rs"):
             loaders["dataloader-rs"] = in_rust(dataset, batch, WORKERS, collate_fn)
         loaders["ours"] = stocache.DataLoader(dataset, **options)
         loaders["ours, threads"] = stocache.DataLoader(dataset, **options, worker_method="thread")
-        took = compare(loaders, rounds)
-        rates = " | ".join(f"{len(dataset) / seconds:,.0f}/s" for seconds in took.values())  # type: ignore[arg-type]
-        ratios = " | ".join(f"{took[peer] / took[mine]:.2f}" for mine, peer in zip(own, peers, strict=False))
-        print(f"| {name} | {batch} | {rates} | {ratios} |", flush=True)
+        took = epochs(run, loaders)
+        rates = [len(dataset) / took.median(each) if each in took else None for each in names]
+        to_rust = took.ratio("dataloader-rs", "ours, threads") if "dataloader-rs" in took else None
+        table.row(name, batch, *rates, took.ratio("torch", "ours"), to_rust)
         del loaders
         gc.collect()
+    run.claim("without a cache ours is not slower than torch's", min(table.column("ours to torch")), least=1)
 
 
-def costs(rounds: int) -> None:
-    """The cost of a warm batch of 256 besides its time: in the worker processes, and in the one that iterates."""
-    print("| samples | loader | faults per batch, iterating / workers | bytes through queues, to / from workers | CPU ms |")
-    print("| --- | --- | ---: | ---: | ---: |")
-    for dims, samples in ((SMALL, 16_384), (LARGE, 4_096)):
-        theirs, cached = filled(Images(samples, dims, True))
-        for name, make, dataset in (
-            ("torch over stocaching", torch.utils.data.DataLoader, theirs),
-            ("ours", stocache.DataLoader, cached),
-        ):
+@experiment(rounds=5, needs="stocaching")
+def costs(run: Run) -> None:
+    """What a warm batch of 256 costs besides its time, in the process that iterates and in its workers."""
+    table = run.table(
+        "samples", "loader", "faults of the workers", "of the main process", "bytes to workers", "from workers", "CPU ms"
+    )
+    for dims, count in ((SMALL, run.size(16_384, 2_048)), (LARGE, run.size(4_096, 512))):
+        theirs, cached = filled(images(count, dims))
+        makers: dict[str, tuple[Any, OverStocaching | CachedDataset]] = {
+            "torch over stocaching": (TORCH, theirs),
+            "ours": (stocache.DataLoader, cached),
+        }
+        for name, (make, dataset) in makers.items():
             written = torch.zeros(2, dtype=torch.int64).share_memory_()
             with counted_writes(written):
                 loader = make(dataset, BATCH, **OPTIONS)
-                for _ in range(20):  # until every worker has touched every page of the cache
-                    epoch(loader)
+                for _ in range(run.size(20, 5)):  # until every worker has touched every page of the cache
+                    epoch_s(loader)
                 processes = [psutil.Process(), *psutil.Process().children()]
                 before, sent = [usage(process) for process in processes], written.clone()
-                for _ in range(rounds):
-                    epoch(loader)
+                for _ in range(run.rounds):
+                    epoch_s(loader)
                 after, sent = [usage(process) for process in processes], written - sent
-            batches = rounds * samples // BATCH
+            batches = run.rounds * count // BATCH
             faults = [(now[0] - then[0]) / batches for now, then in zip(after, before, strict=True)]
-            cpu_ms = sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / batches * 1e3
-            to, back = (sent / batches).tolist()
-            shown = f"{'x'.join(map(str, dims))} | {name} | {faults[0]:.1f} / {sum(faults[1:]):.1f} | {to:.0f} / {back:.0f}"
-            print(f"| {shown} | {cpu_ms:.2f} |", flush=True)
+            cpu_s = sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / batches
+            table.row(name_of(dims, True), name, sum(faults[1:]), faults[0], *(sent / batches).tolist(), 1e3 * cpu_s)
             del loader, processes
             gc.collect()
-        del theirs, cached
-
-
-class Volumes(Dataset[Any]):
-    """Samples of 200 MB, created again at each access."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> Any:
-        return torch.full((200 << 20,), idx, dtype=torch.uint8), idx
-
-
-def large(rounds: int) -> None:
-    """Samples of 200 MB: in batches of 1, 2 and 4 without a cache, and in batches of 1 from a filled one."""
-    print("| samples of 200 MB | torch | ours | ratio |\n| --- | ---: | ---: | ---: |")
-    with CachedDataset(Volumes(24), 6) as cached:
-        cached.warm(progress=False)
-        for name, dataset, batch in (
-            ("16, batches of 1", Volumes(16), 1),
-            ("24, batches of 2", Volumes(24), 2),
-            ("16, batches of 4", Volumes(16), 4),
-            ("24 from the cache, batches of 1", cached, 1),
-        ):
-            seconds: dict[Any, list[float]] = {torch.utils.data.DataLoader: [], stocache.DataLoader: []}
-            for _ in range(rounds):
-                for make, times in seconds.items():
-                    times.append(epoch(make(dataset, batch, num_workers=WORKERS)))
-                    gc.collect()
-            theirs, ours = map(statistics.median, seconds.values())
-            print(f"| {name} | {theirs:.1f} s | {ours:.1f} s | {theirs / ours:.2f} |", flush=True)
+        del theirs, cached, makers, dataset
+    run.claim("a warm batch costs 20 page faults", max(table.column("faults of the workers", loader="ours")), most=20)
+    nbytes = (max(table.column(title, loader="ours")) for title in ("bytes to workers", "from workers"))
+    run.claim("and 1 KB through queues", sum(nbytes), most=1000)
 
 
 def usage(process: psutil.Process) -> tuple[int, float]:
@@ -288,18 +168,31 @@ def counted_writes(written: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Run one of the experiments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["warm", "uncached", "costs", "large"])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="of photographs, for uncached")
-    arguments = parser.parse_args()
-    if arguments.experiment == "uncached":
-        uncached(arguments.rounds, arguments.folder)
-    else:
-        {"warm": warm, "costs": costs, "large": large}[arguments.experiment](arguments.rounds)
+def volume(nbytes: int, idx: int) -> Any:
+    """Return a large sample."""
+    return torch.full((nbytes,), idx, dtype=torch.uint8), idx
 
 
-if __name__ == "__main__":
-    main()
+@experiment(rounds=5)
+def large(run: Run) -> None:
+    """Seconds for samples of 200 MB, in batches of 1, 2 and 4, and from a filled cache."""
+    nbytes = run.size(200, 8) << 20
+    table = run.table("samples of 200 MB", "torch", "ours", "torch / ours")
+    with CachedDataset(Made(24, partial(volume, nbytes)), 6) as cached:
+        cached.warm(progress=False)
+        for name, dataset, batch in (
+            ("16, batches of 1", Made(16, partial(volume, nbytes)), 1),
+            ("24, batches of 2", Made(24, partial(volume, nbytes)), 2),
+            ("16, batches of 4", Made(16, partial(volume, nbytes)), 4),
+            ("24 from the cache, batches of 1", cached, 1),
+        ):
+            makers = {"torch": TORCH, "ours": stocache.DataLoader}
+            contenders = {each: partial(first_epoch, make, dataset, batch) for each, make in makers.items()}
+            took = run.turns(contenders, warm_up=0)
+            table.row(name, took.median("torch"), took.median("ours"), took.ratio("torch", "ours"))
+    run.claim("samples of 200 MB come no slower than from torch's DataLoader", min(table.column("torch / ours")), least=1)
+
+
+def first_epoch(make: Any, dataset: Any, batch: int) -> float:
+    """Return the seconds of the first epoch of a loader, whose workers start in it."""
+    return epoch_s(make(dataset, batch, num_workers=WORKERS))

@@ -1,16 +1,14 @@
-"""Break the library in one place after the other: which breaks do the tests notice?
+"""Break the library in one place after the other: which breaks do the tests of the room notice?
 
-    python -m benchmark mutations                               # 40 places, seed 0
-    python -m benchmark mutations --tests ../other/tests        # the same places, with other tests
-    python -m benchmark mutations --only 3,17                   # some of them again
-    python -m benchmark mutations --folder-only                 # in a third of the time
+    python -m benchmark mutations --seed 1 --rounds 40     # 40 places
+    python -m benchmark mutations --seed 1 --only "#7 "    # one of them again; or all of a room: --only shm/
+    python -m benchmark mutations --folder ../other/tests  # with other tests
 
 A break drops a lock, adds one to an integer, skips a check or a call, does not hand over an option, or turns a comparison. The
-places are drawn with a seed, as many of each kind, each in another module where possible. The tests of the module's folder run
-first, then all; at the first failure they stop. A test that fails without the break, too, does not count.
+places are drawn with a seed: as many of each room, of each kind and of each module as possible. The tests stop at the first
+failure. A test that fails without the break, too, does not count.
 """
 
-import argparse
 import ast
 import os
 import random
@@ -20,14 +18,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmark.support.harness import Run, experiment
+
 CLAIM = "The tests notice most breaks of the library."
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 1800
+LIMIT_S = 900
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -48,7 +49,7 @@ class Break(NamedTuple):
 
 def breaks_of(path: Path) -> Iterator[Break]:
     """Return all places of a module that can be broken."""
-    source = path.read_bytes()
+    source, module = path.read_bytes(), str(path.relative_to(ROOT))
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -56,7 +57,7 @@ def breaks_of(path: Path) -> Iterator[Break]:
     def found(kind: str, node: ast.expr | ast.keyword | ast.stmt, text: str) -> Break:
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        return Break(kind, str(path.relative_to(ROOT)), node.lineno, begin, end, text)
+        return Break(kind, module, node.lineno, begin, end, text)
 
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef) or function.name in ("__repr__", "__str__", "__del__"):
@@ -79,9 +80,8 @@ def breaks_of(path: Path) -> Iterator[Break]:
             elif isinstance(node, ast.Call):
                 for option in node.keywords:
                     if option.arg and isinstance(option.value, ast.Name) and option.value.id in parameters:
-                        begin, end = found("", option, "")[3:5]
-                        after = re.match(rb"\s*,?", source[end:])
-                        yield Break("option ignored", str(path.relative_to(ROOT)), option.lineno, begin, end + after.end(), "")
+                        each = found("option ignored", option, "")
+                        yield each._replace(end=each.end + re.match(rb"\s*,?", source[each.end :]).end())
 
 
 def nodes_of(function: ast.FunctionDef) -> Iterator[ast.AST]:
@@ -99,25 +99,25 @@ def nodes_of(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def drawn(count: int, seed: int) -> list[Break]:
-    """Return breaks of all kinds, in turn; of each kind, in another module as long as there is one."""
-    generator = random.Random(seed)
-    by_kind: dict[str, list[Break]] = {}
-    for path in sorted((ROOT / "stocache").rglob("*.py")):
-        for each in breaks_of(path):
-            by_kind.setdefault(each.kind, []).append(each)
-    chosen: list[Break] = []
-    for number in range(count):
-        kind = sorted(by_kind)[number % len(by_kind)]
-        modules = {each.module for each in chosen}
-        among = [each for each in by_kind[kind] if each.module not in modules] or by_kind[kind]
+    """Return breaks: each of one of the rooms that were drawn least, there of such a kind, and there in such a module."""
+    generator, chosen = random.Random(seed), list[Break]()
+    left = [each for path in sorted((ROOT / "stocache").glob("*/**/*.py")) for each in breaks_of(path)]
+    for _ in range(count):
+        among = left
+        for key in (lambda each: each.module.split("/")[1], lambda each: each.kind, lambda each: each.module):
+            times = Counter(map(key, chosen))
+            groups = sorted(set(map(key, among)))
+            least = min(map(times.__getitem__, groups))
+            group = generator.choice([group for group in groups if times[group] == least])
+            among = [each for each in among if key(each) == group]
         chosen.append(generator.choice(among))
-        by_kind[kind].remove(chosen[-1])
+        left.remove(chosen[-1])
     return chosen
 
 
-def first_failure(folder: Path, paths: list[str], left_out: list[str]) -> str:
-    """Run tests until one fails; return its name, "hang", "no start", or "" where all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
+def first_failure(folder: Path, arguments: list[str], left_out: list[str]) -> str:
+    """Run tests until one fails; return its name, "hang", "no start", or "" if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     command += [part for name in left_out for part in ("--deselect", name)]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -131,49 +131,31 @@ def first_failure(folder: Path, paths: list[str], left_out: list[str]) -> str:
     return failed[1] if failed else "no start" if process.returncode not in (0, 5) else ""
 
 
-def notice(folder: Path, whole: Path, each: Break, folder_only: bool) -> str:
-    """Return the test that notices a break, which is in the checkout at ``folder`` but not in ``whole``."""
-    room = Path(each.module).relative_to("stocache").parts[0]
-    steps = [[f"tests/{room}"]] if (folder / "tests" / room).is_dir() else []
+def notice(folder: Path, intact: Path, arguments: list[str]) -> str:
+    """Return the test that notices a break, which is in the checkout at ``folder`` but not in ``intact``; "" if none does."""
     left_out: list[str] = []
-    for paths in steps if folder_only and steps else [*steps, ["tests"]]:
-        while (name := first_failure(folder, paths, left_out)) and "::" in name:
-            if not first_failure(whole, ["-n0", name], []):
-                return name
-            left_out.append(name)
-        if name:
-            return name
-    return ""
+    while "::" in (name := first_failure(folder, arguments, left_out)) and first_failure(intact, ["-n0", name], []):
+        left_out.append(name)
+    return name
 
 
-def main() -> None:
-    """Print a row for each break."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="numbers of breaks, with commas between")
-    parser.add_argument("--folder-only", action="store_true", help="run the tests of the module's folder, not the others")
-    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="the folder of tests")
-    options = parser.parse_args()
-    numbers = range(options.count) if options.only is None else map(int, options.only.split(","))
-    breaks = drawn(options.count, options.seed)
-    print("| | break | place | noticed by | s |\n| ---: | --- | --- | --- | ---: |")
+@experiment(rounds=40)
+def breaks(run: Run) -> None:
+    """Break the library in as many places as there are rounds; run the tests of the room of each."""
+    tests = run.folder or ROOT / "tests"
+    table = run.table("place", "break", "noticed by", "s")
+    places = {f"#{number} {each.module}:{each.line}": each for number, each in enumerate(drawn(run.rounds, run.seed))}
     with tempfile.TemporaryDirectory() as temporary:
-        whole, folder = Path(temporary, "whole"), Path(temporary, "broken")
-        for copy in (whole, folder):
+        intact, folder = Path(temporary, "intact"), Path(temporary, "broken")
+        for copy in (intact, folder):
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*_cache", "tests", "__pycache__"))
-            shutil.copytree(options.tests, copy / "tests")
-            shutil.copytree(options.tests.parent / "benchmark", copy / "benchmark", dirs_exist_ok=True)
-        for number in numbers:
-            each = breaks[number]
+            shutil.copytree(tests, copy / "tests")
+            shutil.copytree(tests.parent / "benchmark", copy / "benchmark", dirs_exist_ok=True)
+        for place, each in run.chosen(places).items():
             path, began = folder / each.module, time.monotonic()
             source = path.read_bytes()
             path.write_bytes(source[: each.begin] + each.text.encode() + source[each.end :])
-            name = notice(folder, whole, each, options.folder_only)
+            name = notice(folder, intact, [f"tests/{each.module.split('/')[1]}", *run.size([], ["-m", "quick"])])
             path.write_bytes(source)
-            place, took_s = f"{each.module}:{each.line}", time.monotonic() - began
-            print(f"| {number} | {each.kind} | {place} | {f'`{name}`' if name else 'no test'} | {took_s:.0f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            table.row(place, each.kind, f"`{name}`" if name else None, time.monotonic() - began)
+    run.claim("the share of the breaks that the tests notice", len(table.column("noticed by")) / len(table.rows), least=0.5)

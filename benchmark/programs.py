@@ -1,8 +1,4 @@
-"""Programs that use a DataLoader in unusual ways, with torch's loader and with ours. Prints a table.
-
-python -m benchmark programs [PART OF A NAME]           # of this tree
-PYTHONPATH=TREE python benchmark/programs.py [PART]     # of another tree
-"""
+"""Programs that use a DataLoader in unusual ways, with torch's loader and with ours, each in a child process."""
 
 import collections
 import copy
@@ -10,13 +6,11 @@ import functools
 import inspect
 import io
 import itertools
-import multiprocessing
 import pickle
 import sqlite3
-import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from tempfile import mkdtemp
@@ -27,16 +21,15 @@ import torch
 from torch.utils import data as torch_data
 
 import stocache
+from benchmark.support.faults import DIES, STALLS, in_child
+from benchmark.support.harness import Run, experiment
 
 CLAIM = "Programs get the batches of torch's DataLoader from ours, whatever their datasets hold and samples are."
-NEEDS = (("PIL", "Pillow"), ("polars", "polars"), ("lmdb", "lmdb"), ("h5py", "h5py"), ("pandas", "pandas"), ("scipy", "scipy"),
-         ("tensordict", "tensordict"), ("transformers", "transformers"))  # fmt: skip
 TORCH, OURS, WORKERS = torch_data.DataLoader, stocache.DataLoader, {"num_workers": 2}
 COLUMNS: dict[str, tuple[Any, dict[str, Any]]] = {
     **{"reference": (TORCH, {}), "torch": (TORCH, WORKERS), "0 workers": (OURS, {}), "processes": (OURS, WORKERS)},
     **{name: (OURS, WORKERS | {"worker_method": method}) for name, method in (("threads", "thread"), ("auto", "auto"))},
 }
-PATIENCE_S = 60
 
 
 class Samples:
@@ -208,42 +201,28 @@ PROGRAMS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _attempt(name: str, column: str, pipe: Any) -> None:
-    """Run a program in this child process, and send what it returns or raises."""
+def attempt(name: str, column: str) -> Iterator[str]:
+    """Yield what a program returns or raises."""
     kind, options = COLUMNS[column]
     try:
-        said = PROGRAMS[name](functools.partial(kind, **options))
+        yield PROGRAMS[name](functools.partial(kind, **options))
     except Exception as error:
-        said = f"raises {type(error).__name__}"
-    pipe.send(said)
+        yield f"raises {type(error).__name__}"
 
 
-def _outcome(name: str, column: str) -> str:
-    """Return what a program returned in a child process, or how it ended."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_attempt, args=(name, column, sender))
-    child.start()
-    sender.close()
-    try:
-        said = receiver.recv() if receiver.poll(PATIENCE_S) else "stalls"
-    except EOFError:
-        said = "dies"
-    child.join(0 if said == "stalls" else PATIENCE_S)
-    said = "stalls at exit" if child.is_alive() and said != "stalls" else said
-    child.kill()
-    return said
-
-
-def main() -> None:
-    """Print the table, for programs whose name has the argument in it."""
+@experiment()
+def programs(run: Run) -> None:
+    """Compare the batches of two epochs with the batches of torch's loader without workers."""
     warnings.simplefilter("ignore")
-    print(f"| program | {' | '.join([*COLUMNS][1:])} |\n| --- |{' --- |' * (len(COLUMNS) - 1)}")
-    for name in (name for name in PROGRAMS if "".join(sys.argv[1:2]) in name):
-        reference, *others = [_outcome(name, column) for column in COLUMNS]
-        known = {said: said for said in others if said.startswith(("raises", "stalls", "dies"))}
-        known |= {others[0]: "as torch", reference: "equal"} if others[0] not in known else {reference: "equal"}
-        print(f"| {name} | {' | '.join(known.get(said, 'differs') for said in others)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    table, equal = run.table("program", *list(COLUMNS)[1:]), list[bool]()
+    for name in list(run.chosen(PROGRAMS))[:: run.size(1, 7)]:
+        reference, *others = (list(in_child(attempt, name, column))[-1] for column in COLUMNS)
+        if reference == "raises ModuleNotFoundError":
+            table.row(name, *("not installed" for _ in others))
+            continue
+        words = {said: said for said in others if said.startswith("raises") or said in (DIES, STALLS)}
+        words |= {others[0]: "as torch", reference: "equal"} if others[0] not in words else {reference: "equal"}
+        row = [words.get(said, "differs") for said in others]
+        table.row(name, *row)
+        equal.append({"equal", "as torch"} >= {*row})
+    run.claim("the share of programs that get torch's batches", sum(equal) / len(equal), least=0.94)

@@ -1,19 +1,22 @@
-"""Another user races for the directory of a victim's named caches: how often does it win? Needs root, to be both users.
-
-    python -m benchmark race --seconds 60
+"""Another user races for the directory of a victim's named caches: how often does it win?
 
 The attacker makes a directory that all may write to in the place of the victim's, then a link, and removes it, again and
 again. Two processes of the victim open and close a cache, so that its own directory comes and goes, too. The attacker wins when
-a file of a cache lies in its directory: the owner may put another file there, and cut or replace it.
+a file of a cache lies in its directory: the owner may put a different file there, and cut or replace it.
 """
 
-import argparse
 import contextlib
 import logging
 import os
 import signal
 import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
+from benchmark.support.faults import count_table, in_child
+from benchmark.support.harness import Run, experiment
+from benchmark.support.processes import fork, wait
 from stocache import SegmentError, SharedCache
 from stocache.system.limits import SHM_DIR
 
@@ -25,63 +28,49 @@ _PLACE = f"{SHM_DIR}/stocache-{VICTIM}"
 
 def attack() -> None:
     """Take the place, and free it again, for ever."""
-    place = _PLACE
     os.setuid(ATTACKER)
     os.umask(0)
     while True:
         with contextlib.suppress(OSError):
-            os.mkdir(place, 0o777)
+            os.mkdir(_PLACE, 0o777)
         with contextlib.suppress(OSError):
-            os.rmdir(place)
+            os.rmdir(_PLACE)
         with contextlib.suppress(OSError):
-            os.symlink("/tmp", place)
+            os.symlink("/tmp", _PLACE)
         with contextlib.suppress(OSError):
-            os.unlink(place)
+            os.unlink(_PLACE)
 
 
-def suffer(seconds: float, name: str) -> dict[str, int]:
-    """Open and close a cache for ``seconds``; return the results, counted."""
+def suffer(seconds: float, name: str) -> Iterator[Any]:
+    """Yield when it begins; open and close a cache for ``seconds``, and yield the counts."""
     os.setuid(VICTIM)
+    yield
     logging.disable(logging.WARNING)
-    counts = {"opened": 0, "not shared": 0, "errors": 0, "won": 0}
+    counts = Counter[str](opened=0, errors=0, wrong=0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             with SharedCache(1, 8, (4,), name=name) as cache:
                 path = cache._segment.path
                 counts["opened" if path else "not shared"] += 1
-                if path and os.stat(os.path.dirname(path)).st_uid != VICTIM:
-                    counts["won"] += 1
-        except SegmentError:
+                counts["wrong"] += bool(path) and os.stat(os.path.dirname(path)).st_uid != VICTIM
+        except (SegmentError, OSError):  # an OSError: it is gone when it is opened
             counts["errors"] += 1
-        except OSError:  # it is gone when it is opened
-            counts["errors"] += 1
-    return counts
+    yield counts
 
 
-def main() -> None:
-    """Race, and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    seconds = parser.parse_args().seconds
-    attacker = os.fork()
-    if attacker == 0:
-        attack()
-    victims = []
-    for number in range(2):
-        pid = os.fork()
-        if pid == 0:
-            counts = ", ".join(f"{name} {count}" for name, count in suffer(seconds, f"race-{number}").items())
-            print(f"victim {number}: {counts}", flush=True)
-            os._exit(0)
-        victims.append(pid)
-    for pid in victims:
-        os.waitpid(pid, 0)
-    os.kill(attacker, signal.SIGKILL)
-    os.waitpid(attacker, 0)
+@experiment(rounds=60, quick=3, needs="root")
+def race(run: Run) -> None:
+    """Race for as many seconds as there are rounds."""
+    attacker = fork(attack)
+    try:
+        victims = {name: in_child(suffer, run.rounds, name, patience_s=run.rounds + 60) for name in ("race-0", "race-1")}
+        for victim in victims.values():
+            next(victim)
+        rows = {name: next(victim) for name, victim in victims.items()}
+    finally:
+        os.kill(attacker, signal.SIGKILL)
+        wait(attacker)
     with contextlib.suppress(OSError):
         os.rmdir(_PLACE)
-
-
-if __name__ == "__main__":
-    main()
+    count_table(run, rows)

@@ -1,9 +1,5 @@
-"""Resumes loaders at five positions, and compares what follows with the run that was not interrupted; and what a state costs.
+"""Loaders that resume at five positions: what follows is as in the run that was not interrupted. And what a state costs."""
 
-python -m benchmark resume [table | cost] [--workers 0 2 4] [--methods fork spawn] [--rounds N]
-"""
-
-import argparse
 import json
 import logging
 import tempfile
@@ -12,51 +8,59 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import stocache
+from benchmark.support.datasets import Made
+from benchmark.support.harness import Run, experiment
 from stocache import CachedDataset, StorageDataset, StreamLoader, prepare
+from stocache.reading import DataLoader2, MultiProcessingReadingService
+from stocache.system.describe import describe
 
 CLAIM = "A loader resumes exactly at any position, and taking a state each step costs at most 100 us for 10^6 samples."
-NEEDS = (("torchdata", "torchdata==0.11.0"), ("torch", "-e .[text]"))
 
-POSITIONS = ("before the first", "in the middle", "before the last", "after the last", "after the end")
-_SAMPLES = 41
-_BATCH = 3
-
-
-class Samples(Dataset[Any]):
-    """A map-style dataset without a state."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return _SAMPLES
-
-    def __getitem__(self, idx: int) -> Any:
-        """Return a sample."""
-        return torch.tensor([idx, idx * idx])
+POSITIONS = "before the first", "in the middle", "before the last", "after the last", "after the end"
+LOADERS = {"stocache": stocache.DataLoader, "torchdata": StatefulDataLoader}
+_SAMPLES, _BATCH = 41, 3
 
 
-class Counting(Samples):
+def square(idx: int) -> torch.Tensor:
+    """Return a sample of a map-style dataset without a state."""
+    return torch.tensor([idx, idx * idx])
+
+
+MAP = Made(_SAMPLES, square)
+
+
+class Stateful:
+    """A state of all attributes."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore a state."""
+        vars(self).update(state)
+
+
+class Counting(Stateful, Dataset[Any]):
     """A map-style dataset whose samples depend on its state: how many it has given."""
 
-    given = 0
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return _SAMPLES
 
     def __getitem__(self, idx: int) -> Any:
         self.given += 1
         return torch.tensor([idx, self.given])
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the state."""
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore a state."""
-        self.given = state["given"]
 
 
 class Stream(IterableDataset[Any]):
@@ -69,10 +73,11 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([number])
 
 
-class StatefulStream(Stream):
+class StatefulStream(Stateful, Stream):
     """An iterable dataset with a state: its position, and how many epochs it has given."""
 
-    at = epoch = 0
+    def __init__(self) -> None:
+        self.at = self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
         numbers = [int(value) for value in super().__iter__()]
@@ -81,62 +86,51 @@ class StatefulStream(Stream):
             yield torch.tensor([numbers[self.at - 1], self.epoch])
         self.at, self.epoch = 0, self.epoch + 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the state."""
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore a state."""
-        self.at, self.epoch = state["at"], state["epoch"]
-
-
-def _loader(cls: Any, dataset: Any, workers: int, method: str, batch_size: int | None = _BATCH, **options: Any) -> Any:
-    if workers:
-        options |= {"num_workers": workers, "multiprocessing_context": method, "persistent_workers": True}
-    return cls(dataset, batch_size=batch_size, **options)
-
 
 def _graph(workers: int, method: str) -> Any:
-    from torch.utils.data.datapipes.iter import IterableWrapper
-
-    from stocache.reading import DataLoader2, MultiProcessingReadingService
-
     pipe = IterableWrapper(range(_SAMPLES)).shuffle().sharding_filter().batch(_BATCH)
     return DataLoader2(pipe, reading_service=MultiProcessingReadingService(workers, multiprocessing_context=method))
 
 
-def contenders(folder: Path) -> dict[str, Callable[[Any, int, str], Any]]:
+def makers(folder: Path) -> dict[str, Callable[[Any, int, str], Any]]:
     """Return functions of (loader class, workers, start method) that make a loader."""
     text = folder / "rows.csv"
     text.write_text("".join(f"{n},{n * n}\n" for n in range(400)))
-    storage = prepare(Samples(), folder / "blocks", block_size=8, progress=False)
-    stream: Any = {"delimiter": ",", "batch_size": 16, "buffer_size": 32, "shuffle": True, "seed": 3}
+    storage = prepare(MAP, folder / "blocks", block_size=8, progress=False)
+    stream = partial(StreamLoader, text, delimiter=",", batch_size=16, buffer_size=32, shuffle=True, seed=3)
+
+    def over(dataset: Callable[[], Any], **options: Any) -> Callable[[Any, int, str], Any]:
+        options = {"batch_size": _BATCH} | options
+
+        def make(cls: Any, workers: int, method: str) -> Any:
+            more = {"num_workers": workers, "multiprocessing_context": method, "persistent_workers": True} if workers else {}
+            return cls(dataset(), **options, **more)
+
+        return make
+
     return {
-        "map": lambda cls, workers, method: _loader(cls, Samples(), workers, method, shuffle=True),
-        "map, cached": lambda cls, workers, method: _loader(cls, CachedDataset(Samples(), 0.01), workers, method, shuffle=True),
-        "map with a state": lambda cls, workers, method: _loader(cls, Counting(), workers, method, shuffle=True),
-        "iterable": lambda cls, workers, method: _loader(cls, Stream(), workers, method),
-        "iterable with a state": lambda cls, workers, method: _loader(cls, StatefulStream(), workers, method),
-        "prepared storage": lambda cls, workers, method: _loader(cls, StorageDataset(storage), workers, method, shuffle=True),
-        "StreamLoader": lambda cls, workers, method: _loader(
-            cls, StreamLoader(text, **stream), workers, method, batch_size=None
-        ),
-        "graph": lambda cls, workers, method: None if cls is not stocache.DataLoader else _graph(workers, method),
+        "map": over(lambda: MAP, shuffle=True),
+        "map, cached": over(lambda: CachedDataset(MAP, 0.01), shuffle=True),
+        "map with a state": over(Counting, shuffle=True),
+        "iterable": over(Stream),
+        "iterable with a state": over(StatefulStream),
+        "prepared storage": over(lambda: StorageDataset(storage), shuffle=True),
+        "StreamLoader": over(stream, batch_size=None),
+        "graph": lambda cls, workers, method: _graph(workers, method),
     }
 
 
-def positions(make: Callable[[], Any]) -> list[bool | str]:
-    """Return, for each of `POSITIONS`, whether a loader that resumes there gives the rest of the epoch and the next one."""
+def positions(make: Callable[[], Any]) -> list[str]:
+    """Return, for each of `POSITIONS`, whether a loader that resumes there yields the rest of the epoch and the next one."""
     torch.manual_seed(7)
     loader = make()
     states, came = [(loader.state_dict(), torch.get_rng_state())], []
     for batch in loader:
-        came.append(batch)
+        came.append(describe(batch))
         states.append((loader.state_dict(), torch.get_rng_state()))
-    states.append((loader.state_dict(), torch.get_rng_state()))
-    between = torch.get_rng_state()
-    following = list(loader)
-    equal: list[bool | str] = []
+    states.append((loader.state_dict(), between := torch.get_rng_state()))
+    following = [describe(batch) for batch in loader]
+    found = []
     for number in (0, len(came) // 2, len(came) - 1, len(came), len(came) + 1):
         torch.manual_seed(7)
         resumed = make()
@@ -144,82 +138,54 @@ def positions(make: Callable[[], Any]) -> list[bool | str]:
         try:
             resumed.load_state_dict(state)
             torch.set_rng_state(numbers)  # a training's checkpoint has them
-            rest = list(resumed) if number <= len(came) else []
+            rest = [describe(batch) for batch in resumed] if number <= len(came) else []
             torch.set_rng_state(between)
-            equal.append(_same(rest, came[number:]) and _same(list(resumed), following))
+            equal = rest == came[number:] and [describe(batch) for batch in resumed] == following
+            found.append("equal" if equal else "not equal")
         except Exception as error:
-            equal.append(type(error).__name__)
+            found.append(type(error).__name__)
         del resumed
-    return equal
+    return found
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    plain = [[torch.as_tensor(part).tolist() for part in (x if isinstance(x, list | tuple) else [x])] for x in a]
-    return plain == [[torch.as_tensor(part).tolist() for part in (x if isinstance(x, list | tuple) else [x])] for x in b]
+def _quiet() -> None:
+    logging.disable(logging.WARNING)  # both say that they skip samples
+    warnings.simplefilter("ignore")
 
 
-def _table(workers: list[int], methods: list[str]) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    print(f"| dataset | workers | loader | {' | '.join(POSITIONS)} |\n| --- | --- | --- |{' --- |' * len(POSITIONS)}")
+@experiment()
+def table(run: Run) -> None:
+    """Resume loaders over eight kinds of datasets at five positions."""
+    _quiet()
+    table = run.table("dataset", "workers", "loader", *POSITIONS)
+    ways = [(0, "fork"), (2, "fork"), *run.size([(2, "spawn"), (4, "fork"), (4, "spawn")], [])]
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in contenders(Path(folder)).items():
-            for count in workers:
-                for method in methods if count else ["fork"]:
-                    for cls in (stocache.DataLoader, StatefulDataLoader):
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore")
-                            if make(cls, count, method) is None:
-                                continue
-                            equal = positions(partial(make, cls, count, method))
-                        words = [{True: "equal", False: "not equal"}.get(each, each) for each in equal]  # type: ignore[call-overload]
-                        label = f"{count} {method}" if count else "0"
-                        print(f"| {name} | {label} | {cls.__module__.split('.')[0]} | {' | '.join(words)} |", flush=True)
+        for name, make in run.chosen(makers(Path(folder))).items():
+            for workers, method in ways:
+                for title, cls in LOADERS.items():
+                    if name != "graph" or title == "stocache":
+                        table.row(name, f"{workers} {method}", title, *positions(partial(make, cls, workers, method)))
+    found = {each for position in POSITIONS for each in table.column(position, loader="stocache")}
+    run.claim("stocache's loader resumes exactly at each position", found == {"equal"})
 
 
-class _Many(Dataset[Any]):
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, idx: int) -> int:
-        return idx
-
-
-def _cost(rounds: int) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    print("| a state each step, 10^6 samples shuffled | workers | us for a state | bytes as JSON |")
-    print("| --- | ---: | ---: | ---: |")
+@experiment(rounds=300, quick=30)
+def cost(run: Run) -> None:
+    """Time a state after each batch of 10^6 shuffled samples."""
+    _quiet()
+    table = run.table("loader", "workers", "us for a state", "bytes as JSON")
     for workers in (0, 2):
-        for cls in (stocache.DataLoader, StatefulDataLoader):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                batches = iter(loader := cls(_Many(), 256, shuffle=True, num_workers=workers))
-            times = []
-            for _ in range(rounds):
+        for title, cls in LOADERS.items():
+            batches = iter(loader := cls(range(1_000_000), 256, shuffle=True, num_workers=workers))
+
+            def timed(loader: Any = loader, batches: Iterator[Any] = batches) -> float:
                 next(batches)
                 began = time.perf_counter()
-                state = loader.state_dict()
-                times.append(time.perf_counter() - began)
-            size = len(json.dumps(state, default=lambda tensor: tensor.tolist()))
-            print(f"| {cls.__module__.split('.')[0]} | {workers} | {median(times) * 1e6:.0f} | {size} |", flush=True)
-            del batches, loader
+                loader.state_dict()
+                return time.perf_counter() - began
 
-
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmark resume")
-    parser.add_argument("part", nargs="?", choices=["table", "cost"])
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2, 4])
-    parser.add_argument("--methods", nargs="+", default=["fork", "spawn"])
-    parser.add_argument("--rounds", type=int, default=300)
-    arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # both say that they skip samples
-    if arguments.part != "cost":
-        _table(arguments.workers, arguments.methods)
-    if arguments.part != "table":
-        _cost(arguments.rounds)
-
-
-if __name__ == "__main__":
-    main()
+            took_s = run.turns({title: timed}).median(title)
+            nbytes = len(json.dumps(loader.state_dict(), default=lambda tensor: tensor.tolist()))
+            table.row(title, workers, took_s * 1e6, nbytes)
+            del batches, loader, timed
+    run.claim("microseconds that a state costs", max(table.column("us for a state", loader="stocache")), most=100)

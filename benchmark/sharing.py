@@ -1,45 +1,37 @@
-"""Sharing by name: one copy for all ranks, each sample read once for all jobs, a warm start.
+"""Sharing by name: one copy for all ranks, each sample read once for all jobs, a warm start; and lists of paths."""
 
-python -m benchmark sharing ranks     # torchrun x 4 ranks x 4 workers x 2 jobs over one cache: memory
-python -m benchmark sharing jobs      # K jobs at once: reads of the source
-python -m benchmark sharing lists     # 8 workers over a dataset with a list of paths: memory, and the first batch
-python -m benchmark sharing warm      # a second run over a persisted cache: reads, and the time to attach to 4 GiB
-"""
-
-import argparse
-import json
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from benchmark.support.datasets import Made, random_image
+from benchmark.support.harness import Run, experiment
 from benchmark.support.measuring import pss, settle
+from benchmark.support.peers import stocaching
+from benchmark.support.processes import fork, in_interpreter, wait
 from stocache import SharedCache, SharedCacheDDP, share
 from stocache.shm import named
+from stocache.system.limits import GIB, MIB
 from stocache.tools.cli import listing
 
 CLAIM = "All ranks and jobs of a machine hold one copy, read each sample once, and restart warm."
-NEEDS = (("stocaching", "--no-deps stocaching==0.2.1", "ranks", "warm"),)
 
 DIMS = (3, 224, 224)
 SLOT_BYTES = 3 * 224 * 224
-MIB = 2**20
-RANKS, WORKERS, JOBS = 4, 4, 2
-
-
-def load(idx: int) -> torch.Tensor:
-    """Return the sample of an index, of random bytes, as read from a source."""
-    return torch.randint(0, 256, DIMS, dtype=torch.uint8, generator=torch.Generator().manual_seed(idx))
+WORKERS = 4
 
 
 class Source(Dataset[torch.Tensor]):
@@ -47,32 +39,26 @@ class Source(Dataset[torch.Tensor]):
 
     def __init__(self, cache: Any, samples: int) -> None:
         self.cache, self.samples = cache, samples
-        self.bypass = torch.zeros(1, dtype=torch.bool).share_memory_()
+        self.bypass = torch.ones(1, dtype=torch.bool).share_memory_()
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, idx: int) -> torch.Tensor:
         if self.bypass:
-            return load(idx)
+            return random_image(DIMS, idx)
         value: torch.Tensor | None = self.cache.get_slot(idx)
         if value is None:
-            value = load(idx)
+            value = random_image(DIMS, idx)
             self.cache.set_slot(idx, value)
         return value
 
 
-class Indices(Sampler[int]):
-    """The indices that it is given."""
-
-    def __init__(self) -> None:
-        self.indices: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
+CACHES: dict[str, Callable[[int], Any]] = {
+    "none": lambda samples: SharedCache(0, samples, DIMS),
+    "stocache": lambda samples: SharedCacheDDP(4, samples, DIMS, name="benchmark-ranks", fingerprint="1"),
+    "stocaching": lambda samples: stocaching(4 * GIB, samples, DIMS),
+}
 
 
 def rank(library: str, samples: int, folder: Path, job: int) -> None:
@@ -80,82 +66,67 @@ def rank(library: str, samples: int, folder: Path, job: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     number = torch.distributed.get_rank()
-    if library == "stocaching":
-        from stocaching import SharedCache as Peer
+    dataset, indices = Source(CACHES[library](samples), samples), list[int]()
+    loader = DataLoader(dataset, batch_size=8, sampler=indices, num_workers=WORKERS, persistent_workers=True)
 
-        cache = Peer(size_limit_gib=4, dataset_len=samples, data_dims=DIMS, dtype=torch.uint8)
-    elif library == "stocache":
-        cache = SharedCacheDDP(4, samples, DIMS, name="benchmark-ranks", fingerprint="1")
-    else:
-        cache = SharedCache(0, samples, DIMS)
-    dataset, sampler = Source(cache, samples), Indices()
-    loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=WORKERS, persistent_workers=True)
-
-    def read(indices: Iterable[int]) -> str:
-        sampler.indices = list(indices)
-        checksum = 0
+    def read(order: Iterable[int]) -> int:
+        indices[:], checksum = order, 0
         for batch in loader:
             checksum = zlib.crc32(batch.numpy(), checksum)
-        return f"{checksum:08x}"
+        return checksum
 
-    dataset.bypass[0] = True
+    def meet(moment: str) -> None:
+        (folder / f"{moment}-{job}-{number}").touch()
+        while not (folder / f"go-{moment}").exists():
+            time.sleep(0.05)
+
     expected = read(range(samples))
-    _meet(folder, "started", job, number)
+    meet("started")
     dataset.bypass[0] = False
-    shard: DistributedSampler[Any] = DistributedSampler(dataset, RANKS, number, seed=job)
+    shard: DistributedSampler[Any] = DistributedSampler(dataset, torch.distributed.get_world_size(), number, seed=job)
     for epoch in range(2):
         shard.set_epoch(epoch)
         read(shard)
         torch.distributed.barrier()
     assert read(range(samples)) == expected
-    (folder / f"checksum-{job}-{number}").write_text(expected)
-    _meet(folder, "filled", job, number)
+    meet("filled")
     torch.distributed.destroy_process_group()
 
 
-def _meet(folder: Path, moment: str, job: int, number: int) -> None:
-    (folder / f"{moment}-{job}-{number}").touch()
-    while not (folder / f"go-{moment}").exists():
-        time.sleep(0.05)
-
-
-def ranks(mib: int) -> None:
-    """Two torchrun jobs at once, with stocache and with stocaching: memory before and after."""
-    samples = mib * MIB // SLOT_BYTES
-    size = samples * SLOT_BYTES
-    print(f"{samples} samples of 3x224x224 uint8, {size / MIB:.0f} MiB; {JOBS} jobs x {RANKS} ranks x {WORKERS} workers")
-    print("| cache | PSS before filling, MiB | after, MiB | grows by | more than without a cache | ranks with equal bytes |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    control = 0
-    for library in ("none", "stocache", "stocaching"):
+@experiment(needs="stocaching")
+def ranks(run: Run) -> None:
+    """Memory of 2 jobs of 4 ranks of 4 workers over one cache."""
+    samples, (jobs, ranks) = run.size(1024, 32) * MIB // SLOT_BYTES, run.size((2, 4), (1, 2))
+    size, grown = samples * SLOT_BYTES, dict[str, float]()
+    table = run.table(
+        "cache", "PSS before filling, MiB", "after, MiB", "grows by, of the cached bytes", "more than without a cache"
+    )
+    code = "import sys; from pathlib import Path; from benchmark.sharing import rank; "
+    code += "rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))"
+    for library in list(CACHES)[: run.size(None, 2)]:
         settle(2 * size)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port"]
-            jobs = [
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "rank.py")
+            script.write_text(code)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port"]
+            started = [
                 subprocess.Popen(
-                    [*run, str(29600 + job), "-m", "benchmark.sharing", "rank", library, str(samples), name, str(job)],
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                    [*torchrun, str(29600 + job), str(script), library, str(samples), folder, str(job)],
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.getcwd()},
                 )
-                for job in range(JOBS)
+                for job in range(jobs)
             ]
-            before = _at(folder, "started", jobs)
-            after = _at(folder, "filled", jobs)
-            assert [job.wait() for job in jobs] == [0] * JOBS
-            checksums = [path.read_text() for path in folder.glob("checksum-*")]
-        control = control or after
-        within, beyond = (after - before) / size, (after - control) / size
-        print(
-            f"| {library} | {before / MIB:.0f} | {after / MIB:.0f} | {within:.3f} x cached | {beyond:.3f} x cached "
-            f"| {checksums.count(checksums[0])} of {JOBS * RANKS} |",
-            flush=True,
-        )
-    print(f"named caches left: {listing.find()}")
+            before, after = (memory_at(Path(folder), moment, started, jobs * ranks) for moment in ("started", "filled"))
+            assert all(job.wait() == 0 for job in started)
+        grown[library] = after
+        table.row(library, before / MIB, after / MIB, (after - before) / size, (after - grown["none"]) / size)
+    run.claim("they hold one copy: of the cached bytes", (grown["stocache"] - grown["none"]) / size, most=1.05)
+    run.claim("no named cache is left", not listing.find())
 
 
-def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
+def memory_at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]], ranks: int) -> int:
     """Wait until all ranks have reached a point, take the sum of their memory, and let them continue."""
-    while len(list(folder.glob(f"{moment}-*"))) < JOBS * RANKS:
+    while len(list(folder.glob(f"{moment}-*"))) < ranks:
         assert all(job.poll() is None for job in jobs), "a job failed"
         time.sleep(0.1)
     total = sum(pss(job.pid) for job in jobs)
@@ -166,194 +137,127 @@ def _at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]]) -> int:
 # ---------------------------------------------------------------------------------------------------- jobs
 
 
-def _jobs_cache(fraction: float, samples: int) -> SharedCacheDDP:
-    limit = f"{samples + int(fraction * samples) * 64}B"
+def jobs_cache(share: float, samples: int) -> SharedCacheDDP:
+    """Open the cache of the jobs by its name."""
+    limit = f"{samples + int(share * samples) * 64}B"
     return SharedCacheDDP(limit, samples, (64,), name="benchmark-jobs", placement="scattered")
 
 
-def _job(fraction: float, samples: int, seed: int, single_flight: bool, load_ms: float) -> None:
-    """One job of two processes in a random order; waits for its start, then reads an epoch for each line of stdin."""
-    cache = _jobs_cache(fraction, samples)
+def job(share: float, samples: int, seed: int, epoch: int, one_flight: bool) -> None:
+    """One job of two processes, which reads an epoch in a random order."""
+    cache = jobs_cache(share, samples)
 
     def slow(idx: int) -> torch.Tensor:
-        time.sleep(load_ms / 1000)
+        time.sleep(0.002)
         return torch.full((64,), idx % 256, dtype=torch.uint8)
 
-    generator = torch.Generator().manual_seed(seed)
-    print("ready", flush=True)
-    for _ in sys.stdin:
-        order = torch.randperm(samples, generator=generator).tolist()
-        pids = []
-        for half in (order[::2], order[1::2]):
-            pid = os.fork()
-            if pid == 0:
-                for idx in half:
-                    if single_flight:
-                        value = cache.get_or_load(idx, slow)
-                    else:
-                        value = cache.get_slot(idx)
-                        if value is None:
-                            value = slow(idx)
-                            cache.set_slot(idx, value)
-                    assert value[0] == idx % 256
-                os._exit(0)
-            pids.append(pid)
-        assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
-        print("epoch", flush=True)
+    def read(indices: list[int]) -> None:
+        for idx in indices:
+            value = cache.get_or_load(idx, slow) if one_flight else cache.get_slot(idx)
+            if value is None:
+                value = slow(idx)
+                cache.set_slot(idx, value)
+            assert value[0] == idx % 256
+
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(1000 * seed + epoch)).tolist()
+    pids = [fork(partial(read, half)) for half in (order[::2], order[1::2])]
+    assert all(wait(pid, 300) == 0 for pid in pids)
 
 
-def jobs(samples: int, load_ms: float) -> None:
-    """K jobs at once over one cold cache: how often they read the source, together."""
-    print(f"{samples} samples, {load_ms} ms to load one, jobs of 2 processes")
-    print("| jobs | cached | order | call | epoch | reads | of cN + K(1-c)N | without sharing |")
-    print("| ---: | ---: | --- | --- | ---: | ---: | ---: | ---: |")
-    for count, fraction, order in ((2, 1.0, "own"), (4, 1.0, "own"), (4, 0.5, "own"), (4, 1.0, "same")):
-        for single_flight in (False, True):
-            keeper = _jobs_cache(fraction, samples)
-            command = [sys.executable, "-m", "benchmark.sharing", "job", str(fraction), str(samples), str(load_ms)]
-            command.append(str(int(single_flight)))
-            seeds = range(count) if order == "own" else [0] * count
-            processes = [subprocess.Popen([*command, str(seed)], stdin=-1, stdout=-1, text=True) for seed in seeds]
-            for process in processes:
-                assert process.stdout is not None
-                assert process.stdout.readline() == "ready\n"
+@experiment(rounds=2000, quick=200)
+def jobs(run: Run) -> None:
+    """How often K jobs of 2 processes read a source of 2 ms a sample, together, over one cold cache by a name."""
+    table = run.table("jobs", "cached", "order", "call", "epoch", "reads", "cN + K(1-c)N", "without sharing")
+    cases = (2, 1.0, "own"), (4, 1.0, "own"), (4, 0.5, "own"), (4, 1.0, "same")
+    for (count, part, order), one_flight in itertools.product(cases, (False, True)):
+        with jobs_cache(part, run.rounds) as cache:
             for epoch in range(2):
-                before = keeper.stats().misses
-                for process in processes:
-                    assert process.stdin is not None
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-                for process in processes:
-                    assert process.stdout is not None
-                    assert process.stdout.readline() == "epoch\n"
-                reads = keeper.stats().misses - before
-                resident = len(keeper)
-                bound = (resident if epoch == 0 else 0) + count * (samples - resident)
-                call = "get_or_load" if single_flight else "get_slot, set_slot"
-                share = f"{reads / bound:.4f}" if bound else str(reads)
-                print(f"| {count} | {fraction:.0%} | {order} | {call} | {epoch + 1} | {reads} | {share} | {count * samples} |")
-            for process in processes:
-                process.communicate()
-            keeper.close()
+                before = cache.stats().misses
+                seeds = range(count) if order == "own" else [0] * count
+                pids = [fork(partial(job, part, run.rounds, seed, epoch, one_flight)) for seed in seeds]
+                assert all(wait(pid, 300) == 0 for pid in pids)
+                reads, resident = cache.stats().misses - before, len(cache)
+                bound = (resident if epoch == 0 else 0) + count * (run.rounds - resident)
+                call = "get_or_load" if one_flight else "get_slot, set_slot"
+                table.row(count, f"{part:.0%}", order, call, epoch + 1, reads, bound, count * run.rounds)
+    reads, bounds = (table.column(title, call="get_or_load") for title in ("reads", "cN + K(1-c)N"))
+    run.claim("with get_or_load, K jobs read each sample once", reads == bounds)
 
 
 # ---------------------------------------------------------------------------------------------------- warm
 
 
-def warm(gib: int) -> None:
-    """A run that fills and persists, and a second one that finds it: reads of its first epoch, milliseconds to attach."""
-    samples = gib * 1024 * MIB // SLOT_BYTES
-    settle(gib * 1024 * MIB)
-    print("| cached | run | attaching, ms | first epoch: reads | (1-c)N |")
-    print("| ---: | --- | ---: | ---: | ---: |")
-    image = torch.zeros(DIMS, dtype=torch.uint8)
-    for fraction in (1.0, 0.5):
-        for number in (1, 2):
-            code = f"""
-import json, time, torch
-from stocache import SharedCacheDDP
-began = time.perf_counter()
-cache = SharedCacheDDP("{samples + int(fraction * samples) * SLOT_BYTES}B", {samples}, {DIMS}, name="benchmark-warm",
-                       persist=True, fingerprint="1", placement="scattered")
-attached = time.perf_counter() - began
-image, reads = torch.zeros({DIMS}, dtype=torch.uint8), 0
-for idx in torch.randperm({samples}).tolist():
-    if cache.get_slot(idx, copy=False) is None:
-        reads += 1
-        cache.set_slot(idx, image)
-print(json.dumps([attached * 1000, reads, len(cache)]))
-"""
-            output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-            ms, reads, slots = json.loads(output)
-            run = f"{number}: {'makes it' if number == 1 else 'finds it'}"
-            print(f"| {fraction:.0%} | {run} | {ms:.1f} | {reads} | {samples - slots} |", flush=True)
+def persisted(share: float, samples: int) -> tuple[float, int, int]:
+    """Return the ms to open a cache that stays, how many samples are read in an epoch, and how many it can hold."""
+    began = time.perf_counter()
+    limit = f"{samples + int(share * samples) * SLOT_BYTES}B"
+    options: dict[str, Any] = {"persist": True, "fingerprint": "1", "placement": "scattered"}
+    cache = SharedCacheDDP(limit, samples, DIMS, name="benchmark-warm", **options)
+    attached = time.perf_counter() - began
+    image, reads = torch.zeros(DIMS, dtype=torch.uint8), 0
+    for idx in torch.randperm(samples).tolist():
+        if cache.get_slot(idx, copy=False) is None:
+            reads += 1
+            cache.set_slot(idx, image)
+    return 1e3 * attached, reads, len(cache)
+
+
+@experiment(needs="stocaching")
+def warm(run: Run) -> None:
+    """A second run over a cache of 4 GiB that stays: reads of its first epoch, and the time to attach."""
+    samples = run.size(4096, 128) * MIB // SLOT_BYTES
+    settle(samples * SLOT_BYTES)
+    table = run.table("cached", "run", "attaching, ms", "reads", "(1-c)N")
+    for part in run.size((1.0, 0.5), (0.5,)):
+        for name in ("makes it", "finds it"):
+            ms, reads, slots = in_interpreter(persisted, part, samples)
+            table.row(f"{part:.0%}", name, ms, reads, samples - slots)
         for cache in listing.find():
             named.remove(cache.path)
-    del image
+    run.claim("a second run has its cache in 100 ms", max(table.column("attaching, ms", run="finds it")), most=100)
+    reads, missing = (table.column(title, run="finds it") for title in ("reads", "(1-c)N"))
+    run.claim("and reads what is not cached", reads == missing)
     began = time.perf_counter()
-    SharedCache(gib, samples, DIMS).close()
-    print(f"making an anonymous cache of {gib} GiB: {(time.perf_counter() - began) * 1000:.1f} ms")
-    try:
-        from stocaching import SharedCache as Peer
-    except ImportError:
-        return
-    began = time.perf_counter()
-    Peer(size_limit_gib=gib, dataset_len=samples, data_dims=DIMS, dtype=torch.uint8)
-    print(
-        f"stocaching, which finds nothing of an earlier run, makes {gib} GiB in {(time.perf_counter() - began) * 1000:.0f} ms"
-    )
+    stocaching(samples * SLOT_BYTES, samples, DIMS)
+    print(f"\nstocaching, which finds nothing of an earlier run, makes as much in {time.perf_counter() - began:.2f} s")
 
 
-class Paths(Dataset[int]):
-    """A dataset that reads its list, and gives the length of a path."""
-
-    def __init__(self, paths: Any) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, idx: int) -> int:
-        return len(self.paths[idx])
+# ---------------------------------------------------------------------------------------------------- lists
 
 
-def _lists(way: str, method: str, count: int) -> None:
-    """Read the whole list with 8 workers; print the memory at its peak, and the seconds until the first batch."""
+def list_of(way: str, method: str, count: int) -> tuple[float, float]:
+    """Read a whole list with 8 workers; return the GiB of memory at its peak, and the seconds until the first batch."""
     paths: Any = [f"data/train/class{number % 1000:04}/{number:010}.jpg" for number in range(count)]
     if way == "numpy strings":
         paths = np.array(paths, dtype=np.bytes_)
-    dataset: Dataset[int] = Paths(paths)
+    dataset: Any = Made(count, partial(length_of, paths))
     if way == "share":
         dataset = share(dataset)
     del paths
-    loader = DataLoader(dataset, 50_000, shuffle=True, num_workers=8, multiprocessing_context=method)
+    loader = DataLoader(dataset, count // 200, shuffle=True, num_workers=8, multiprocessing_context=method)
     began, first_s, most = time.perf_counter(), 0.0, 0
     for number, _ in enumerate(loader):
         first_s = first_s or time.perf_counter() - began
-        if number % max(1, len(loader) // 10) == 0 or number == len(loader) - 2:
+        if number % 20 == 0 or number == len(loader) - 2:
             most = max(most, pss(os.getpid()))
-    print(json.dumps({"bytes": most, "first_s": first_s}))
+    return most / GIB, first_s
 
 
-def lists(count: int) -> None:
-    """Print the memory of 8 workers and their parent, for each way to keep a list of paths."""
-    print("| list | workers | memory of all, GiB | first batch, s |\n| --- | --- | ---: | ---: |")
-    code = "from benchmark.sharing import _lists; import sys; _lists(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
-    for method in ("fork", "spawn"):
+def length_of(paths: Any, idx: int) -> int:
+    """Return the length of a path."""
+    return len(paths[idx])
+
+
+@experiment(rounds=10_000_000, quick=100_000)
+def lists(run: Run) -> None:
+    """Memory of 8 workers and their parent over a dataset with a list of 10^7 paths, and the first batch."""
+    table, found = run.table("list", "workers", "memory of all, GiB", "first batch, s"), {}
+    methods = run.size(("fork", "spawn"), ("fork",))
+    for method in methods:
         for way in ("list", "numpy strings", "share"):
-            command = [sys.executable, "-W", "ignore", "-c", code, way, method, str(count)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            found = json.loads(done.stdout)
-            print(f"| {way} | {method} | {found['bytes'] / 2**30:.2f} | {found['first_s']:.1f} |", flush=True)
-
-
-def main() -> None:
-    """Run one of the experiments."""
-    if sys.argv[1:2] == ["rank"]:
-        library, samples, folder, job = sys.argv[2:]
-        rank(library, int(samples), Path(folder), int(job))
-        return
-    if sys.argv[1:2] == ["job"]:
-        fraction, samples, load_ms, single_flight, seed = sys.argv[2:]
-        _job(float(fraction), int(samples), int(seed), single_flight == "1", float(load_ms))
-        return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=["ranks", "jobs", "lists", "warm"])
-    parser.add_argument("--mib", type=int, default=1024, help="ranks: size of the dataset")
-    parser.add_argument("--samples", type=int, default=2000, help="jobs: size of the dataset")
-    parser.add_argument("--load-ms", type=float, default=2.0, help="jobs: how long loading a sample takes")
-    parser.add_argument("--paths", type=int, default=10_000_000, help="lists: length of the list")
-    parser.add_argument("--gib", type=int, default=4, help="warm: size of the dataset")
-    arguments = parser.parse_args()
-    if arguments.experiment == "ranks":
-        ranks(arguments.mib)
-    elif arguments.experiment == "jobs":
-        jobs(arguments.samples, arguments.load_ms)
-    elif arguments.experiment == "lists":
-        lists(arguments.paths)
-    else:
-        warm(arguments.gib)
-
-
-if __name__ == "__main__":
-    main()
+            environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+            found[method, way] = in_interpreter(list_of, way, method, run.rounds, env=environment)
+            table.row(way, method, *found[method, way])
+    for method in methods:
+        less = found[method, "share"][0] / found[method, "list"][0]
+        run.claim(f"share holds one list, {method}: of the memory of a list", less, most=0.25)

@@ -1,26 +1,25 @@
-"""Seeded SIGKILLs in the middle of filling: whatever the moment, every SET slot holds its sample, and the others continue.
+"""SIGKILLs in the middle of filling a cache.
 
-    python -m benchmark sigkill --trials 1000
-
-Each trial forks writers over one cache, kills one at a random moment while it fills, and lets a survivor finish the work. Then
-every slot must be set and exact and every lock free; at the end /dev/shm and the descriptor table must be as they were.
+A trial forks processes that fill one cache, each in an order of its own, kills one of them at a random moment, and lets a
+survivor finish the work. Each slot that is set must hold its sample at that moment and at the end. Then each slot must be set,
+and each lock free.
 """
 
-import argparse
-import os
 import random
-import signal
-import sys
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from benchmark.support.processes import fork, wait
-from stocache import SharedCache
+from benchmark.support.faults import Step, kill_one, trials
+from benchmark.support.harness import Run, experiment
+from stocache import CachedDataset, RaggedCache, SharedCache, StorageDataset, prepare
 from stocache.cache.stats import FILLS
+from stocache.datasets.loaders import BlockLoader
 
 CLAIM = "A SIGKILL while a cache fills leaves each set slot exact and each lock free."
 
@@ -29,20 +28,16 @@ class Filling(NamedTuple):
     """A new cache, and how processes fill it."""
 
     cache: Any
-    fill: Callable[[list[int]], object]
-    """Called with an order of all indices: caches the samples, where they are not cached yet."""
+    fill: Callable[[list[int], Step], object]
+    """Called with an order of all indices: caches the samples that are not cached yet, in steps."""
     samples: Sequence[torch.Tensor]
     """What the cache must hold."""
-    at_once: int = 1
-    """How many samples a process may publish before it counts them."""
+    at_once: int
+    """How many samples are published in a step, before they are counted."""
 
 
-class Outcome(NamedTuple):
-    """Whether the victim died before it was done, how many slots were set at that moment, and how many there are."""
-
-    killed: bool
-    filled: int
-    slots: int
+Maker = Callable[[random.Random], Filling]
+BATCH = 16
 
 
 def samples(count: int, dims: tuple[int, ...]) -> torch.Tensor:
@@ -51,66 +46,94 @@ def samples(count: int, dims: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([(row * (idx + 1) % 256).to(torch.uint8).view(dims) for idx in range(count)])
 
 
-SAMPLES = samples(96, (64, 1024))
+SAMPLES = samples(96, (64, 1024)), samples(1024, (3, 25, 40))  # slots of whole pages, and slots that share pages
+VARYING = [[sample.flatten()[idx % 40 * 7 :] for idx, sample in enumerate(each)] for each in SAMPLES]
 
 
-def slot_by_slot(rng: random.Random) -> Filling:
-    """Fill a cache with `set_slot`."""
-    cache = SharedCache(1, len(SAMPLES), SAMPLES[0].shape, placement=rng.choice(["prefix", "scattered"]))
-
-    def fill(order: list[int]) -> None:
-        for idx in order:
-            if cache.get_slot(idx, copy=False) is None:
-                cache.set_slot(idx, SAMPLES[idx])
-
-    return Filling(cache, fill, SAMPLES)
+def _set_slot(cache: Any, expected: torch.Tensor, order: list[int], step: Step) -> None:
+    for idx in order:
+        step()
+        if cache.get_slot(idx, copy=False) is None:
+            cache.set_slot(idx, expected[idx])
 
 
-def _writer(fill: Callable[[list[int]], object], order: list[int], ready: int) -> int:
-    """Fork a process that fills in this order; return its pid."""
-
-    def role() -> None:
-        torch.set_num_threads(1)  # as in a DataLoader's worker: it would wait for threads that only the parent has
-        os.write(ready, b"x")
-        fill(order)
-
-    return fork(role)
+def _batches(order: list[int], step: Step) -> Iterator[list[int]]:
+    for at in range(0, len(order), BATCH):
+        step()
+        yield order[at : at + BATCH]
 
 
-def trial(seed: int, make: Callable[[random.Random], Filling] = slot_by_slot, longest_s: float | None = None) -> Outcome:
-    """Run one trial, and return what happened.
+def _set_slots(cache: Any, expected: torch.Tensor, order: list[int], step: Step) -> None:
+    for batch in _batches(order, step):
+        _, there = cache.get_slots(batch)
+        left = torch.tensor(batch)[~there]
+        cache.set_slots(left, expected[left])
 
-    The victim is killed within ``longest_s``, at any moment; without it within 8 ms, mostly early.
 
-    Raises:
-        AssertionError: a slot was wrong, a lock stayed, or the survivor hung or failed.
-    """
+def _get_or_load_many(cache: Any, expected: torch.Tensor, order: list[int], step: Step) -> None:
+    for batch in _batches(order, step):
+        cache.get_or_load_many(batch, lambda indices: expected[indices].unbind())
+
+
+def by_calls(fill: Callable[..., None], at_once: int = BATCH, ragged: bool = False) -> Maker:
+    """Return a function that makes a cache, which is filled by calls of one of its methods."""
+
+    def make(rng: random.Random) -> Filling:
+        expected = rng.choice(SAMPLES)
+        uniform = partial(SharedCache, data_dims=expected[0].shape, placement=rng.choice(["prefix", "scattered"]))
+        cache = RaggedCache(1, len(expected)) if ragged else uniform(1, len(expected))
+        return Filling(cache, partial(fill, cache, expected), expected, at_once)
+
+    return make
+
+
+def by_block(folder: Path, samples_of: Sequence[Sequence[torch.Tensor]]) -> Maker:
+    """Prepare samples in a folder; return a function that makes a cache, which is filled by admitting blocks."""
+    prepared = [
+        (prepare(expected, folder / f"{number}", block_size=len(expected) // 12, progress=False), expected)
+        for number, expected in enumerate(samples_of)
+    ]
+    for storage, _ in prepared:
+        storage.load_sample(0)  # opens files, which stay open
+
+    def make(rng: random.Random) -> Filling:
+        storage, expected = rng.choice(prepared)
+        cached = CachedDataset(StorageDataset(storage), 1, example=expected[0], variable=samples_of is VARYING)
+        assert isinstance(cached._loader, BlockLoader)
+        loader, size = cached._loader, storage.block_size
+
+        def fill(order: list[int], step: Step) -> None:
+            for block in dict.fromkeys(idx // size for idx in order):
+                step()
+                loader.admit(block)
+
+        return Filling(cached.cache, fill, expected, size)
+
+    return make
+
+
+WAYS = {
+    "set_slot": by_calls(_set_slot, at_once=1),
+    "set_slots": by_calls(_set_slots),
+    "get_or_load_many": by_calls(_get_or_load_many),
+    "get_or_load_many, records": by_calls(_get_or_load_many, ragged=True),
+}
+
+
+def trial(make: Maker, seed: int) -> Counter[str]:
+    """Kill a process that fills a cache; return what happened. AssertionError: a slot or lock was wrong, or a survivor."""
     rng = random.Random(seed)
     cache, fill, expected, at_once = make(rng)
     count = len(expected)
-    orders = [rng.sample(range(count), count) for _ in range(3)]
-    read_end, write_end = os.pipe()
-    victim = _writer(fill, orders[0], write_end)
-    os.read(read_end, 1)
-    rival = _writer(fill, orders[1], write_end) if rng.random() < 0.5 else None
-    time.sleep(rng.random() ** 2 * 0.008 if longest_s is None else rng.random() * longest_s)
-    os.kill(victim, signal.SIGKILL)
-    _, status = os.waitpid(victim, 0)
-    filled = _check(cache, expected)
-
-    survivor = _writer(fill, orders[2], write_end)
-    deadline = time.monotonic() + 60
-    for pid in filter(None, (rival, survivor)):
-        assert wait(pid, deadline, f"seed {seed}: a survivor hangs") == 0, f"seed {seed}: a survivor failed"
-    os.close(read_end)
-    os.close(write_end)
-    assert _check(cache, expected) == count, f"seed {seed}: the survivors left slots empty"
+    check = partial(_check, cache, expected)
+    killed, filled = kill_one(rng, count, fill, count // at_once, check)
+    assert check() == count, "the survivors left slots empty"
     with cache._segment.guard:
-        assert all(cache._segment.try_lock(idx) for idx in range(count)), f"seed {seed}: a lock outlived its process"
+        assert all(cache._segment.try_lock(idx) for idx in range(count)), "a lock outlived its process"
     # fills are counted after they are published, so a kill between the two may lose the counts of one call, never more
-    assert count - at_once <= cache._segment.totals()[FILLS] <= count, f"seed {seed}: {cache.stats()}"
+    assert count - at_once <= cache._segment.totals()[FILLS] <= count, str(cache.stats())
     cache.close()
-    return Outcome(os.WIFSIGNALED(status), filled, count)
+    return Counter({"midway": killed, "with a part set": killed and 0 < filled < count, "samples": filled + count})
 
 
 def _check(cache: Any, expected: Sequence[torch.Tensor]) -> int:
@@ -121,29 +144,13 @@ def _check(cache: Any, expected: Sequence[torch.Tensor]) -> int:
     return len(filled)
 
 
-def main() -> None:
-    """Run the trials and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    bar = tqdm(range(arguments.trials), unit="kill")  # its own lock takes a page of /dev/shm
-    before = holdings()
-    outcomes = [trial(arguments.seed + number) for number in bar]
-    after = holdings()
-    killed = [outcome for outcome in outcomes if outcome.killed]
-    partly = sum(0 < outcome.filled < outcome.slots for outcome in killed)
-    print(f"{len(outcomes)} trials, {len(killed)} killed while filling, {partly} with part of the slots set")
-    print("wrong slots 0, locks left 0, hangs 0: a trial that finds one raises")
-    print(f"before {before}\nafter  {after}")
-    sys.exit(before != after)
-
-
-def holdings() -> str:
-    """Return what is taken of /dev/shm and of the descriptor table."""
-    names, descriptors = os.listdir("/dev/shm"), len(os.listdir("/proc/self/fd"))
-    return f"/dev/shm names {names}, free blocks {os.statvfs('/dev/shm').f_bfree}, descriptors {descriptors}"
-
-
-if __name__ == "__main__":
-    main()
+@experiment(rounds=1000, quick=10)
+def kills(run: Run) -> None:
+    """Kill processes that fill a cache in six ways."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        blocks = {
+            "blocks to slots": by_block(Path(folder, "slots"), SAMPLES),
+            "blocks to records": by_block(Path(folder, "records"), VARYING),
+        }
+        trials(run, {name: partial(trial, make) for name, make in (WAYS | blocks).items()})

@@ -1,30 +1,44 @@
 """Training over a DataLoader on a /dev/shm that is tiny, small, full or read-only: it completes, and caches where memfd can.
 
-    sudo python -m benchmark small_shm            # caches
-    sudo python -m benchmark small_shm loaders    # large batches from worker processes: torch's DataLoader, and ours
-
 Each case runs in a private mount namespace (``unshare -m``) with a tmpfs of its own over /dev/shm; the machine's stays
-untouched. Needs root.
+untouched.
 """
 
-import json
+import io
+import itertools
+import logging
 import os
 import re
 import subprocess
-import sys
 import warnings
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import stocache
+from benchmark.support.datasets import Made
+from benchmark.support.harness import Run, experiment
+from benchmark.support.processes import in_interpreter
 from stocache import CachedDataset, SharedCache
 from stocache.system import limits
 
 CLAIM = "Training completes on a tiny, small, full or read-only /dev/shm, and caches where a memfd is possible (needs root)."
+
+
+def in_shm(mount: str, job: Any, *arguments: Any) -> Any:
+    """Return what a job returns in a mount namespace with a /dev/shm of its own; "ro" is applied after mounting.
+
+    Raises:
+        subprocess.CalledProcessError: the job failed, or was killed by a signal (a negative return code).
+    """
+    script = f"mount -t tmpfs -o {mount.removesuffix(',ro')} tmpfs /dev/shm"
+    script += " && mount -o remount,ro /dev/shm" if mount.endswith(",ro") else ""
+    before = ["unshare", "--mount", "--propagation", "private", "sh", "-c", f'{script} && exec "$0" "$@"']
+    return in_interpreter(job, *arguments, before=before, stderr=subprocess.PIPE, timeout=120)
 
 
 @dataclass(frozen=True)
@@ -32,16 +46,15 @@ class Case:
     """One job on one /dev/shm.
 
     Attributes:
-        mount: options of its tmpfs; "ro" is applied after mounting.
+        mount: options of its tmpfs.
         free: bytes another program's file leaves free, before the cache is made or (``late``) after; None for no such file.
         workers: of the DataLoader. Torch's batches and semaphores need 14 pages of /dev/shm for 2 workers, and as much again
-            when a second epoch starts before the threads of the first have ended; so 0 where it has no space.
+            when a second epoch starts before the threads of the first have ended; so 0 if it has no space.
         numpy: batches go to the parent through a pipe instead of /dev/shm.
         memfd: whether memfd_create is allowed.
         samples: of 3 x 128 x 128 uint8, 48 KiB each.
     """
 
-    name: str
     mount: str = "size=1m"
     free: int | None = None
     late: bool = False
@@ -51,36 +64,19 @@ class Case:
     samples: int = 256
 
 
-CASES = [
-    Case("1 MiB"),
-    Case("64 MiB", "size=64m", samples=2048),
-    Case("full but for 128 KiB", free=131072, numpy=True),
-    Case("full", free=0, workers=0),
-    Case("read-only", "size=64m,ro", workers=0),
-    Case("1 MiB, no memfd", memfd=False, workers=0),
-    Case("read-only, no memfd", "size=64m,ro", workers=0, memfd=False),
-    Case("fills up while caching, no memfd", "size=64m", free=5 << 20, late=True, memfd=False, workers=0, samples=1024),
-]
+CASES = {
+    "1 MiB": Case(),
+    "64 MiB": Case("size=64m", samples=2048),
+    "full but for 128 KiB": Case(free=131072, numpy=True),
+    "full": Case(free=0, workers=0),
+    "read-only": Case("size=64m,ro", workers=0),
+    "1 MiB, no memfd": Case(memfd=False, workers=0),
+    "read-only, no memfd": Case("size=64m,ro", workers=0, memfd=False),
+    "fills up while caching, no memfd": Case("size=64m", free=5 << 20, late=True, memfd=False, workers=0, samples=1024),
+}
 
 DIMS = (3, 128, 128)
 PATTERN = (torch.arange(3 * 128 * 128) // 7).to(torch.uint8).view(DIMS)
-
-
-class Noise(Dataset[tuple[int, torch.Tensor]]):
-    """Samples that are a function of their index, cached; each with its index."""
-
-    def __init__(self, samples: int, cache: SharedCache) -> None:
-        self.samples, self.cache = samples, cache
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> tuple[int, torch.Tensor]:
-        value = self.cache.get_slot(idx)
-        if value is None:
-            value = noise(idx)
-            self.cache.set_slot(idx, value)
-        return idx, value
 
 
 def noise(idx: int) -> torch.Tensor:
@@ -88,13 +84,24 @@ def noise(idx: int) -> torch.Tensor:
     return PATTERN * (idx % 256) + idx // 256
 
 
+def cached_noise(cache: SharedCache, idx: int) -> tuple[int, torch.Tensor]:
+    """Return a sample that is cached, with its index."""
+    value = cache.get_slot(idx)
+    if value is None:
+        value = noise(idx)
+        cache.set_slot(idx, value)
+    return idx, value
+
+
 def to_numpy(batch: list[tuple[int, torch.Tensor]]) -> list[np.ndarray]:
     """Collate to arrays, which travel through a pipe."""
     return [np.stack([np.asarray(value) for value in part]) for part in zip(*batch, strict=True)]
 
 
-def job(case: Case) -> None:
-    """Train two epochs in this process's /dev/shm; print the counts of cached and read samples, as JSON."""
+def train(name: str) -> dict[str, Any]:
+    """Train two epochs in this process's /dev/shm; return the statistics of the cache, where it is, and the warnings."""
+    case, said = CASES[name], io.StringIO()
+    logging.basicConfig(stream=said)
     torch.set_num_threads(1)
     if not case.memfd:
         limits.open_memfd = lambda: None
@@ -103,19 +110,14 @@ def job(case: Case) -> None:
     cache = SharedCache(1, case.samples, DIMS)
     if case.free is not None and case.late:
         _occupy(case.free)
-    loader = DataLoader(
-        Noise(case.samples, cache),
-        batch_size=2,
-        shuffle=True,
-        num_workers=case.workers,
-        collate_fn=to_numpy if case.numpy else None,
-    )
+    collate = to_numpy if case.numpy else None
+    dataset = Made(case.samples, partial(cached_noise, cache))
+    loader = DataLoader(dataset, 2, shuffle=True, num_workers=case.workers, collate_fn=collate)
     for _ in range(2):
         for indices, values in loader:
             for idx, value in zip(indices.tolist(), values, strict=True):
                 assert torch.equal(torch.as_tensor(value), noise(idx)), f"sample {idx} is wrong"
-    stats = cache.stats()
-    print(json.dumps({"backing": cache._segment.backing, **asdict(stats)}))
+    return {"backing": cache._segment.backing, "warnings": said.getvalue(), **asdict(cache.stats())}
 
 
 def _occupy(free: int) -> None:
@@ -124,87 +126,52 @@ def _occupy(free: int) -> None:
         os.posix_fallocate(file.fileno(), 0, limits.shm_free() - free)
 
 
-class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Images of 3 x 224 x 224, of which a batch of 256 has 38.5 MB."""
-
-    def __len__(self) -> int:
-        return 2560
-
-    def __getitem__(self, idx: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 224, 224), idx % 251, dtype=torch.uint8), idx
+def run_case(name: str) -> dict[str, Any]:
+    """Return the result of `train` on the /dev/shm of a case."""
+    return in_shm(CASES[name].mount, train, name)
 
 
-LOADERS = {
-    "torch, no cache": lambda options: torch.utils.data.DataLoader(Images(), **options),
-    "ours, no cache": lambda options: stocache.DataLoader(Images(), **options),
-    "torch, cached": lambda options: torch.utils.data.DataLoader(CachedDataset(Images(), 1), **options),
-    "ours, cached": lambda options: stocache.DataLoader(CachedDataset(Images(), 1), **options),
-}
+@experiment(needs="root")
+def caches(run: Run) -> None:
+    """Train two epochs over a cache."""
+    table = run.table("/dev/shm", "workers", "cached in", "cached of samples", "refused")
+    for name in list(run.chosen(CASES))[:: run.size(1, 3)]:
+        case, result = CASES[name], run_case(name)
+        table.row(name, case.workers, result["backing"], f"{result['filled']} of {case.samples}", result["refused"])
+    run.claim("all cases complete, with right samples", True)
 
 
-def load(name: str) -> None:
-    """Iterate two epochs with 4 workers in this process's /dev/shm; print the number of batches, as JSON."""
+def image(idx: int) -> tuple[torch.Tensor, int]:
+    """Return an image, of which a batch of 256 has 38.5 MB."""
+    return torch.full((3, 224, 224), idx % 251, dtype=torch.uint8), idx
+
+
+def load(ours: bool, cached: bool) -> dict[str, int]:
+    """Iterate two epochs with 4 workers in this process's /dev/shm; return the number of batches."""
     warnings.filterwarnings("ignore", "This DataLoader will create")
-    loader = LOADERS[name]({"batch_size": 256, "num_workers": 4})
+    cls = stocache.DataLoader if ours else DataLoader
+    dataset = Made(2560, image)
+    loader = cls(CachedDataset(dataset, 1) if cached else dataset, batch_size=256, num_workers=4)
     batches = 0
     for _ in range(2):
         for images, labels in loader:
-            assert torch.equal(images[:, 0, 0, 0], (labels % 251).to(torch.uint8))
-            assert torch.equal(images[:, 2, 223, 223], (labels % 251).to(torch.uint8))
+            for corner in (images[:, 0, 0, 0], images[:, 2, 223, 223]):
+                assert torch.equal(corner, (labels % 251).to(torch.uint8))
             batches += 1
-    outside = loader.stats().fallbacks if isinstance(loader, stocache.DataLoader) else {}
-    print(json.dumps({"batches": batches, "outside": sum(outside.values())}))
+    return {"batches": batches, "outside": sum(loader.stats().fallbacks.values()) if ours else 0}
 
 
-def run(name: str, mount: str) -> dict[str, object]:
-    """Run a job by its name in a mount namespace of its own; return its output.
-
-    Raises:
-        subprocess.CalledProcessError: the job failed, or was killed by a signal (a negative return code).
-    """
-    options, read_only = mount.removesuffix(",ro"), mount.endswith(",ro")
-    script = f"mount -t tmpfs -o {options} tmpfs /dev/shm"
-    script += " && mount -o remount,ro /dev/shm" if read_only else ""
-    command = f"{script} && exec '{sys.executable}' -m benchmark.small_shm '{name}'"
-    result = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", command],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], timeout=120,
-    )  # fmt: skip
-    return {**json.loads(result.stdout.splitlines()[-1]), "warnings": result.stderr.strip()}
-
-
-def loaders() -> None:
-    """Run all loaders on the 64 MiB that Docker gives, and print a table."""
-    print("| DataLoader | two epochs of 10 batches of 38.5 MB, 4 workers, 64 MiB of /dev/shm |\n| --- | --- |")
-    for name in LOADERS:
+@experiment(needs="root")
+def loaders(run: Run) -> None:
+    """Load batches of 38.5 MB by 4 workers in the 64 MiB of /dev/shm that Docker has."""
+    table = run.table("DataLoader", "cached", "two epochs of 10 batches")
+    for ours, cached in itertools.product(run.size((False, True), (True,)), (False, True)):
         try:
-            result = run(name, "size=64m")
+            result = in_shm("size=64m", load, ours, cached)
             outcome = f"{result['batches']} batches, {result['outside']} of them outside of the ring"
         except subprocess.CalledProcessError as error:
-            errors = [line for line in error.stderr.splitlines() if re.match(r"\w*Error|.*[Bb]us error", line)]
-            outcome = f"fails: {errors[-1]}"
-        print(f"| {name} | {outcome} |", flush=True)
-
-
-def main() -> None:
-    """Run all cases and print a table; or, given a name, that case's job."""
-    if sys.argv[1:] == ["loaders"]:
-        loaders()
-        return
-    if sys.argv[1:] and sys.argv[1] in LOADERS:
-        load(sys.argv[1])
-        return
-    if len(sys.argv) > 1:
-        job(next(case for case in CASES if case.name == sys.argv[1]))
-        return
-    print(
-        "| /dev/shm | workers | completes | cached in | cached of samples | refused |\n| --- | ---: | --- | --- | ---: | ---: |"
-    )
-    for case in CASES:
-        result = run(case.name, case.mount)
-        cached = f"{result['filled']} of {case.samples}"
-        print(f"| {case.name} | {case.workers} | yes | {result['backing']} | {cached} | {result['refused']} |")
-
-
-if __name__ == "__main__":
-    main()
+            lines = [line for line in error.stderr.splitlines() if re.match(r"\w*Error|.*[Bb]us error", line)]
+            outcome = f"fails: {lines[-1]}"
+        table.row("stocache" if ours else "torch", cached, outcome)
+    ours_only = set(table.column("two epochs of 10 batches", DataLoader="stocache"))
+    run.claim("our batches pass", ours_only == {"20 batches, 0 of them outside of the ring"})

@@ -1,49 +1,47 @@
 """A long run of the DataLoader with batches and views of them held at random: contents right, memory flat.
 
-    python -m benchmark soak --batches 100000
-
 Every sample is a function of its index, so all that is held can be checked at any time: once when it comes, again at random,
-and again when it is released. Loops are left early at random, iterators overlap, and forked children go on reading the batches
-they inherited. Each tenth of the run prints this process's own memory, the memory of the rings, and open descriptors.
+and again when it is released. Loops are left early at random. With worker processes iterators overlap, and forked children
+continue to read the batches that they inherited. Each tenth of the run is a row.
 """
 
-import argparse
 import gc
 import os
 import random
-import sys
 import time
-from pathlib import Path
+import warnings
+from functools import partial
 from typing import Any
 
+import psutil
 import torch
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from benchmark.support.datasets import Made
+from benchmark.support.harness import Run, experiment
+from benchmark.support.processes import fork, wait
 from stocache import CachedDataset, DataLoader
-from stocache.system.limits import format_size
+from stocache.system.limits import MIB
 
 CLAIM = "Over 100,000 batches no batch changes while it is held, and memory stays flat."
 
 N, DIMS = 8192, (3, 24, 24)
 TABLE = torch.randint(0, 256, (N, *DIMS), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-SUMS = TABLE.long().flatten(1) @ torch.arange(1, TABLE[0].numel() + 1)  # a swap of two bytes changes the checksum, too
+WEIGHTS = torch.arange(1, TABLE[0].numel() + 1)
+SUMS = TABLE.long().flatten(1) @ WEIGHTS  # a swap of two bytes changes the checksum, too
 
 
-class Source(Dataset[Any]):
-    """Rows of a table, with their index."""
+def row(idx: int) -> tuple[torch.Tensor, int]:
+    """Return a row of the table, with its index."""
+    return TABLE[idx].clone(), idx
 
-    def __len__(self) -> int:
-        return N
 
-    def __getitem__(self, idx: int) -> Any:
-        return TABLE[idx].clone(), idx
+SOURCE = Made(N, row)
 
 
 def wrong(images: torch.Tensor, labels: torch.Tensor) -> int:
-    """Return how many images are not those of their labels, by checksum."""
-    weights = torch.arange(1, TABLE[0].numel() + 1)
-    return int((images.long().flatten(1) @ weights != SUMS[labels]).sum())
+    """Return how many images are not the images of their labels, by checksum."""
+    return int((images.long().flatten(1) @ WEIGHTS != SUMS[labels]).sum())
 
 
 class Holder:
@@ -77,81 +75,88 @@ class Holder:
         self.checks += 1
         self.errors += wrong(images, labels)
 
-
-def child(holder: Holder) -> int:
-    """Fork a child that reads inherited batches for a while; return its pid. It exits with 0 if they stay right."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            for _ in range(5):
-                time.sleep(0.05)
-                code = sum(wrong(torch.as_tensor(view), of) for view, of in holder.held)
-                if code:
-                    break
-        finally:
-            os._exit(min(code, 255))
-    return pid
+    def look_on(self) -> None:
+        """Read what is held for a while, in a forked child."""
+        for _ in range(5):
+            time.sleep(0.05)
+            assert not any(wrong(torch.as_tensor(view), of) for view, of in self.held), "an inherited batch is wrong"
 
 
-def anonymous() -> int:
-    """Return the bytes of memory that this process does not share."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
+def soak(run: Run, loaders: list[Any], overlap: bool) -> None:
+    """Take batches of loaders in random turns; print a row for each tenth, and claim that nothing is wrong and memory is flat.
+
+    ``overlap``: whether two loops may run at once, and children are forked.
+    """
+    rng, process = random.Random(run.seed), psutil.Process()
+    holder, children, memory = Holder(rng), list[int](), list[float]()
+    table = run.table("batches", "own memory, MiB", "shared, MiB", "threads", "descriptors")
+    bar = tqdm(total=run.rounds, unit="batch", mininterval=1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs, which is wanted
+    while bar.n < run.rounds:
+        iterators = [iter(rng.choice(loaders)) for _ in range(rng.choice([1, 1, 1, 2]) if overlap else 1)]
+        stop = rng.choice([rng.randrange(1, 400), 10**9])
+        for number, batches in enumerate(zip(*iterators, strict=False)):
+            for batch in batches:
+                holder.take(*batch)
+                bar.update()
+                if bar.n % max(1, run.rounds // 10) == 0:
+                    gc.collect()
+                    info = process.memory_info()
+                    memory.append((info.rss - info.shared) / MIB)
+                    table.row(bar.n, memory[-1], info.shared / MIB, process.num_threads(), process.num_fds())
+            if overlap and rng.random() < 0.0005 and len(children) < 2:
+                children.append(fork(holder.look_on))
+            if len(children) == 2:
+                holder.errors += sum(wait(pid) != 0 for pid in children)
+                children.clear()
+            if number >= stop or bar.n >= run.rounds:
+                break
+        del iterators, batches, batch
+    bar.close()
+    holder.errors += sum(wait(pid) != 0 for pid in children)
+    print(f"\n{holder.checks:,} checksums")
+    run.claim("no batch changes while it is held", holder.errors == 0)
+    run.claim("memory at the end to that at a tenth", memory[-1] / memory[0], most=1.1)
 
 
-def main() -> None:
-    """Run, print a table, and fail if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+def over(dataset: Any, **options: Any) -> Any:
+    """Return a loader of small batches."""
+    return DataLoader(dataset, 16, shuffle=True, **options)
+
+
+@experiment(rounds=100_000, quick=500)
+def processes(run: Run) -> None:
+    """Hold batches of worker processes, and of the main process."""
     torch.set_num_threads(1)
-    rng, torch_seed = random.Random(arguments.seed), torch.manual_seed(arguments.seed)
-    cached = CachedDataset(Source(), 1)
-    options: dict[str, Any] = {"batch_size": 16, "shuffle": True, "generator": torch_seed}
+    cached = CachedDataset(SOURCE, 1)
     loaders = [
-        DataLoader(cached, num_workers=2, **options),
-        DataLoader(cached, num_workers=2, persistent_workers=True, **options),
-        DataLoader(Source(), num_workers=1, **options),
-        DataLoader(cached, prefetch_factor=2, **options),
+        over(cached, num_workers=2),
+        over(cached, num_workers=2, persistent_workers=True),
+        over(SOURCE, num_workers=1),
+        over(cached),
     ]
-    holder, done, left, inherited, children = Holder(rng), 0, 0, 0, []
-    print("| batches | own memory | memory of the rings | descriptors |\n| ---: | ---: | ---: | ---: |")
-    with tqdm(total=arguments.batches, unit="batch", file=sys.stderr) as bar:
-        while done < arguments.batches:
-            iterators = [iter(rng.choice(loaders)) for _ in range(rng.choice([1, 1, 1, 2]))]
-            stop = rng.choice([rng.randrange(1, 400), 10**9])
-            for number, batches in enumerate(zip(*iterators, strict=False)):
-                for images, labels in batches:
-                    holder.take(images, labels)
-                    done += 1
-                    if done % (arguments.batches // 10) == 0:
-                        gc.collect()
-                        rings = format_size(sum(loader.stats().ring_bytes for loader in loaders))
-                        descriptors = len(os.listdir("/proc/self/fd"))
-                        print(f"| {done:,} | {format_size(anonymous())} | {rings} | {descriptors} |", flush=True)
-                bar.update(len(batches))
-                if rng.random() < 0.0005 and len(children) < 2:
-                    children.append(child(holder))
-                for pid in list(children):
-                    ended, code = os.waitpid(pid, os.WNOHANG)
-                    if ended:
-                        children.remove(pid)
-                        inherited += 1
-                        holder.errors += code != 0
-                if number >= stop or done >= arguments.batches:
-                    left += 1
-                    break
-            del iterators, batches, images, labels
-    stats = [loader.stats() for loader in loaders]
-    outside = sum(sum(each.fallbacks.values()) for each in stats)
-    print(f"\n{done:,} batches, {holder.checks:,} checksums, {holder.errors} wrong; {left} loops left early, {inherited} forks")
-    print(f"{sum(each.ring for each in stats):,} through the ring, {outside:,} outside of it")
-    if holder.errors:
-        raise SystemExit(1)
+    soak(run, loaders, overlap=True)
 
 
-if __name__ == "__main__":
-    main()
+@experiment(rounds=100_000, quick=500)
+def threads(run: Run) -> None:
+    """Hold batches of worker threads."""
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # or the first bar starts a thread
+    before = len(os.listdir("/proc/self/task"))
+    full, half = CachedDataset(SOURCE, 1), CachedDataset(SOURCE, f"{TABLE.numel() // 2}B")
+    full.warm(progress=False)
+    by_threads = partial(over, worker_method="thread")
+    loaders = [
+        by_threads(full, num_workers=2, persistent_workers=True),
+        by_threads(full, num_workers=4),
+        by_threads(half, num_workers=2, persistent_workers=True),
+        by_threads(SOURCE, num_workers=2, in_order=False),
+    ]
+    soak(run, loaders, overlap=False)
+    del loaders
+    gc.collect()
+    until = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < until:
+        time.sleep(0.01)
+    run.claim("no thread is left", len(os.listdir("/proc/self/task")) <= before)

@@ -1,42 +1,35 @@
 """StreamLoader beside the article's streaming loader and the bulk parsers: rows/s, and memory.
 
-    python -m benchmark stream speed [--rows 2000000] [--rounds 5]   # batches/s of 7 columns of text
-    python -m benchmark stream memory [--megabytes 100 2000]         # PSS while a file is read, by its size
-    python -m benchmark stream engines [--rows 2000000]              # parsers, by the number of threads
-
 All deliver, or could deliver, batches of 1000 rows (float32 of 6 columns, int64 labels) from buffers of 50,000 rows. Each
-measurement is a process of its own; contenders take turns, and figures are medians. Epoch 1 begins with the file's pages
-dropped from the page cache and with everything imported; later epochs find the pages there. pandas, polars and pyarrow are
-timed twice: parsing alone, which drops the frames, and with the tensors and batches that training needs.
+measurement is an interpreter of its own. Epoch 1 begins with the file's pages dropped from the page cache and with everything
+imported; later epochs find the pages there. pandas, polars and pyarrow are timed twice: parsing alone, which drops the frames,
+and with the tensors and batches that training needs.
 """
 
-import argparse
 import itertools
-import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmark.support.harness import Figures, Run, experiment
 from benchmark.support.measuring import pss, settle
+from benchmark.support.processes import in_interpreter
 from stocache import StreamLoader
 from stocache.tools.bench import drop_pages
 
 CLAIM = "Text becomes batches 4 times as fast as in the article's loader, 20 times when cached, in flat memory."
-NEEDS = (("pyarrow", '-e ".[text]"'), ("pandas", "pandas"), ("polars", "polars"))
 
-BATCH, BUFFER, COLUMNS = 1000, 50_000, 7
-NAMES = [str(number) for number in range(COLUMNS)]
+BATCH, BUFFER = 1000, 50_000
+NAMES = [str(number) for number in range(7)]
+ENVIRONMENT = os.environ | {"PYTHONWARNINGS": "ignore", "POLARS_MAX_THREADS": str(len(os.sched_getaffinity(0)))}
 
 
 def write_rows(path: Path, rows: int) -> None:
@@ -66,18 +59,16 @@ def batches_of(table: np.ndarray[Any, Any]) -> Iterator[Any]:
         yield x[start : start + BATCH], y[start : start + BATCH]
 
 
-def article(path: str) -> Iterator[Any]:
-    """The article's way: one line after the other into a list, which becomes a matrix and tensors when the buffer is full."""
+def by_buffer(path: str, parse: Callable[[list[str]], Any]) -> Iterator[Any]:
+    """Yield the batches of a file, a buffer of lines at a time."""
     with open(path) as file:
         while lines := list(itertools.islice(file, BUFFER)):
-            yield from batches_of(np.array([np.fromstring(line.strip(), sep="\t") for line in lines]))
+            yield from batches_of(parse(lines))
 
 
-def loadtxt(path: str) -> Iterator[Any]:
-    """numpy, a buffer at a time."""
-    with open(path) as file:
-        while lines := list(itertools.islice(file, BUFFER)):
-            yield from batches_of(np.loadtxt(lines, delimiter="\t"))
+def article(lines: list[str]) -> Any:
+    """Parse as in the article: one line after the other into a list, which becomes a matrix."""
+    return np.array([np.fromstring(line.strip(), sep="\t") for line in lines])
 
 
 def pandas(path: str) -> Iterator[Any]:
@@ -109,42 +100,31 @@ def pyarrow(path: str) -> Iterator[Any]:
     )
 
 
-def in_batches(parse: Callable[[str], Iterator[Any]]) -> Callable[[str], Iterator[Any]]:
-    """Return a parser whose frames become batches of tensors."""
-
-    def deliver(path: str) -> Iterator[Any]:
-        for frame in parse(path):
-            if hasattr(frame, "to_numpy"):
-                table = frame.to_numpy()
-            else:
-                table = np.stack([column.to_numpy() for column in frame.columns], axis=1)
-            yield from batches_of(table)
-
-    return deliver
+def in_batches(parse: Callable[[str], Iterator[Any]], path: str) -> Iterator[Any]:
+    """Yield a parser's frames as batches of tensors."""
+    for frame in parse(path):
+        columns = None if hasattr(frame, "to_numpy") else [column.to_numpy() for column in frame.columns]
+        yield from batches_of(frame.to_numpy() if columns is None else np.stack(columns, axis=1))
 
 
-def ours(**options: Any) -> Callable[[str], Any]:
-    """Return a maker of a StreamLoader."""
-    return lambda path: StreamLoader(path, BATCH, BUFFER, drop_last=False, **options)
+def ours(path: str, **options: Any) -> Any:
+    """Return a StreamLoader."""
+    return StreamLoader(path, BATCH, BUFFER, drop_last=False, **options)
 
 
+ARTICLE, PARSERS = "the article's loader", {"pandas": pandas, "polars": polars, "pyarrow": pyarrow}
 CONTENDERS: dict[str, Callable[[str], Any]] = {
-    "the article's loader": article,
-    "numpy.loadtxt, by the buffer": loadtxt,
-    "pandas chunks, parsing alone": pandas,
-    "polars collect_batches, parsing alone": polars,
-    "pyarrow open_csv, parsing alone": pyarrow,
-    "pandas chunks": in_batches(pandas),
-    "polars collect_batches": in_batches(polars),
-    "pyarrow open_csv": in_batches(pyarrow),
-    "StreamLoader": ours(),
-    "StreamLoader, shuffle=True": ours(shuffle=True),
-    'StreamLoader, shuffle="buffers"': ours(shuffle="buffers"),
-    "StreamLoader, all cached": ours(size_limit_gib=4),
-    "StreamLoader, all cached, shuffle=True": ours(size_limit_gib=4, shuffle=True),
-    "StreamLoader, half cached": ours(size_limit_gib="32MB"),  # of 64: 32 bytes a row
+    ARTICLE: partial(by_buffer, parse=article),
+    "numpy.loadtxt, by the buffer": partial(by_buffer, parse=partial(np.loadtxt, delimiter="\t")),
+    **{f"{name}, parsing alone": parse for name, parse in PARSERS.items()},
+    **{name: partial(in_batches, parse) for name, parse in PARSERS.items()},
+    "StreamLoader": ours,
+    "StreamLoader, shuffle=True": partial(ours, shuffle=True),
+    'StreamLoader, shuffle="buffers"': partial(ours, shuffle="buffers"),
+    "StreamLoader, all cached": partial(ours, size_limit_gib=4),
+    "StreamLoader, all cached, shuffle=True": partial(ours, size_limit_gib=4, shuffle=True),
+    "StreamLoader, half cached": partial(ours, size_limit_gib="32MB"),  # of 64: 32 bytes a row
 }
-PARSING_ALONE = [name for name in CONTENDERS if "alone" in name]
 
 
 def epoch(batches: Any) -> tuple[int, float]:
@@ -155,185 +135,87 @@ def epoch(batches: Any) -> tuple[int, float]:
     return rows, time.perf_counter() - began
 
 
-def measure(name: str, path: str, epochs: int) -> dict[str, Any]:
-    """Return rows/s of each epoch."""
-    make = CONTENDERS[name]
-    warm_up(make, path)
-    settle(1 << 29)
-    drop_pages([Path(path)])
-    loader = make(path) if name.startswith("StreamLoader") else None
-    speeds = []
-    for _ in range(epochs):
-        rows, seconds = epoch(make(path) if loader is None else loader)
-        speeds.append(rows / seconds)
-    if loader is not None:
-        loader.close()
-    return {"rows": rows, "speeds": speeds}
-
-
-def warm_up(make: Callable[[str], Any], path: str) -> None:
+def warm_up(name: str, path: str) -> None:
     """Import everything, and start the threads that libraries keep."""
     with tempfile.NamedTemporaryFile("wb") as little:
         with open(path, "rb") as file:
             little.writelines(itertools.islice(file, 2 * BUFFER))
         little.flush()
-        batches = make(little.name)
+        batches = CONTENDERS[name](little.name)
         epoch(batches)
         if isinstance(batches, StreamLoader):
             batches.close()
 
 
-def alone(*arguments: str) -> Any:
-    """Run a part of this in a process of its own, and return its result."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmark.stream", *arguments]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+def speeds(name: str, path: str, rows: int) -> list[float]:
+    """Return rows/s of the first and of the third epoch."""
+    warm_up(name, path)
+    settle(1 << 29)
+    drop_pages([Path(path)])
+    loader, found = CONTENDERS[name](path), []
+    for number in range(3):
+        if number and not isinstance(loader, StreamLoader):
+            loader = CONTENDERS[name](path)
+        count, seconds = epoch(loader)
+        assert count == rows, (name, count)
+        found.append(count / seconds)
+    return found
 
 
-# ---------------------------------------------------------------------------------------------------- speed
+@experiment(rounds=5, needs="pyarrow pandas polars")
+def speed(run: Run) -> None:
+    """Rows per second of each contender."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, rows = Path(folder, "employees.tsv"), run.size(2_000_000, 100_000)
+        write_rows(path, rows)
+        measure = partial(in_interpreter, speeds, env=ENVIRONMENT)
+        quick = [ARTICLE, "polars, parsing alone", "StreamLoader", "StreamLoader, all cached"]
+        chosen = run.chosen(dict.fromkeys(run.size(list(CONTENDERS), quick)))
+        found = run.results({name: lambda name=name: measure(name, str(path), rows) for name in chosen}, warm_up=0)
+    first, _, later = Figures.columns(found)
+    table = run.table("contender", "epoch", "M rows/s", "of the article's", "of the best parser")
+    for when, rates in (("first", first), ("later", later)):
+        best = max((name for name in found if name.endswith("alone")), key=rates.median)
+        for name in found:
+            table.row(name, when, rates.median(name) / 1e6, rates.ratio(name, ARTICLE), rates.ratio(name, best))
+    (of_article,) = table.column("of the article's", contender="StreamLoader", epoch="first")
+    (cached,) = table.column("of the article's", contender="StreamLoader, all cached", epoch="later")
+    (of_best,) = table.column("of the best parser", contender="StreamLoader", epoch="first")
+    run.claim("the first pass is 4 times as fast as the article's loader", of_article, least=4)
+    run.claim("cached text 20 times", cached, least=20)
+    run.claim("the first pass is 0.9 of the best bulk parser", of_best, least=0.9)
 
 
-def speed(rows: int, rounds: int, folder: Path) -> None:
-    """Print rows/s of each contender, and how it compares."""
-    path = folder / "employees.tsv"
-    write_rows(path, rows)
-    found: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
-        for name in CONTENDERS:
-            epochs = 3 if name.startswith("StreamLoader") else 2
-            result = alone("one", name, str(path), "--epochs", str(epochs))
-            assert result["rows"] == rows, (name, result)
-            found[name].append(result["speeds"])
-    first = {name: statistics.median(speeds[0] for speeds in runs) for name, runs in found.items()}
-    later = {name: statistics.median(speeds[-1] for speeds in runs) for name, runs in found.items()}
-    names = {"epoch 1": first, "last epoch": later}
-    for when, medians in names.items():
-        best = max(PARSING_ALONE, key=lambda name: medians[name])
-        print(f"{when}: the best bulk parser is {best}")
-    print(f"\n{rows} rows of {COLUMNS} columns, {path.stat().st_size / 1e6:.0f} MB; medians of {rounds}\n")
-    print("| | epoch 1, M rows/s | of the article's | of the best bulk parser | later epoch | of the article's | of the best |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    for name in CONTENDERS:
-        cells = []
-        for medians in names.values():
-            best = max(medians[parser] for parser in PARSING_ALONE)
-            cells += [f"{medians[name] / 1e6:.2f}", f"{medians[name] / medians['the article' + chr(39) + 's loader']:.1f}"]
-            cells += [f"{medians[name] / best:.2f}"]
-        print(f"| {name} | {' | '.join(cells)} |")
-
-
-# ---------------------------------------------------------------------------------------------------- memory
-
-
-def footprint(name: str, path: str) -> dict[str, Any]:
-    """Return how much PSS grows at most while a file is read."""
-    make = CONTENDERS[name]
-    warm_up(make, path)
-    before, peak, over = pss(os.getpid()), 0, threading.Event()
+def footprint(name: str, path: str) -> int:
+    """Return how many bytes PSS grows at most while a file is read."""
+    warm_up(name, path)
+    before, most, over = pss(os.getpid()), 0, threading.Event()
 
     def watch() -> None:
-        nonlocal peak
+        nonlocal most
         while not over.wait(0.05):
-            peak = max(peak, pss(os.getpid()))
+            most = max(most, pss(os.getpid()))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    batches = make(path)
-    rows, seconds = epoch(batches)
+    epoch(CONTENDERS[name](path))
     over.set()
     watcher.join()
-    if isinstance(batches, StreamLoader):
-        batches.close()
-    return {"grows": peak - before, "rows": rows, "seconds": seconds}
+    return most - before
 
 
-def memory(megabytes: list[int], folder: Path) -> None:
-    """Print how much memory each contender takes for files of several sizes."""
-    paths = []
-    for size in megabytes:
-        path = folder / f"{size}.tsv"
-        write_rows(path, size * 1_000_000 // 22)
-        paths.append(path)
-    names = ["the article's loader", "pandas chunks", "polars collect_batches", "pyarrow open_csv", "StreamLoader"]
-    names += ["StreamLoader, shuffle=True", "StreamLoader, half cached"]
-    print("| PSS grows by at most, MB | " + " | ".join(f"file of {size} MB" for size in megabytes) + " |")
-    print("| --- | " + " | ".join("---:" for _ in megabytes) + " |")
-    for name in names:
-        grown = [alone("footprint", name, str(path))["grows"] / 1e6 for path in paths]
-        print(f"| {name} | {' | '.join(f'{grows:.0f}' for grows in grown)} |", flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------- engines
-
-
-def engines(rows: int, rounds: int, folder: Path) -> None:
-    """Print rows/s of parsers, given buffers of text, by the number of threads."""
-    import io
-
-    import pandas
-    import polars
-
-    from stocache.text.parsers import Delimited, Target
-
-    path = folder / "employees.tsv"
-    write_rows(path, rows)
-    target = Target(tuple(range(6)), (6,), True, np.dtype("f4"), np.dtype("i8"), False)
-    with path.open("rb") as file:
-        texts = [b"".join(lines) for lines in iter(lambda: list(itertools.islice(file, BUFFER)), [])]
-
-    def split(table: np.ndarray[Any, Any]) -> Any:
-        return table[:, :6].astype(np.float32), table[:, 6].astype(np.int64)
-
-    bulk = Delimited(target, COLUMNS, delimiter="\t").bulk
-    parsers: dict[str, Callable[[bytes], Any]] = {
-        "pyarrow": lambda text: bulk(text, BUFFER),
-        "pandas": lambda text: split(
-            pandas.read_csv(io.BytesIO(text), sep="\t", header=None, dtype=np.float64, float_precision="round_trip").to_numpy()
-        ),
-        "polars": lambda text: split(
-            polars.read_csv(text, separator="\t", has_header=False, schema=dict.fromkeys(NAMES, polars.Float64)).to_numpy()
-        ),
-        "numpy.loadtxt": lambda text: split(np.loadtxt(text.decode().splitlines(), delimiter="\t", ndmin=2)),
-    }
-    threads = (1, 2, 4)
-    found: dict[tuple[str, int], list[float]] = {(name, count): [] for name in parsers for count in threads}
-    for _ in range(rounds):
-        for (name, count), speeds in found.items():
-            with ThreadPoolExecutor(count) as executor:
-                began = time.perf_counter()
-                parsed = sum(len(y) for _, y in executor.map(parsers[name], texts))
-                speeds.append(parsed / (time.perf_counter() - began))
-    print("| M rows/s, to float32 and int64 | " + " | ".join(f"{count} threads" for count in threads) + " |")
-    print("| --- | " + " | ".join("---:" for _ in threads) + " |")
-    for name in parsers:
-        print(f"| {name} | {' | '.join(f'{statistics.median(found[name, count]) / 1e6:.1f}' for count in threads)} |")
-
-
-def main() -> None:
-    """Run one of the experiments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["speed", "memory", "engines", "one", "footprint"])
-    parser.add_argument("name", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("--rows", type=int, default=2_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=2, help=argparse.SUPPRESS)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[100, 2000])
-    parser.add_argument("--workdir", type=Path, default=None, help="where the files are written; by default a temporary folder")
-    given = parser.parse_args()
-    if given.what == "one":
-        print(json.dumps(measure(given.name, given.path, given.epochs)))
-    elif given.what == "footprint":
-        print(json.dumps(footprint(given.name, given.path)))
-    else:
-        with tempfile.TemporaryDirectory(dir=given.workdir) as folder:
-            if given.what == "speed":
-                speed(given.rows, given.rounds, Path(folder))
-            elif given.what == "memory":
-                memory(given.megabytes, Path(folder))
-            else:
-                engines(given.rows, given.rounds, Path(folder))
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("POLARS_MAX_THREADS", str(len(os.sched_getaffinity(0))))
-    main()
+@experiment(needs="pyarrow pandas polars")
+def memory(run: Run) -> None:
+    """How many MB the PSS of all processes grows, by the size of a file."""
+    sizes = run.size((100, 2000), (10, 40))
+    names = ["StreamLoader", ARTICLE, *PARSERS, "StreamLoader, shuffle=True", "StreamLoader, half cached"]
+    table = run.table("", *(f"file of {size} MB" for size in sizes))
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{size}.tsv") for size in sizes]
+        for path, size in zip(paths, sizes, strict=True):
+            write_rows(path, size * 1_000_000 // 22)
+        for name in names[: run.size(None, 2)]:
+            grown = [in_interpreter(footprint, name, str(path), env=ENVIRONMENT) / 1e6 for path in paths]
+            table.row(name, *grown)
+    _, small, large = table.rows[0].values()
+    run.claim("the MB that memory grows with the file", large - small, most=16)

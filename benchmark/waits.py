@@ -1,61 +1,41 @@
 """What it costs to record where the time goes, and whether what is reported is right.
 
-python -m benchmark waits overhead [--rounds 15] [--scrape]   # epochs with and without recording, in turns
-python -m benchmark waits percentiles                         # of the buckets, beside the exact ones
-python -m benchmark waits bottlenecks [--repeats 5]           # loops that are slow on purpose, and what the verdict says
-python -m benchmark waits trace --out trace.json              # a trace of torch's profiler, to open in Perfetto
-
 ``overhead``: one loader runs epochs that are recorded, as they always are, and epochs in which worker processes do not
-record, and the rows to record in are replaced by an object that does nothing. They take turns, in an order that alternates.
-(Two loaders would differ by up to 5 %, because the memory of their batches lies elsewhere. Replacing functions of this process
-makes what runs after that up to 4 % slower.) The overhead is the median of the ratios of neighbours, less 1, with the interval
-in which that median lies with 95 % (by the order statistics of the ratios). *Noise*: the same, where both are recorded.
-``--scrape``: meanwhile another process runs ``stocache metrics`` once a second.
+record, and the rows to record in are replaced by an object that does nothing. (Two loaders would differ by up to 5 %, because
+the memory of their batches lies elsewhere. Replacing functions of this process makes what runs after that up to 4 % slower.)
+*Noise*: recorded epochs to recorded epochs.
 """
 
-import argparse
 import contextlib
-import math
 import multiprocessing
 import os
 import re
 import signal
-import statistics
-import subprocess
-import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import stocache
-from benchmark.support.bottlenecks import BOTTLENECKS
-from benchmark.support.measuring import machine, settle
+from benchmark.support.datasets import Made
+from benchmark.support.harness import Run, experiment
+from benchmark.support.measuring import epoch_s, settle
 from stocache import CachedDataset
 from stocache.loader import collate as loader_collate
 from stocache.loader import thread_maker
 from stocache.loader.workers import requests
 from stocache.observe.recording import record
-from stocache.observe.recording.histogram import BUCKETS, Distribution, bucket_of
 
-CLAIM = "Recording waits costs under 1 %, percentiles are exact within 2 %, and the verdict finds eight bottlenecks."
+CLAIM = "Recording waits costs under 1 %, and the verdict finds eight bottlenecks."
 
-_Z = 1.96
-_OBEYED_S = 0.02  # for workers to obey a signal
-
-
-class Texts(Dataset[str]):
-    """Short strings, of which batches are small."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, idx: int) -> str:
-        return f"sample {idx}"
+OBEYED_S = 0.02
+"""For workers to obey a signal."""
 
 
 class NoRow:
@@ -73,7 +53,7 @@ class NoRecord:
     mine = True
 
     def __init__(self, workers: int) -> None:
-        self.main = NoRow()
+        self.main, self.workers = NoRow(), workers
         self._counted = record.TimingRecord(workers, False).read()
 
     def row(self, number: int) -> NoRow:
@@ -127,59 +107,30 @@ def not_recording(loader: Any) -> Iterator[None]:
     kept, loader._stocache._record = loader._stocache._record, NoRecord(loader.num_workers)
     for pid in workers:
         os.kill(pid, signal.SIGUSR1)
-    # Only where it must be: what runs in a process where functions were replaced is slower afterwards, by 1 %
+    # Only where it must be: what runs in a process in which functions were replaced is slower afterwards, by 1 %
     with contextlib.nullcontext() if workers else rows_replaced():
-        time.sleep(_OBEYED_S)
+        time.sleep(OBEYED_S)
         yield
     for pid in workers:
         os.kill(pid, signal.SIGUSR2)
     loader._stocache._record = kept
-    time.sleep(_OBEYED_S)
+    time.sleep(OBEYED_S)
 
 
-def images(dims: tuple[int, ...], count: int) -> TensorDataset:
-    """Return a dataset of images and labels."""
-    return TensorDataset(torch.randint(0, 256, (count, *dims), dtype=torch.uint8), torch.arange(count))
+def epochs_s(loader: Any, passes: int, off: bool) -> float:
+    """Return the seconds of several epochs, recorded or not."""
+    with not_recording(loader) if off else contextlib.nullcontext():
+        return sum(epoch_s(loader) for _ in range(passes))
 
 
-def compare(make: Callable[[], Any], rounds: int, passes: int, off: Any = not_recording) -> tuple[float, str, float]:
-    """Return the median of (recording / not recording) - 1, its interval, and the milliseconds of a batch.
-
-    ``off``: called with the loader, returns a context in which it does not record.
-    """
-
-    def run(loader: Any) -> float:
-        began = time.perf_counter()
-        for _ in range(passes):
-            for _ in loader:
-                pass
-        return time.perf_counter() - began
-
-    loader = make()
-    run(loader)
-    ratios, seconds = [], []
-    for number in range(rounds + 2):
-        took = {}
-        for recording in (True, False) if number % 2 else (False, True):
-            with contextlib.nullcontext() if recording else off(loader):
-                took[recording] = run(loader)
-        if number >= 2:
-            ratios.append(took[True] / took[False])
-            seconds.append(took[False])
-    loader.end_workers()
-    ratios.sort()
-    spread = math.ceil(_Z * math.sqrt(len(ratios)) / 2)
-    low, high = ratios[max(0, len(ratios) // 2 - spread)], ratios[min(len(ratios) - 1, len(ratios) // 2 + spread)]
-    batches = len(loader) * passes
-    return statistics.median(ratios) - 1, f"{low - 1:+.2%} to {high - 1:+.2%}", 1e3 * statistics.median(seconds) / batches
-
-
-def overhead(rounds: int, scrape: bool) -> None:
-    """Print what recording costs."""
+@experiment(rounds=15)
+def overhead(run: Run) -> None:
+    """Epochs with and without recording."""
+    settle(run.size(2, 1) << 30)
     processes = {"num_workers": 2, "persistent_workers": True, "worker_init_fn": obey}
     threads = {"num_workers": 2, "persistent_workers": True, "worker_method": "thread"}
-    small, large = (3, 64, 64), (3, 224, 224)
-    rows: list[tuple[str, tuple[int, ...] | None, int, dict[str, Any], int, float | str]] = [
+    small, large, texts = (3, 64, 64), (3, 224, 224), ()
+    rows: list[tuple[str, tuple[int, ...], int, dict[str, Any], int, float]] = [
         ("cached 3x64x64, 2 processes", small, 256, processes, 4, 1),
         ("cached 3x64x64, 2 processes", small, 32, processes, 1, 1),
         ("cached 3x224x224, 2 processes", large, 256, processes, 4, 1),
@@ -187,111 +138,176 @@ def overhead(rounds: int, scrape: bool) -> None:
         ("cached 3x64x64, no workers", small, 256, {}, 8, 1),
         ("3x64x64, a tenth cached, 2 processes", small, 256, processes, 1, 0.1),
         ("3x64x64 tensors, no cache, 2 processes", small, 256, processes, 2, 0),
-        ("short strings, no cache, 2 processes", None, 32, processes, 1, 0),
+        ("short strings, no cache, 2 processes", texts, 32, processes, 1, 0),
     ]
-    print(f"{machine()}\n\nmedians of {rounds} rounds{', a scrape each second' * scrape}\n")
-    print("| loop | batch | ms a batch | overhead | noise | under 1 % |\n| --- | ---: | ---: | ---: | ---: | --- |")
+    table = run.table("loop", "batch", "ms a batch", "recorded to not", "noise")
     for name, dims, batch, options, passes, cached in rows:
-        dataset: Any = Texts() if dims is None else images(dims, 20_000 if dims == small else 4_000)
+        count = {small: 20_000, large: 4_000, texts: 100_000}[dims] // run.size(1, 10)
+        dataset: Any = Made(count, "sample {}".format)
+        if dims:
+            dataset = TensorDataset(torch.randint(0, 256, (count, *dims), dtype=torch.uint8), torch.arange(count))
         if cached:
-            size = "1GiB" if cached == 1 else f"{len(dataset) * 12296 * cached / 1e6:.0f}MB"
-            dataset = CachedDataset(dataset, size, name="waits-overhead" if scrape else None)
+            dataset = CachedDataset(dataset, "1GiB" if cached == 1 else f"{count * 12296 * cached / 1e6:.0f}MB")
             dataset.warm(progress=False)
-        scraper = subprocess.Popen([sys.executable, "-c", _SCRAPES]) if scrape else None
+        loader = stocache.DataLoader(dataset, batch, shuffle=True, **options)
+        contenders = {"recorded": False, "not": True, "recorded again": False}
+        took = run.turns({each: partial(epochs_s, loader, passes, off) for each, off in contenders.items()}, warm_up=2)
+        loader.end_workers()
+        ms = 1e3 * took.median("not") / passes / len(loader)
+        table.row(name, batch, ms, took.spread("recorded", "not"), took.spread("recorded again", "recorded"))
+        if cached:
+            dataset.close()
+    run.claim("recording costs 1 %, batches of 256", max(table.column("recorded to not", batch=256)), most=1.01)
 
-        def make(dataset: Any = dataset, batch: int = batch, options: dict[str, Any] = options) -> Any:
-            return stocache.DataLoader(dataset, batch, shuffle=True, **options)
 
-        median, interval, ms = compare(make, rounds, passes)
-        same, same_interval, _ = compare(make, rounds, passes, contextlib.nullcontext)
-        if scraper is not None:
-            assert scraper.poll() is None, "the scraper has ended"
-            scraper.kill()
-            scraper.wait()
-        met = "yes" if median < 0.01 else "no"
-        noise = f"{same:+.2%}, {same_interval}"
-        print(f"| {name} | {batch} | {ms:.3f} | {median:+.2%}, {interval} | {noise} | {met} |", flush=True)
-        if isinstance(dataset, CachedDataset):
+# ---------------------------------------------------------------------------------------------------- bottlenecks
+
+N, BATCH = 240, 20
+NEEDED_GIB = "1MB"  # all samples
+
+
+def burn(cost_s: float) -> None:
+    """Run Python for that long, and hold the GIL."""
+    until = time.thread_time() + cost_s
+    while time.thread_time() < until:
+        pass
+
+
+def source(cost_s: float, wait: Callable[[float], None], size: int) -> Made:
+    """Return samples that take ``cost_s`` to load: waiting, as for a disk or a network, or in Python."""
+
+    def load(idx: int) -> tuple[torch.Tensor, int]:
+        wait(cost_s)
+        return torch.full((3, size, size), idx % 251, dtype=torch.uint8), idx
+
+    return Made(N, load)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A function that burns ``cost_s``, and calls a different one."""
+
+    cost_s: float
+    function: Callable[[Any], Any] = tuple
+
+    def __call__(self, value: Any) -> Any:
+        """Burn, and return what the function returns."""
+        burn(self.cost_s)
+        return self.function(value)
+
+
+def cached(
+    cost_s: float = 0.0, limit: str = NEEDED_GIB, wait: Callable[[float], None] = time.sleep, size: int = 32, **options: Any
+) -> Callable[[], CachedDataset]:
+    """Return a function that caches a `source`."""
+    return lambda: CachedDataset(source(cost_s, wait, size), limit, **options)
+
+
+@dataclass
+class Bottleneck:
+    """A loop whose last epoch has one limit.
+
+    Attributes:
+        limit: what the verdict must name; None if it must be silent.
+        says: a regular expression that its text must match.
+        step_s: the training step, which leaves the CPU free.
+        epochs: how many to run.
+        hold: how many batches the loop holds.
+    """
+
+    limit: str | None
+    says: str
+    dataset: Callable[[], CachedDataset]
+    step_s: float = 0.01
+    epochs: int = 2
+    hold: int = 0
+    warm: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Any]:
+        """Run all epochs, and give the loader."""
+        dataset = self.dataset()
+        if self.warm:
+            dataset.warm(progress=False)
+        defaults = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
+        loader = stocache.DataLoader(dataset, shuffle=True, **defaults | self.options)
+        held = deque(maxlen=self.hold)
+        try:
+            for _ in range(self.epochs):
+                for batch in loader:
+                    held.append(batch)
+                    del batch
+                    time.sleep(self.step_s)
+            yield loader
+        finally:
+            held.clear()
+            loader.end_workers()
             dataset.close()
 
 
-_SCRAPES = """
-import time
-from stocache.tools.cli import metrics
-while True:
-    assert 'stocache_' in metrics.text_of()
-    time.sleep(1)
-"""
+LOADING, EACH = r"loading \d+ uncached samples of \d[\d.]* ms each is the limit", r"\d[\d.]* ms each"
+
+BOTTLENECKS = {
+    "slow source": Bottleneck("source", LOADING + r"; size_limit_gib=0\.00\d+ would remove it", cached(0.004, "0.4MB")),
+    "slow transform": Bottleneck(
+        "transform",
+        rf"transforming {N} cached samples, {EACH}, is the limit; only cheaper transforms",
+        cached(transform=Slow(0.003)),
+        warm=True,
+    ),
+    "slow collate": Bottleneck(
+        "collate",
+        rf"collating {N // BATCH} batches of {EACH} is the limit",
+        cached(transform=tuple),
+        warm=True,
+        options={"collate_fn": Slow(0.06, default_collate)},
+    ),
+    "too few workers": Bottleneck(
+        "workers",
+        rf"1 worker is too few for batches of {EACH}; num_workers=\d would (remove it|cut it to \d+%)",
+        cached(transform=Slow(0.001)),
+        step_s=0.012,
+        warm=True,
+        options={"num_workers": 1},
+    ),
+    "full ring": Bottleneck(
+        "ring",
+        r"\d+ of \d+ batches found the ring full, with \d+ buffers for each worker",
+        cached(0.0, "200MB", size=256),
+        step_s=0.0,
+        hold=200,
+        warm=True,
+        options={"batch_size": 4},
+    ),
+    "GIL-bound": Bottleneck(
+        "GIL",
+        r"worker threads (hold the GIL \d+% of the time|wait for each other's GIL), so one works at a time; "
+        r"worker_method='multiprocessing' would let 2 work at once",
+        cached(0.002, wait=burn, transform=Slow(0.002)),
+        step_s=0.001,
+        options={"worker_method": "thread"},
+    ),
+    "slow trainer": Bottleneck(None, "", cached(), step_s=0.03, warm=True),
+    "cold cache": Bottleneck(
+        "cold cache", LOADING + ", which filled the cache; the next epoch finds 100%", cached(0.004), epochs=1
+    ),
+}
 
 
-def percentiles() -> None:
-    """Print percentiles of the buckets beside the exact ones."""
-    rng = np.random.default_rng(0)
-    shapes = {
-        "lognormal": rng.lognormal(-7, 2, 100_000),
-        "Pareto": 1e-5 * (1 + rng.pareto(1.1, 100_000)),
-        "two values": np.where(rng.random(100_000) < 0.9, 0.5e-3, 10e-3),
-        "uniform": rng.uniform(1e-6, 1e-3, 100_000),
-    }
-    print("| durations | percentile | exact, ms | found, ms | error |\n| --- | ---: | ---: | ---: | ---: |")
-    for name, seconds in shapes.items():
-        counts = np.zeros(BUCKETS, np.int64)
-        for second in seconds.tolist():
-            counts[bucket_of(int(1e9 * second))] += 1
-        found = Distribution.of(counts, int(1e9 * seconds.sum()))
-        for share, value in ((50, found.p50_s), (95, found.p95_s), (99, found.p99_s), (100, found.max_s)):
-            exact = float(np.percentile(seconds, share, method="inverted_cdf"))
-            print(f"| {name} | {share} | {1e3 * exact:.4f} | {1e3 * value:.4f} | {value / exact - 1:+.2%} |")
-
-
-def bottlenecks(repeats: int) -> None:
-    """Print what the verdict says of loops that are slow on purpose."""
-    print(f"{machine()}\n\n| bottleneck | right | the last verdict |\n| --- | --- | --- |")
-    for name, bottleneck in BOTTLENECKS.items():
+@experiment(rounds=5)
+def bottlenecks(run: Run) -> None:
+    """What the verdict says of loops that are slow on purpose."""
+    settle(2 << 30)
+    table, all_right = run.table("bottleneck", "right", "the last verdict"), True
+    for name, bottleneck in run.chosen(BOTTLENECKS).items():
         right, text = 0, "(silent)"
-        for _ in range(repeats):
+        for _ in range(run.rounds):
             with bottleneck.running() as loader:
                 verdict = loader.stats().verdict
             text = "(silent)" if verdict is None else verdict.text
             named = None if verdict is None else verdict.limit
             right += named == bottleneck.limit and (verdict is None or re.search(bottleneck.says, text) is not None)
-        print(f"| {name} | {right} of {repeats} | {text} |", flush=True)
-
-
-def trace(out: str) -> None:
-    """Write a trace of three epochs: with worker processes, with worker threads, and without workers."""
-    with CachedDataset(images((3, 64, 64), 2_000), "12MB") as dataset:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            for options in ({"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}, {}):
-                for images_, _ in stocache.DataLoader(dataset, 200, shuffle=True, **options):
-                    with torch.profiler.record_function("training step"):
-                        images_.float().mean()
-    profile.export_chrome_trace(out)
-    rows = [event for event in profile.key_averages() if event.key.startswith(("stocache", "training"))]
-    print("| range | count | ms |\n| --- | ---: | ---: |")
-    for event in sorted(rows, key=lambda event: -event.cpu_time_total):
-        print(f"| {event.key} | {event.count} | {event.cpu_time_total / 1e3:.1f} |")
-
-
-def main() -> None:
-    """Run what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["overhead", "percentiles", "bottlenecks", "trace"])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--scrape", action="store_true")
-    parser.add_argument("--out", default="trace.json")
-    arguments = parser.parse_args()
-    settle(2 << 30)
-    if arguments.what == "overhead":
-        overhead(arguments.rounds, arguments.scrape)
-    elif arguments.what == "percentiles":
-        percentiles()
-    elif arguments.what == "bottlenecks":
-        bottlenecks(arguments.repeats)
-    else:
-        trace(arguments.out)
-
-
-if __name__ == "__main__":
-    main()
+        table.row(name, f"{right} of {run.rounds}", text)
+        all_right &= right == run.rounds
+    run.claim("the verdict finds eight bottlenecks", all_right)

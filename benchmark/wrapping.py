@@ -1,15 +1,9 @@
-"""The time to wrap a dataset of a million paths, beyond the loading of the samples that are probed.
+"""The time to wrap a dataset of a million paths; readers of other formats and iterable datasets, alone and wrapped."""
 
-python -m benchmark wrapping
-python -m benchmark wrapping readers      # readers of other formats, alone and wrapped, in both orders; each if installed
-python -m benchmark wrapping iterables    # three epochs of iterable datasets, 0 and 2 workers: samples of the source, rates
-"""
-
-import argparse
 import json
 import multiprocessing
+import operator
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +14,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from benchmark.support.harness import Run, experiment
 from stocache import CachedDataset, CachedIterable
 from stocache.system.describe import describe
 
 CLAIM = "Wrapping a dataset of a million paths takes at most 100 ms beyond the loading of a few samples."
 
-COUNT, ROUNDS = 1_000_000, 9
+IMAGES = 2000
 
 
 class Folder(Dataset[Any]):
@@ -42,7 +37,31 @@ class Folder(Dataset[Any]):
         return torch.full((3, 64, 64), len(path), dtype=torch.uint8), label
 
 
-IMAGES = 2000
+@experiment(rounds=9)
+def paths(run: Run) -> None:
+    """Milliseconds to wrap a dataset of a million paths, and to load the samples that are probed."""
+    dataset = Folder(run.size(1_000_000, 100_000))
+    example = dataset[0]
+
+    def load() -> None:
+        for idx in range(0, len(dataset), len(dataset) // 9):
+            dataset[idx]
+
+    took = run.turns(
+        {
+            "loading the samples of the probe": load,
+            "CachedDataset": lambda: CachedDataset(dataset, 1).close(),
+            "with example=": lambda: CachedDataset(dataset, 1, example=example).close(),
+        },
+        warm_up=0,
+    )
+    table = run.table("", "median, ms", "largest, ms")
+    for name in took:
+        table.row(name, 1e3 * took.median(name), 1e3 * max(took[name]))
+    run.claim("a dataset of a million paths is wrapped in 100 ms", 1e3 * took.median("CachedDataset"), most=100)
+
+
+# ---------------------------------------------------------------------------------------------------- readers
 
 
 def image(idx: int) -> dict[str, Any]:
@@ -60,34 +79,38 @@ def mds(folder: Path) -> Any:
     return LocalDataset(str(folder))
 
 
-def litdata(folder: Path) -> Any:
+def litdata(folder: Path, **options: Any) -> Any:
     """Write and open chunks of LitData."""
     from litdata import StreamingDataset, optimize
 
     optimize(fn=image, inputs=list(range(IMAGES)), output_dir=str(folder), chunk_bytes="4MB", num_workers=1)
-    return StreamingDataset(str(folder))
+    return StreamingDataset(str(folder), **options)
+
+
+def tar(path: Path, indices: range) -> None:
+    """Write some of the images into a tar file of webdataset."""
+    import webdataset
+
+    with webdataset.TarWriter(str(path)) as writer:
+        for idx in indices:
+            writer.write({"__key__": f"{idx:06}", "x.npy": image(idx)["x"], "y.cls": idx})
 
 
 def webdataset(folder: Path) -> Any:
     """Write a tar file with an index, and open it by wids."""
-    import webdataset
     import wids
 
-    path = folder / "images.tar"
-    with webdataset.TarWriter(str(path)) as writer:
-        for idx in range(IMAGES):
-            sample = image(idx)
-            writer.write({"__key__": f"{idx:06}", "npy": sample["x"], "cls": idx})
-    shards = {"shardlist": [{"url": str(path), "nsamples": IMAGES}]}
+    tar(folder / "images.tar", range(IMAGES))
+    shards = {"shardlist": [{"url": str(folder / "images.tar"), "nsamples": IMAGES}]}
     (folder / "index.json").write_text(json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1} | shards))
     return wids.ShardListDataset(str(folder / "index.json"))
 
 
-def table() -> Any:
-    """Return the images as a table of Arrow."""
+def table_of(indices: range = range(IMAGES)) -> Any:
+    """Return some of the images as a table of Arrow."""
     import pyarrow
 
-    images = [image(idx) for idx in range(IMAGES)]
+    images = [image(idx) for idx in indices]
     return pyarrow.table({"x": [each["x"].tobytes() for each in images], "y": [each["y"] for each in images]})
 
 
@@ -96,7 +119,7 @@ def lance(folder: Path) -> Any:
     import lance
     from lance.torch.data import SafeLanceDataset
 
-    lance.write_dataset(table(), str(folder / "images.lance"))
+    lance.write_dataset(table_of(), str(folder / "images.lance"))
     return SafeLanceDataset(str(folder / "images.lance"))
 
 
@@ -105,40 +128,45 @@ def parquet(folder: Path) -> Any:
     import datasets
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(table(), folder / "images.parquet")
+    pyarrow.parquet.write_table(table_of(), folder / "images.parquet")
     return datasets.load_dataset("parquet", data_files=str(folder / "images.parquet"), split="train", cache_dir=str(folder))
 
 
 READERS: tuple[Callable[[Path], Any], ...] = (mds, litdata, webdataset, lance, parquet)
 
 
-def readers() -> None:
-    """Print the rate of each reader, alone and behind a filled cache, in random order and in order, everything warm."""
-    print("| reader | samples/s | cached | in order | cached | equal |\n| --- | ---: | ---: | ---: | ---: | --- |")
+@experiment()
+def readers(run: Run) -> None:
+    """Samples per second of readers, alone and behind a filled cache, in random order and in order; each if installed."""
+    table = run.table("reader", "samples/s", "cached", "in order", "in order, cached", "equal")
     for make in READERS:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 dataset = make(Path(folder))
             except ImportError as error:
-                print(f"| {make.__name__} | not installed: {error} | | | | |", flush=True)
+                table.row(make.__name__, f"not installed: {error}")
                 continue
-            order, rates = random.Random(0).sample(range(len(dataset)), len(dataset)), list[str]()
+            order, rates, equal = random.Random(0).sample(range(IMAGES), IMAGES), list[float](), True
             with CachedDataset(dataset, 1) as cached:
-                for idx in order:
-                    _ = cached[idx]
-                equal = True
-                for indices in (order, range(len(dataset))):
-                    plain, samples = _read(dataset, indices, rates), _read(cached, indices, rates)
+                cached.warm(progress=False)
+                for indices in (order, range(IMAGES)):
+                    plain, samples = read(dataset, indices, rates), read(cached, indices, rates)
                     equal &= list(map(describe, plain)) == list(map(describe, samples))
-        print(f"| {make.__name__} | {' | '.join(rates)} | {'yes' if equal else 'no'} |", flush=True)
+        table.row(make.__name__, *rates, equal)
+    run.claim("all samples are equal", all(table.column("equal")))
+    ratios = map(operator.truediv, table.column("cached"), table.column("samples/s", equal=True))
+    run.claim("readers are faster cached, in random order", min(ratios, default=1.0), least=1)
 
 
-def _read(dataset: Any, indices: Sequence[int], rates: list[str]) -> list[Any]:
+def read(dataset: Any, indices: Sequence[int], rates: list[float]) -> list[Any]:
     """Read samples, and append how many come in a second."""
     began = time.perf_counter()
     samples = [dataset[idx] for idx in indices]
-    rates.append(f"{len(indices) / (time.perf_counter() - began):,.0f}")
+    rates.append(len(indices) / (time.perf_counter() - began))
     return samples
+
+
+# ---------------------------------------------------------------------------------------------------- iterable datasets
 
 
 class Counted:
@@ -167,9 +195,9 @@ class Iterable(IterableDataset[Any]):
         yield from map(self.decode, map(image, range(first, IMAGES, step)))
 
 
-def torch_stream(folder: Path, decode: Counted) -> Any:
-    """Make an iterable dataset of torch."""
-    return Iterable(decode)
+def parts() -> list[range]:
+    """Return the indices of four files."""
+    return [range(part * IMAGES // 4, (part + 1) * IMAGES // 4) for part in range(4)]
 
 
 def hugging_face_stream(folder: Path, decode: Counted) -> Any:
@@ -177,8 +205,8 @@ def hugging_face_stream(folder: Path, decode: Counted) -> Any:
     import datasets
     import pyarrow.parquet
 
-    for part in range(4):
-        pyarrow.parquet.write_table(table().slice(part * IMAGES // 4, IMAGES // 4), folder / f"{part}.parquet")
+    for part, indices in enumerate(parts()):
+        pyarrow.parquet.write_table(table_of(indices), folder / f"{part}.parquet")
     files = sorted(map(str, folder.glob("*.parquet")))
     return datasets.load_dataset("parquet", data_files=files, split="train", streaming=True).map(decode)
 
@@ -187,82 +215,43 @@ def webdataset_stream(folder: Path, decode: Counted) -> Any:
     """Write four tar files, and stream them by webdataset."""
     import webdataset
 
-    for part in range(4):
-        with webdataset.TarWriter(str(folder / f"{part}.tar")) as writer:
-            for idx in range(part * IMAGES // 4, (part + 1) * IMAGES // 4):
-                sample = image(idx)
-                writer.write({"__key__": f"{idx:06}", "x.npy": sample["x"], "y.cls": idx})
+    for part, indices in enumerate(parts()):
+        tar(folder / f"{part}.tar", indices)
     source = webdataset.WebDataset(sorted(map(str, folder.glob("*.tar"))), shardshuffle=False)
     return source.decode().map(lambda sample: decode({"x": sample["x.npy"], "y": sample["y.cls"]}))
 
 
-def litdata_stream(folder: Path, decode: Counted) -> Any:
-    """Write chunks of LitData, and stream them."""
-    from litdata import StreamingDataset
-
-    litdata(folder)
-    return StreamingDataset(str(folder), transform=decode)
-
-
-STREAMS = (torch_stream, hugging_face_stream, webdataset_stream, litdata_stream)
+STREAMS: dict[str, Callable[[Path, Counted], Any]] = {
+    "torch": lambda folder, decode: Iterable(decode),
+    "Hugging Face": hugging_face_stream,
+    "webdataset": webdataset_stream,
+    "LitData": lambda folder, decode: litdata(folder, transform=decode),
+}
 
 
-def iterables() -> None:
-    """Print the samples that three epochs take from each source, and rates of the source and of the third epoch."""
-    print(
-        "| stream | workers | read in epochs 1, 2, 3 | equal | samples/s | cached |\n| --- | ---: | --- | --- | ---: | ---: |"
-    )
-    for make in STREAMS:
+@experiment()
+def iterables(run: Run) -> None:
+    """Samples that three epochs take from each source, and samples per second of the source and of the third epoch."""
+    table = run.table("stream", "workers", "read in epochs 1, 2, 3", "N, 0, 0 and equal", "samples/s", "cached")
+    for name, make in STREAMS.items():
         for workers in (0, 2):
             with tempfile.TemporaryDirectory() as folder:
                 decode = Counted()
                 try:
                     source = make(Path(folder), decode)
                 except ImportError as error:
-                    print(f"| {make.__name__} | not installed: {error} | | | | |", flush=True)
+                    table.row(name, f"not installed: {error}")
                     break
                 with CachedIterable(source, 1) as cached:
-                    epochs, reads, seconds = [], [], []
+                    epochs, reads, rates = [], [], []
                     for dataset in (source, cached, cached, cached):
                         context = "fork" if workers else None
                         loader = DataLoader(dataset, 50, num_workers=workers, collate_fn=list, multiprocessing_context=context)
                         before, began = decode.count.value, time.perf_counter()
                         samples = [sample for batch in loader for sample in batch]
-                        seconds.append(time.perf_counter() - began)
+                        rates.append(len(samples) / (time.perf_counter() - began))
                         reads.append(decode.count.value - before)
                         epochs.append(list(map(describe, samples)))
-            equal = "yes" if all(epoch == epochs[0] for epoch in epochs) else "no"
-            rates = [f"{len(epochs[0]) / seconds[epoch]:,.0f}" for epoch in (0, 3)]
-            print(
-                f"| {make.__name__} | {workers} | {reads[1:]} of {reads[0]} | {equal} | {rates[0]} | {rates[1]} |", flush=True
-            )
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("of", nargs="?", choices=["readers", "iterables"])
-    if (of := parser.parse_args().of) is not None:
-        {"readers": readers, "iterables": iterables}[of]()
-        return
-    dataset = Folder(COUNT)
-    probed = [0, *np.linspace(0, COUNT - 1, 8).astype(int).tolist()]
-    example = dataset[0]
-    seconds: dict[str, list[float]] = {"loading the samples of the probe": [], "CachedDataset": [], "with example=": []}
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for idx in probed:
-            dataset[idx]
-        seconds["loading the samples of the probe"].append(time.perf_counter() - began)
-        for name, options in (("CachedDataset", {}), ("with example=", {"example": example})):
-            began = time.perf_counter()
-            cached = CachedDataset(dataset, 1, **options)  # type: ignore[arg-type]
-            seconds[name].append(time.perf_counter() - began)
-            cached.close()
-    print(f"| {COUNT:,} paths | median | largest |\n| --- | ---: | ---: |")
-    for name, times in seconds.items():
-        print(f"| {name} | {statistics.median(times) * 1e3:.1f} ms | {max(times) * 1e3:.1f} ms |")
-
-
-if __name__ == "__main__":
-    main()
+            right = all(epoch == epochs[0] for epoch in epochs) and reads[1:] == [reads[0], 0, 0]
+            table.row(name, workers, f"{reads[1:]} of {reads[0]}", right, rates[0], rates[3])
+    run.claim("iterables read their source N, 0 and 0 times, and all samples are equal", all(table.column("N, 0, 0 and equal")))
