@@ -1,8 +1,12 @@
-"""Fixtures and hooks of all tests; see `tests.support.traces` for what each test must leave as it found it."""
+"""Fixtures and hooks of all tests; see `tests.support.traces` for what each test must leave as it found it.
+
+Functions import what needs torch: of three processes one only hands out the tests to the others.
+"""
 
 import atexit
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import random
@@ -31,29 +35,16 @@ if "--portable" in sys.argv:
     )
     import tests.system.platform.portable.sitecustomize  # noqa: F401  # processes that are started import it by themselves
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis.strategies import none
-from tqdm import tqdm
 
-from stocache.cache.base import SampleCache
-from stocache.cache.keyed.cache import KeyedCache
-from stocache.cache.options import AuditOptions
-from stocache.cache.stats import SlotState
-from stocache.datasets.cut import surveying
+from stocache.cache.stats import OOB
 from stocache.errors import CacheNameError
 from stocache.system.platform import here
 
 pytest.register_assert_rewrite("tests.support")  # so that assertions there tell the values, too
-from tests.support.processes import run_all  # noqa: E402
-from tests.support.traces import leaves_no_trace, pytest_configure, pytest_xdist_auto_num_workers  # noqa: E402
-
-__all__ = ["leaves_no_trace", "pytest_configure", "pytest_xdist_auto_num_workers"]
-
-for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # where one is not in use, torch.manual_seed formats the stack, in 2 ms
-    accelerator.traceback = SimpleNamespace(format_stack=list)
+pytest_plugins = ["tests.support.traces"]
 
 settings.register_profile("seeded", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("seeded")
@@ -61,20 +52,20 @@ settings.load_profile("seeded")
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 QUICK = {  # files of units and contracts that start few processes
-    "function_hash", "limits", "states", "histogram", "spec", "round_trips", "blocks", "record_encoder",
-    "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "order", "storage",
-    "verdict", "measure", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
-    "no_more_threads", "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
-    "neighbours", "loaders", "listing",
+    "function_hash", "limits", "states", "histogram", "spec", "round_trips", "blocks",
+    "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "storage",
+    "verdict", "choice", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
+    "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
+    "neighbours", "listing",
 }  # fmt: skip
 SLOW = {  # files of slow tests alone
-    "trainers", "transformers", "datamodule", "launchers", "forkserver", "container", "libraries", "programs",
+    "accelerate", "trainers", "transformers", "datamodule", "launchers", "container", "libraries", "programs",
 }  # fmt: skip
 PORTABLE = not here.SHARES_MEMORY
 LINUX = {  # files, and folders, of tests of what only Linux gives: processes that share memory, and names
     "shm", "ring", "kill", "processes", "reading", "reading_ranks", "reading_resume", "children", "listing", "metrics",
-    "loaders", "dataloader", "stalls", "torch_iterators", "lives", "interrupts", "ends_of_programs", "everywhere",
-    "forkserver", "resume", "accelerate", "loader_stats",
+    "dataloader", "stalls", "torch_iterators", "interrupts", "ends_of_programs", "everywhere",
+    "resume", "accelerate", "loader_stats",
 }  # fmt: skip
 START_METHODS = ("fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow))  # which imports torch once more
 if PORTABLE:
@@ -102,24 +93,18 @@ def is_for_linux(item: pytest.Item) -> bool:
     return item.get_closest_marker("linux") is not None or not LINUX.isdisjoint((item.path.stem[5:], item.path.parent.name))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup():
-    return (yield from skipping_names())
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    return (yield from skipping_names())
-
-
 def skipping_names():
     """Skip a test that asks for a named cache where there are none."""
     try:
         return (yield)
     except CacheNameError as error:
-        if PORTABLE and "Linux only" in str(error):
+        if "Linux only" in str(error):
             pytest.skip(str(error))
         raise
+
+
+if PORTABLE:
+    pytest_fixture_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(skipping_names)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,20 +121,25 @@ def pytest_runtest_makereport(item: pytest.Item):
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """Start each test with random numbers of its own, which depend on the seed and on nothing else."""
+    import numpy
+    import torch
+
     seed = zlib.crc32(f"{request.config.getoption('seed')} {request.node.nodeid}".encode())
     random.seed(seed)
-    np.random.seed(seed)
+    numpy.random.seed(seed)
     torch.manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
 def _unaudited(request: pytest.FixtureRequest):
     """Turn the audit off for tests that count the loads of a dataset."""
-    init: Any = AuditOptions.__init__
-    before = init.__kwdefaults__
-    init.__kwdefaults__ = before | {"audit": 0} if request.node.get_closest_marker("unaudited") else before
-    yield
-    init.__kwdefaults__ = before
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("unaudited"):
+            from stocache.cache.options import AuditOptions
+
+            init: Any = AuditOptions.__init__
+            patch.setattr(init, "__kwdefaults__", init.__kwdefaults__ | {"audit": 0})
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -172,8 +162,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _servers():
-    """Multiprocessing starts these once and keeps them; here before the first look at the descriptor table."""
+def _begun() -> None:
+    """Begin what is begun once and then kept, before the first look at the descriptor table."""
+    import torch
+    from tqdm import tqdm
+
+    from stocache.datasets.cut import surveying
+
     multiprocessing.set_forkserver_preload(["torch", "pytest", "hypothesis.extra.numpy"])  # what is spawned imports them itself
     if "forkserver" in multiprocessing.get_all_start_methods():
         forkserver.ensure_running()
@@ -184,18 +179,13 @@ def _servers():
 
         pyarrow.csv.read_csv(pyarrow.BufferReader(b"1\n2\n"))  # which keeps a pipe
     tqdm.get_lock()  # under forkserver, the default from Python 3.14, its semaphore has a name
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _cheap_samples():
-    """Have a hit take no time when a cut is weighed: the samples of tests are small."""
-    surveying.seconds_of_hit = lambda state: 0.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _generator_of_hypothesis():
-    """Hypothesis asks once who refers to its random generator: Python 3.14 would not find what `freeze_garbage` froze."""
-    given(none())(lambda _: None)()
+    given(none())(lambda _: None)()  # asks once who refers to its generator: Python 3.14 would not find what `gc.freeze` froze
+    surveying.seconds_of_hit = lambda state: 0.0  # the samples of tests are small: a hit takes no time when a cut is weighed
+    for accelerator in (torch.cuda, torch.xpu, torch.mtia):  # if it is not in use, torch.manual_seed formats the stack, in 2 ms
+        accelerator.traceback = SimpleNamespace(format_stack=list)
+    for name, logger in logging.root.manager.loggerDict.items():  # pytest has handlers for each that does not, in 2 ms a test
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(params=START_METHODS)
@@ -206,19 +196,24 @@ def start_method(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def run_processes(start_method: str) -> Callable[..., None]:
     """Run ``target(number, *args)`` in ``count`` processes of the start method, and demand that each ends well."""
+    from tests.support.processes import run_all
 
     return functools.partial(run_all, multiprocessing.get_context(start_method))
 
 
 @pytest.fixture
-def resident(cache: SampleCache) -> list[int]:
+def resident(cache) -> list[int]:
     """Indices of the samples that may be cached; any keys of a cache by key."""
-    if isinstance(cache, KeyedCache):
-        return list(range(12))
-    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state != SlotState.OOB]
+    from stocache import KeyedCache
+
+    return list(range(12)) if isinstance(cache, KeyedCache) else _indices(cache, outside=False)
 
 
 @pytest.fixture
-def outside(cache: SampleCache) -> list[int]:
+def outside(cache) -> list[int]:
     """Indices of the others."""
-    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if state == SlotState.OOB]
+    return _indices(cache, outside=True)
+
+
+def _indices(cache, outside: bool) -> list[int]:
+    return [idx for idx, state in enumerate(cache.aux_array.tolist()) if (state == OOB) is outside]

@@ -1,17 +1,16 @@
 """Prose is written in English, not translated into it: few marks of translation in 1,000 words, by folder."""
 
-import ast
-import io
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
 
+from tests.support.sources import comments_of, docstrings_of
+
 ROOT = Path(__file__).parents[1]
 CEILINGS = {  # only lower these
-    "docs/**/*.md": 1, "[CRS]*.md": 3, "stocache/**/*.md": 9, "stocache/**/*.py": 10, "benchmark/**/*.md": 1,
-    "benchmark/**/*.py": 7, "tests/**/*.md": 1, "tests/**/*.py": 12,
+    "docs/**/*.md": 1, "[CRS]*.md": 3, "stocache/**/*.md": 3, "stocache/**/*.py": 4, "benchmark/**/*.md": 1,
+    "benchmark/**/*.py": 3, "tests/**/*.md": 1, "tests/**/*.py": 12,
 }  # fmt: skip
 PLACE = "says?|said|see|know|knows|shows?|names?|finds?|found|returns?|of|on|from|to|is|and|or|places?|lines?|folder|point"
 AGENT = "process|user|worker|thread|rank|job|machine|program|library|host|system|container|epoch|time|day"
@@ -29,15 +28,11 @@ MARKS = re.compile(
 
 def paragraphs(path: Path) -> list[str]:
     """Return the prose of a page, or the docstrings and comments of a module, without code and headings."""
-    text = path.read_text()
     if path.suffix == ".py":
-        nodes = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
-        prose = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type != tokenize.NL]
-        prose.append("".join(f"{token.string[1:]}\n" if token.type == tokenize.COMMENT else "\n" for token in tokens))
-        text = "\n\n".join(prose)
+        text = "\n\n".join([*(node.value for node in docstrings_of(path)), comments_of(path)])
     else:
-        text = re.sub(r"```.*?```|^#[^\n]*$|\n\n(?:    [^\n]*\n)+", "\n\n", text, flags=re.DOTALL | re.MULTILINE)
+        code = r"```.*?```|^#[^\n]*$|\n\n(?:    [^\n]*\n)+"
+        text = re.sub(code, "\n\n", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"`+[^`]*`+", "CODE", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)).replace("**", "")
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n|\n\s*[-*] |\||<br>", text)]
 

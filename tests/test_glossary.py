@@ -3,12 +3,10 @@
 import ast
 import re
 from collections import defaultdict
-from pathlib import Path
 
 import stocache
-
-PACKAGE = Path(stocache.__file__).parent
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+from tests.support.house import PACKAGE
+from tests.support.sources import statements, tree_of
 
 KNOWN = {  # names that two things still have: only shrink this
     "InOrder",  # both are written to files and states
@@ -18,13 +16,19 @@ KNOWN = {  # names that two things still have: only shrink this
 
 COMMANDS = ("tools/cli/app.py", "tools/cli/folders.py", "tools/cli/caches.py")  # a command has the name of what it runs
 TWIN = "system/platform/portable.py"  # has the names of the other one
-ONCE = {path: tree for path, tree in TREES.items() if path != TWIN}
+
+
+def once():
+    """Yield the path and the tree of each module but the twin of one."""
+    for path in PACKAGE.rglob("*.py"):
+        if (name := path.relative_to(PACKAGE).as_posix()) != TWIN:
+            yield name, tree_of(path)
 
 
 def test_classes_and_exported_functions_have_names_of_their_own():
     places = defaultdict(list)
-    for path, tree in ONCE.items():
-        for node in ast.walk(tree):
+    for path, tree in once():
+        for node in statements(tree):
             exported = isinstance(node, ast.FunctionDef) and node in tree.body and node.name in stocache.__all__
             if isinstance(node, ast.ClassDef) or (exported and path not in COMMANDS):
                 places[node.name].append(path)
@@ -33,7 +37,7 @@ def test_classes_and_exported_functions_have_names_of_their_own():
 
 def test_a_constant_has_one_value_wherever_it_is_defined():
     values = defaultdict(set)
-    for node in (node for tree in ONCE.values() for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)):
+    for node in (node for _, tree in once() for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             names = target.elts if isinstance(target, ast.Tuple) else [target]
             several = isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(names)

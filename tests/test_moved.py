@@ -26,21 +26,18 @@ def test_a_pickle_that_names_a_former_module_is_read(name):
     assert list(pickle.loads(pickled)) == list(sampler)
 
 
-@pytest.mark.parametrize(
-    ("former", "name"),
-    [
-        ("stocache.samplers.block", "BlockSampler"),
-        ("stocache.datasets.stored", "StorageDataset"),
-        ("stocache.disk.cache", "DiskCache"),
-        ("stocache.preparation.prepare", "prepare"),
-    ],
-)
-def test_a_former_module_is_the_module_itself(former, name):
+FORMER = {
+    "stocache.samplers.block": "BlockSampler", "stocache.datasets.stored": "StorageDataset",
+    "stocache.disk.cache": "DiskCache", "stocache.preparation.prepare": "prepare",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_former_module_is_the_module_itself(former):
     module = importlib.import_module(former)
-    assert getattr(module, name) is getattr(stocache, name)
+    assert getattr(module, FORMER[former]) is getattr(stocache, FORMER[former])
     assert module is sys.modules[module.__name__]
-    assert module.__name__ != former
-    assert module.__spec__.name == module.__name__
+    assert module.__name__ == module.__spec__.name != former
 
 
 def test_a_question_for_a_module_imports_nothing_and_what_never_was_is_not_found():

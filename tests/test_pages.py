@@ -1,6 +1,5 @@
 """What the pages name in code exists: paths, modules, classes, attributes, functions and options."""
 
-import ast
 import builtins
 import functools
 import inspect
@@ -9,12 +8,12 @@ import re
 from enum import Enum
 from pathlib import Path
 
-import pytest
 import typer
 
 import stocache
 from stocache.tools.cli.app import app
 from stocache.tools.run import run
+from tests.support.sources import code_of
 
 ROOT = Path(__file__).parents[1]
 CODE = [ROOT / name for name in ("stocache", "tests", "benchmark")]
@@ -31,21 +30,18 @@ OTHER = set(OTHERS.split())  # names, options and files of other programs, and w
 WORD = re.compile(r"(?<![\w/.$…'\"])(?:--[a-z][\w-]*|[\w.]+(?:/[\w.]+)+|[A-Za-z_][\w.]*)")
 
 
-@functools.cache
-def sources() -> str:
-    return "\n".join(path.read_text() for folder in CODE for path in folder.rglob("*.py") if path != Path(__file__))
+FILES = [path for folder in CODE for path in folder.rglob("*.py") if path != Path(__file__)]
 
 
 @functools.cache
-def names() -> set[str]:  # also words of strings, but of docstrings
-    found, prose = {*dir(builtins), *(path.stem for folder in CODE for path in folder.rglob("*.py"))}, set()
-    for node in ast.walk(ast.parse(sources())):
-        if isinstance(node, ast.Expr):
-            prose.add(node.value)
-        found |= {value for _, value in ast.iter_fields(node) if isinstance(value, str) and node not in prose}
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose:
-            found |= set(node.value.split())
-    return {part for name in found for part in name.split(".")}
+def code() -> str:
+    """Return all code, without docstrings and comments."""
+    return "\n".join(map(code_of, FILES))
+
+
+@functools.cache
+def names() -> set[str]:
+    return {*dir(builtins), *(path.stem for path in FILES), *re.findall(r"\w+", code())}
 
 
 @functools.cache
@@ -63,7 +59,7 @@ def exists(word: str, folder: Path) -> bool:
     if word in OTHER or re.search(r"(^|/)[A-Z]{2,}$|^stocache_", word):  # what stands for a name; metrics have a test
         return True
     if word.startswith("--"):
-        return word in options() or f'"{word}"' in sources()
+        return word in options() or f'"{word}"' in code()
     if "/" in word or word.endswith((".py", ".md", ".json", ".safetensors")):
         return any((place / word).exists() for place in (folder, ROOT, *CODE))
     if word.startswith("stocache."):
@@ -75,18 +71,20 @@ def exists(word: str, folder: Path) -> bool:
     return all(part in OTHER or part in names() for part in word.split(".") if re.search("_|[A-Z][a-z]", part))
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_exists(page):
-    text = re.sub(r"```.*?```|^    .*?$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
-    codes = [code for code in re.findall(r"`([^`]+)`", text) if "://" not in code]
-    words = {word.rstrip(".") for code in codes for word in WORD.findall(code)}
-    assert sorted(word for word in words if not exists(word, (ROOT / page).parent)) == []
+def test_what_a_page_names_exists():
+    missing = {}
+    for page in PAGES:
+        text = re.sub(r"```.*?```|^    .*?$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+        codes = [code for code in re.findall(r"`([^`]+)`", text) if "://" not in code]
+        words = {word.rstrip(".") for code in codes for word in WORD.findall(code)}
+        missing[page] = sorted(word for word in words if not exists(word, (ROOT / page).parent))
+    assert {page: words for page, words in missing.items() if words} == {}
 
 
-@pytest.mark.parametrize("name", stocache.__all__)
-def test_docstrings_describe_each_argument(name):
-    exported = getattr(stocache, name)
-    if not issubclass(exported if isinstance(exported, type) else object, Enum):
-        text = " ".join(each.__doc__ or "" for each in getattr(exported, "__mro__", [exported]))
-        arguments = inspect.signature(exported).parameters
-        assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)] == []
+def test_docstrings_describe_each_argument():
+    for name in stocache.__all__:
+        exported = getattr(stocache, name)
+        if not issubclass(exported if isinstance(exported, type) else object, Enum):
+            text = " ".join(each.__doc__ or "" for each in getattr(exported, "__mro__", [exported]))
+            arguments = inspect.signature(exported).parameters
+            assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", text)] == [], name

@@ -1,10 +1,7 @@
 """The code in the README files runs as pasted, and the commands and names in them exist."""
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from torch.utils.data import DataLoader
 from stocache.shm import named
 from stocache.tools.cli import listing
 from stocache.tools.cli.app import app
+from tests.support.scripts import script_runner
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "stocache"
@@ -29,14 +27,6 @@ EXAMPLES = {
 """The programs, and what they print where the page says it."""
 BLOCKS = {name: block for name, (block, _) in EXAMPLES.items()}
 DEAR = re.compile("spawn|lightning|monai|transformers|keras|jax|accelerate|ultralytics|ignite|timm|lerobot")
-LINUX = {  # examples of processes that share memory
-    "docs/coming_from/stocaching.md, block 2", "docs/data/tiles.md, block 1", "stocache/shm/README.md, block 1",
-    "stocache/cache/keyed/README.md, block 5", "docs/data/detection.md, block 1", "docs/data/hdf5_zarr.md, block 2",
-    "docs/data/text.md, block 1", "docs/data/video.md, block 1", "docs/coming_from/monai_cachedataset.md, block 2",
-    "docs/frameworks/accelerate.md, block 1", "docs/frameworks/ignite.md, block 1", "docs/frameworks/lightning.md, block 1",
-    "docs/frameworks/monai.md, block 1", "docs/frameworks/plain_loop.md, block 1", "docs/frameworks/transformers.md, block 1",
-    "stocache/cache/keyed/README.md, block 2", "stocache/shm/README.md, block 2",
-}  # fmt: skip
 VARIES = re.compile(r"\b\d+(\.\d+)?( ?(s|ms|µs|MB/s|GB/s|samples/s)\b|x\b)")  # times, and what follows from them
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
 
@@ -53,38 +43,10 @@ def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
     dataset.cache.close()
 
 
-SCRIPTS = """
-import json, os, runpy, signal, sys, warnings
-from stocache import *
-from stocache import reading
-while line := sys.stdin.readline():
-    folder, path = json.loads(line)
-    if child := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    signal.alarm(100)  # which ends it
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # of more workers than cores
-    os.chdir(folder)
-    for number, file in enumerate((os.devnull, "stdout", "stderr")):
-        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    sys.modules["pydicom"] = None  # beside it, MONAI warns of a decoder that is not installed
-    sys.path[:1] = [folder, *path]
-    runpy.run_path(f"{folder}/example.py", run_name="__main__")
-    break
-"""
-
-
 @pytest.fixture(scope="module")
 def run_script():
-    """Run the example.py in a folder, in a fork of a process that has imported torch; return its status and what it printed."""
-    with subprocess.Popen([sys.executable, "-c", SCRIPTS], stdin=-1, stdout=-1, text=True, cwd=ROOT) as server:
-
-        def run(folder, *path):
-            print(json.dumps([str(folder), path]), file=server.stdin, flush=True)
-            return int(server.stdout.readline()), *((folder / name).read_text() for name in ("stdout", "stderr"))
-
+    with script_runner() as run:
         yield run
-        server.stdin.close()
 
 
 def is_there(module):
@@ -97,12 +59,11 @@ def is_there(module):
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-def marks_of(name):
-    return [pytest.mark.slow] * bool(DEAR.search(BLOCKS[name])) + [pytest.mark.linux] * (name in LINUX)
-
-
+@pytest.mark.linux  # each script is a fork
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in BLOCKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * bool(DEAR.search(block))) for name, block in BLOCKS.items()]
+)
 def test_every_example_runs_as_a_script(name, run_script, tmp_path):
     block, path = BLOCKS[name], []
     imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -118,8 +79,7 @@ def test_every_example_runs_as_a_script(name, run_script, tmp_path):
             path = [str(ROOT / "tests" / "support" / "standins"), str(ROOT)]
         elif not is_there(module):
             pytest.skip(f"the example needs {module}")
-    (tmp_path / "example.py").write_text(block)
-    status, stdout, stderr = run_script(tmp_path, *path)
+    status, stdout, stderr = run_script(tmp_path, block, *path)
     for cache in listing.find():  # those that persist
         named.remove(cache.path)
     assert status == 0, stderr
@@ -148,16 +108,5 @@ def test_links_headings_commands_and_benchmarks_exist(page):
         assert not heading or heading in anchors, f"{path}#{heading}"
     assert set(re.findall(r"`stocache ([a-z]+)", PAGES[page])) <= COMMANDS
     assert "cli/" not in page or set(re.findall(r"\| `stocache ([a-z]+)", PAGES[page])) == COMMANDS
-    benchmarks = set(re.findall(r"`python -m benchmark ([a-z_]+)", PAGES[page]))
+    benchmarks = set(re.findall(r"`python -m benchmark ([a-z_]+)", PAGES[page])) - {"all"}
     assert all((ROOT / "benchmark" / f"{name}.py").exists() for name in benchmarks)
-
-
-def test_each_way_of_a_sample_has_at_most_eight_steps_whose_functions_exist():
-    ways = PAGES["stocache/README.md"].split("\n### ")[1:]
-    assert len(ways) == 5
-    for way in ways:
-        assert re.findall(r"^\d+", way, re.MULTILINE) == [str(step) for step in range(1, 9)]
-        for name, path in re.findall(r"`([\w.]+)`\s+\(`([a-z_/]+\.py)`", way):
-            text = (PACKAGE / path).read_text()
-            for part in name.split("."):
-                assert re.search(rf"(?:def|class) {part}\b|^{part}\b|^ +self\.{part} = ", text, re.MULTILINE), name

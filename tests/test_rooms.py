@@ -11,6 +11,7 @@ from torch.utils._device import _device_constructors
 import stocache
 from stocache import errors
 from tests.support.house import PACKAGE, imported, modules, room_of, rooms
+from tests.support.sources import tree_of
 
 IMPORTS = {name: room.imports for room in rooms() for name in room.names if (PACKAGE / name).is_dir()}
 
@@ -48,23 +49,20 @@ AS_TORCH = {("loader/order.py", "empty"), ("reading/graph/seeds.py", "empty")}  
 
 def test_every_tensor_says_on_which_device_and_of_which_dtype_it_is():
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            library, _, name = ast.unparse(node.func).partition(".") if isinstance(node, ast.Call) else ("", "", "")
-            if library == "torch" and name in FACTORIES and (str(path.relative_to(PACKAGE)), name) not in AS_TORCH:
-                given = {keyword.arg for keyword in node.keywords}
-                assert "device" in given, f"{path}:{node.lineno}"
-                assert given & {"dtype", "generator"} or name in ("rand", "tensor"), f"{path}:{node.lineno}"
-
-
-GRAPHS = re.compile(r"torch\.utils\.data\.(datapipes|graph)\b|stocache\.reading")
+        exempt = {name for file, name in AS_TORCH if path == PACKAGE / file}
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in FACTORIES - exempt:
+                    given = {keyword.arg for keyword in node.keywords}
+                    assert "device" in given, f"{path}:{node.lineno}"
+                    assert given & {"dtype", "generator"} or name in ("rand", "tensor"), f"{path}:{node.lineno}"
 
 
 def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
+    of_torch, own = r"torch\.utils\.data(?:\.| import .*\b)(?:datapipes|graph)\b", r"stocache(?:\.| import .*\b)reading\b"
+    imports = re.compile(rf"^ *(?:from|import) +(?:{of_torch}|{own})", re.MULTILINE)
     for path in (path for path in PACKAGE.rglob("*.py") if "reading" not in path.relative_to(PACKAGE).parts):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".") for alias in node.names]
-                assert not any(map(GRAPHS.match, names)), path
+        assert not imports.search(path.read_text()), path
 
 
 def test_the_package_exports_a_sorted_all_that_exists_and_shares_no_name_with_a_module():

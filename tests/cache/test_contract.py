@@ -1,23 +1,28 @@
 """The contract of all caches: the whole of it for each class, and the life of a cache for each way to come by one."""
 
 import contextlib
+import multiprocessing
 import os
 import pickle
+import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from stocache import ClosedError, SampleError, SampleIndexError, SlotError
+from stocache import ClosedError, KeyedCache, RaggedCache, SampleError, SampleIndexError, SegmentError, SharedCache, SlotError
 from stocache.cache.disk.cache import DiskCache
 from stocache.cache.stats import SlotState
+from stocache.system import limits
+from stocache.system.limits import GIB, MIB, Memory
 from tests.support.equality import same
-from tests.support.faults import claimed
+from tests.support.faults import claimed, no_shared_memory
 from tests.support.makers import DISK, RAGGED, SHARED, SLOTS, N, disk, disk_records, fill, keyed, ragged, sample, scattered
-from tests.support.processes import stop, stopped, wait_until
+from tests.support.processes import run_all, stop, stopped, wait_until
 
 
 @pytest.fixture(params=[scattered, ragged, disk, disk_records], ids=lambda maker: maker.__name__)
@@ -103,16 +108,22 @@ def test_samples_are_copies_unless_the_memory_is_asked_for_and_are_overwritten_i
     assert same(cache.get_slot(resident[0]), view if is_shared else sample(2))
 
 
+@all_kinds
 def test_a_closed_cache_says_so(cache, resident):
-    fill(cache)
-    view = cache.get_slot(resident[0], copy=False)
+    get = cache.get if isinstance(cache, KeyedCache) else cache.get_slot
+    cache.get_or_load(resident[0], sample)
+    view = get(resident[0], copy=False)
     cache.close()
     cache.close()
-    for use in (
-        lambda: cache.get_slot(0), lambda: cache.get_slots([0]), lambda: cache.get_or_load(0, sample),
-        lambda: cache.get_or_load_many([0], list), lambda: cache.set_slot(0, sample(0)), lambda: cache.aux_array,
-        lambda: cache.clear(), lambda: cache.counts(), lambda: cache.stats(), lambda: pickle.dumps(cache),
-    ):  # fmt: skip
+    uses = [
+        lambda: get(0), lambda: cache.get_or_load(0, sample), lambda: cache.get_or_load_many([0], list), lambda: cache.clear(),
+        lambda: cache.stats(), lambda: cache.counts(), lambda: pickle.dumps(cache),
+    ]  # fmt: skip
+    if isinstance(cache, KeyedCache):
+        uses += [lambda: cache.put(1, 1), lambda: 1 in cache, lambda: len(cache)]
+    else:
+        uses += [lambda: cache.get_slots([0]), lambda: cache.set_slot(0, sample(0)), lambda: cache.aux_array]
+    for use in uses:
         with pytest.raises(ClosedError, match="the cache is closed"):
             use()
     assert "closed" in repr(cache)
@@ -121,23 +132,28 @@ def test_a_closed_cache_says_so(cache, resident):
         cache.get_solt(0)
 
 
-def test_threads_that_race_for_slots_agree(cache, resident):
-    barrier = threading.Barrier(8)
+@pytest.mark.parametrize("by", ["threads", pytest.param("processes", marks=pytest.mark.linux)])
+def test_all_that_race_for_slots_agree(cache, resident, by):
+    barrier = (threading if by == "threads" else multiprocessing).Barrier(4)
 
     def work(number):
         barrier.wait(60)
-        for idx in resident * 5:
+        for idx in random.Random(number // 2).sample(resident, SLOTS) * 3:  # two have the same order
             got = cache.get_slot(idx)
             if got is None:
                 cache.set_slot(idx, sample(idx))
             else:
                 assert same(got, sample(idx))
 
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
+    if by == "threads":
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    else:
+        run_all(multiprocessing.get_context("fork"), 4, work)
     stats = cache.stats()
     assert stats.fills == SLOTS
     assert stats.fills + stats.races == stats.misses
+    assert stats.hits + stats.misses == 4 * 3 * SLOTS
 
 
 @all_kinds
@@ -158,6 +174,8 @@ def test_a_claim_is_given_up_when_the_load_fails(cache, resident):
             load()
         assert not cache._claims._words.any()
     assert cache.stats().filled == 3  # loaded one by one, they are kept up to the failure
+    assert cache.get_or_load(resident[3], lambda idx: bad, strict=False) is bad
+    assert cache.stats().rejected == 1
     assert all(same(cache.get_or_load(idx, None), sample(idx)) for idx in resident[:3])
 
 
@@ -222,3 +240,46 @@ def test_many_wait_for_what_another_is_loading(cache, resident):
     samples = cache.get_or_load_many([first, second], load, timeout_s=1000)
     assert all(map(same, samples, [sample(first), sample(second)]))
     assert calls == [[second]]
+
+
+@pytest.mark.parametrize("make", [partial(SharedCache, data_dims=(MIB,)), RaggedCache], ids=["slots", "records"])
+def test_samples_stay_uncached_when_memory_runs_low_and_get_another_chance(make, monkeypatch, caplog):
+    load = lambda idx: torch.full((MIB,), idx, dtype=torch.uint8)
+    with make("40MB", 10) as cache:
+        with monkeypatch.context() as patched:
+            patched.setattr(limits, "memory", lambda: Memory(GIB, 0))
+            for idx in [*range(4, 10)] * 2:
+                assert same(cache.get_or_load(idx, load), load(idx))
+            with claimed(cache, 5):  # nobody waits for what cannot be kept
+                cache.get_or_load(5, load, timeout_s=1000)
+        assert (cache.stats().filled, cache.stats().refused) == (0, 13)
+        (record,) = caplog.records
+        assert "cache stops growing at 0 B of" in record.message
+        if isinstance(cache, SharedCache):
+            for use, slots in ((lambda: cache.array, "0 to 9 need 10.0 MiB"), (lambda: cache[9], "9 to 9 need 1.0 MiB")):
+                with pytest.raises(SegmentError, match=f"slots {slots}, which the machine does not give"):
+                    use()
+        cache.clear()
+        for idx in range(10):
+            cache.set_slot(idx, load(idx))
+        assert cache.stats().filled == 10
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("make", [partial(SharedCache, data_dims=sample(0).shape), RaggedCache], ids=["slots", "records"])
+def test_caches_without_samples_a_limit_or_memory_hold_nothing(make, monkeypatch, caplog):
+    with make(1, 0) as empty:
+        assert len(empty.get_slots([])[0]) == len(empty.aux_array) == empty.stats().hit_rate == 0
+        with pytest.raises(SampleIndexError, match="outside the dataset of 0 samples"):
+            empty.get_slot(0)
+    without_limit = make(0, N)
+    no_shared_memory(monkeypatch)
+    for cache in (without_limit, make(1, N)):
+        with cache, pickle.loads(pickle.dumps(cache)) as copy:
+            for each in (cache, copy):
+                fill(each)
+                assert (each.aux_array == SlotState.OOB).all()
+                assert not each.get_slots(range(N))[1].any()
+            cache.clear()
+    (record,) = caplog.records
+    assert "no shared memory: /no/such/dir cannot be written" in record.message

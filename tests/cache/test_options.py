@@ -3,76 +3,76 @@
 import dataclasses
 import inspect
 import pickle
+import sys
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import ChainDataset, TensorDataset
 
 import stocache
-from stocache import AuditOptions, CachedDataset, CacheOptions, KeyedCache, RaggedCache, SampleOptions, SharedCache
+from stocache import AuditOptions, CachedDataset, CacheOptions, KeyedCache, Placement, RaggedCache, SampleOptions, SharedCache
 from stocache.cache.options import ALL_OPTIONS, SHARING
-from stocache.errors import LimitError
+from stocache.cache.placement import residency
+from stocache.errors import CodecError, DatasetError, DiskError, LimitError
 
 SAMPLES = TensorDataset(torch.arange(6))
-SHAPE = (3,)
 
 
 def dataset(*objects, **options):
     CachedDataset(SAMPLES, *objects, **options).close()
 
 
-def shared(size, **options):
-    SharedCache(size, 4, SHAPE, **options).close()
+def shared(size, dataset_len=4, **options):
+    SharedCache(size, dataset_len, (3,), **options).close()
 
 
 def ragged(size, **options):
-    RaggedCache(size, 4, **options).close()
+    RaggedCache(size, 60, **options).close()
 
 
 WRONG = [  # what is given, the error, and what it says
-    (
-        lambda: dataset("1MB", plcement="prefix"),
-        TypeError,
-        r"CachedDataset has no option 'plcement'\. Did you mean placement\?",
-    ),
+    (lambda: dataset("1MB", plcement="prefix"), TypeError, r"has no option 'plcement'\. Did you mean placement\?"),
     (lambda: dataset("1MB", colour="red"), TypeError, r"CachedDataset has no option 'colour'\.$"),
-    (lambda: dataset(CacheOptions("1MB"), persist=True), LimitError, "persist is one of the CacheOptions that were given"),
-    (
-        lambda: dataset("1MB", SampleOptions(probe=2), split=False),
-        LimitError,
-        "split is one of the SampleOptions that were given",
-    ),
+    (lambda: dataset("1MB", SampleOptions(), split=False), LimitError, "split is one of the SampleOptions that were given"),
     (lambda: dataset("1MB", AuditOptions(), audit=0), LimitError, "audit is one of the AuditOptions that were given"),
     (lambda: dataset(CacheOptions("1MB"), CacheOptions("2MB")), LimitError, "CacheOptions is given twice"),
     (lambda: dataset("1MB", CacheOptions("2MB")), LimitError, "CacheOptions is given twice"),
     (lambda: dataset(SampleOptions(), SampleOptions()), LimitError, "SampleOptions is given twice"),
+    (lambda: dataset("1MB", narrow="yes"), LimitError, r"narrow='yes' is unknown. Use True or False or 'auto'"),
     (lambda: shared("1MB", codec="lz4"), TypeError, r"SharedCache has no option 'codec'\.$"),
-    (
-        lambda: shared(CacheOptions("1MB", allow_pickle=True)),
-        LimitError,
-        "SharedCache: allow_pickle of the CacheOptions has no",
-    ),
+    (lambda: shared(CacheOptions(allow_pickle=True)), LimitError, "SharedCache: allow_pickle of the CacheOptions has no"),
     (lambda: shared(CacheOptions("1MB"), fingerprint="v1"), LimitError, "fingerprint is one of the CacheOptions"),
+    *((lambda limit=limit: shared(limit), LimitError, "size_limit_gib=") for limit in (-1, float("nan"), "nonsense", None)),
+    (lambda: shared(1, -1), LimitError, "dataset_len=-1 is negative"),
+    *((lambda count=count: shared(1, count), LimitError, "not an integer") for count in (1.5, None)),
     (lambda: ragged("1MB", disk="/nvme"), TypeError, "RaggedCache has no option 'disk'"),
     (lambda: ragged(CacheOptions("1MB", disk="d", disk_limit=1)), LimitError, "disk of the CacheOptions has no effect here"),
+    (lambda: ragged("500B"), LimitError, "=500B leaves 0 bytes after the 608-byte state array. Raise"),
+    (lambda: ragged("1MB", admission="lru"), LimitError, "admission='lru' is unknown. Use 'all' or 'cost'"),
+    (lambda: ragged("1MB", codec="rar"), CodecError, "codec='rar' is unknown. Use 'zstd' or 'lz4', or None"),
+    (lambda: ragged("1MB", codec="zstd"), CodecError, r"package that is not installed: pip install 'stocache\[codecs\]'"),
     (lambda: KeyedCache("1MB", admission="cost"), TypeError, "KeyedCache has no option 'admission'"),
     (lambda: KeyedCache(CacheOptions("1MB", narrow=True)), LimitError, "narrow of the CacheOptions has no effect here"),
+    (lambda: KeyedCache("1MB", disk="d"), LimitError, "go together"),
+    (lambda: KeyedCache("1MB", disk="", disk_limit="1MB"), DiskError, "disk='' is not the path"),
     (lambda: stocache.cached("1MB", on_busy="raise"), TypeError, "cached has no option 'on_busy'"),
-    (lambda: stocache.cached("1MB", audit=2), LimitError, "audit=2 is not a share of the time"),
-    (
-        lambda: stocache.CachedIterable([1], "1MB", audit=0),
-        TypeError,
-        r"CachedIterable has no option 'audit'\. It is an option of Audit",
-    ),
-    (lambda: AuditOptions(audit=True), LimitError, "audit=True is not a share of the time"),
+    *((lambda share=share: stocache.cached("1MB", audit=share), LimitError, f"audit={share!r} is not a share of the time")
+      for share in (-1, 2, True, "1")),
+    (lambda: stocache.CachedIterable([1], "1MB", audit=0), TypeError, r"no option 'audit'\. It is an option of Audit"),
+    (lambda: stocache.CachedIterable(5), DatasetError, "goes into CachedDataset"),
+    (lambda: stocache.CachedIterable(iter([1, 2])), DatasetError, "again and again"),
+    (lambda: CachedDataset(ChainDataset([]), "1MB"), DatasetError, "CachedIterable records"),
     (lambda: AuditOptions(on_change="warn"), LimitError, "on_change='warn' is unknown"),
-    (lambda: SampleOptions(cut="first"), LimitError, "cut='first' is unknown. Use None or 'latest' or 'smallest'"),
-]
+    (lambda: Placement("random"), LimitError, "placement 'random' is unknown"),
+    (lambda: Placement(unit=0), LimitError, "unit=0"), (lambda: Placement(node=2, nodes=2), LimitError, "node=2, nodes=2"),
+    (lambda: Placement(nodes=0), LimitError, "nodes=0"),
+    (lambda: residency(Placement("scattered"), 2**33, 10), LimitError, "exceeds 64-bit arithmetic"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
-def test_an_option_that_is_wrong_here_is_an_error_that_names_the_right_place(number):
-    make, error, text = WRONG[number]
+@pytest.mark.parametrize(("make", "error", "text"), WRONG)
+def test_an_option_that_is_wrong_is_an_error_that_names_the_right_place(make, error, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(error, match=text):
         make()
 

@@ -84,17 +84,6 @@ def test_a_node_keeps_the_head_of_its_part_or_all_of_it_and_some_before(drawn, d
         assert all(in_line[(end - 1 - back) % dataset_len] for back in range(kept))
 
 
-def test_placement_refuses_nonsense():
-    for arguments, message in (
-        ({"order": "random"}, "placement 'random' is unknown"), ({"unit": 0}, "unit=0"),
-        ({"node": 2, "nodes": 2}, "node=2, nodes=2"), ({"nodes": 0}, "nodes=0"),
-    ):  # fmt: skip
-        with pytest.raises(LimitError, match=message):
-            Placement(**arguments)
-    with pytest.raises(LimitError, match="exceeds 64-bit arithmetic"):
-        residency(Placement("scattered"), 2**33, 10)
-
-
 def slots_for(dataset_len, slot_bytes):
     return CacheLayout(dataset_len, dataset_len, {}, Structure.from_dims((slot_bytes,), torch.uint8))
 
@@ -107,7 +96,7 @@ def test_as_many_slots_fit_as_in_stocaching(limit, dataset_len, slot_bytes):
 
 
 def test_a_limit_must_leave_room_for_one_slot_unless_it_is_zero(caplog):
-    for slot_bytes, limit, slots in ((100, "110B", 1), (0, "10B", 10), (10, 0, 0)):
+    for slot_bytes, limit, slots in ((100, "110B", 1), (0, "10B", 10), (10, 0, 0), (10, "auto", 10)):
         assert slots_for(10, slot_bytes).affordable(limit, named=False) == slots
     with pytest.raises(LimitError, match="109B leaves 99 bytes after the 10-byte state array; one slot needs 100 bytes"):
         slots_for(10, 100).affordable("109B", named=False)

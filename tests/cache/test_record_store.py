@@ -9,7 +9,6 @@ import torch
 from stocache import RaggedCache
 from stocache.cache.stats import FILLS, REFUSED
 from stocache.shm import extents
-from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, Memory
 from tests.support import makers
@@ -57,24 +56,20 @@ def test_a_batch_is_written_as_its_samples_are(name):
 
 def test_what_has_no_room_in_a_batch_is_outside_and_smaller_samples_behind_it_fit():
     values = [bytes(4000), bytes(8000), bytes(100), "a treedef that is new"]
-    with RaggedCache("7000B", N) as cache:
-        assert outcome(cache, write_together, values)[0] == [[FILLS, None, FILLS, FILLS]]
-        assert cache.aux_array[:4].tolist() == [0, 2, 0, 0]  # publishing is left to the cache
-    compare(lambda: RaggedCache("7000B", N), values)
+    assert compare(lambda: RaggedCache("7000B", N), values) == [[FILLS, None, FILLS, FILLS]]
     compare(lambda: RaggedCache("5000B", N), [bytes(4300), ("a treedef", {"without": "room"}), bytes(10)])
 
 
 def test_what_is_refused_memory_in_a_batch_is_counted_and_smaller_samples_behind_it_fit(monkeypatch):
-    values = [bytes(1000), bytes(5_000_000), bytes(1000)]
-    outcomes = []
+    def make():
+        monkeypatch.setattr(limits, "memory", memory)
+        cache, answers = RaggedCache("40MB", N), chain([Memory(100 * GIB, 100 * GIB)], repeat(Memory(GIB, 0)))
+        monkeypatch.setattr(limits, "memory", lambda: next(answers))  # memory for one extent
+        return cache
+
+    memory = limits.memory
     monkeypatch.setattr(extents, "_LOOKED_AT_EVERY", 0)
-    for write in (write_one_by_one, write_together):
-        answers = chain([Memory(100 * GIB, 100 * GIB)], repeat(Memory(GIB, 0)))  # memory for one extent
-        with RaggedCache("40MB", N) as cache, monkeypatch.context() as patched:
-            patched.setattr(limits, "memory", lambda answers=answers: next(answers))
-            outcomes.append(outcome(cache, write, values))
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0] == [[FILLS, REFUSED, FILLS]]
+    assert compare(make, [bytes(1000), bytes(5_000_000), bytes(1000)]) == [[FILLS, REFUSED, FILLS]]
 
 
 def test_each_sample_of_a_batch_is_admitted_by_its_own_cost():
@@ -82,10 +77,3 @@ def test_each_sample_of_a_batch_is_admitted_by_its_own_cost():
     counters = compare(lambda: RaggedCache("30KB", N, admission="cost"), values, epochs=3, cost_s=cost_s)
     assert {None, FILLS} == {counter for epoch in counters for counter in epoch}
     assert counters[0][:31] == [None] * 31
-
-
-@pytest.mark.parametrize("options", [{}, {"admission": "cost"}])
-def test_a_batch_is_not_written_where_another_process_keeps_the_lock(options, monkeypatch):
-    with RaggedCache("1MB", N, **options) as cache:
-        monkeypatch.setattr(Segment, "run_locked", lambda self, number, work, late: late)
-        assert outcome(cache, write_together, ["a", "b"], cost_s=lambda idx: 1.0)[0] == [[REFUSED] * 2]

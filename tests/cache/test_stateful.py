@@ -56,20 +56,25 @@ class CacheMachine(RuleBasedStateMachine):
         call = partial(self.cache.set_slot, idx, torch.tensor(value), allow_oob, overwrite)
         if self.is_outside(idx, allow_oob):
             refused(call, SampleIndexError, "outside the")
-            return
-        missed = self.missed.get(idx, 0)
-        self.missed[idx] = max(0, missed - 1)
-        if idx not in self.resident:
-            call()
-        elif idx not in self.values or overwrite:
-            call()
-            self.values[idx] = value
-            self.counts["fills"] += 1
-        elif missed:
-            call()
-            self.counts["races"] += 1
-        else:
+        elif idx in self.values and not overwrite and not self.missed.get(idx):
             refused(call, SlotError, "the slot is set")
+        else:
+            call()
+            self.note_set(idx, value, overwrite)
+
+    def note_set(self, idx, value, overwrite):
+        self.missed[idx] = max(0, self.missed.get(idx, 0) - 1)
+        if idx in self.resident:
+            is_new = idx not in self.values or overwrite
+            self.counts["fills" if is_new else "races"] += 1
+            self.values[idx] = value if is_new else self.values[idx]
+
+    @rule(batch=st.lists(st.tuples(st.integers(0, N - 1), st.integers(0, 99)), max_size=6))
+    def set_many(self, batch):
+        values = torch.tensor([value for _, value in batch], dtype=torch.int64)
+        self.cache.set_slots([idx for idx, _ in batch], values, allow_overwrite=True)
+        for idx, value in batch:
+            self.note_set(idx, value, True)
 
     @rule(batch=st.lists(st.integers(0, N - 1), max_size=6))
     def get_many(self, batch):
@@ -105,4 +110,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=20, stateful_step_count=40, derandomize=True, deadline=None)
+TestCacheMachine.settings = settings(max_examples=12, stateful_step_count=40, derandomize=True, deadline=None)

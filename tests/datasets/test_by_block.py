@@ -1,7 +1,6 @@
 """A cache in front of blocks: whole blocks are admitted, by copying their bytes where it can be, and each is read once."""
 
 import multiprocessing
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
 import stocache
 from stocache import CachedDataset, DamagedError, OnDiskBlockDataStorage, RaggedCache, SharedCache, StorageDataset
@@ -17,9 +15,9 @@ from stocache.cache.placement import BlockBounds, residency
 from stocache.datasets.loaders import BlockAdmitter, BlockLoader
 from stocache.storage.block import Block
 from stocache.storage.manifest import block_name
-from tests.support.containers import Box, Point
 from tests.support.equality import identical
 from tests.support.processes import run_all, wait_until
+from tests.support.storages import COPIED, ROWS, STRUCTURES, pixels
 
 pytestmark = pytest.mark.unaudited
 
@@ -77,14 +75,18 @@ def made(monkeypatch):
     return count
 
 
-def admit_all(number, cached):
-    """Admit all blocks, in an order of this process."""
-    for block in np.random.default_rng(number).permutation(len(cached.dataset.block_bounds) - 1).tolist():
+def admit_all(cached):
+    """Admit all blocks, in some order."""
+    for block in np.random.permutation(len(cached.dataset.block_bounds) - 1).tolist():
         cached._loader.admit(block)
 
 
 def cached_set(cached):
     return np.flatnonzero(cached.cache.aux_array.numpy() == 1).tolist()
+
+
+def is_busy(cached):
+    return BlockAdmitter.of(cached._loader, cached.cache)._background.is_busy
 
 
 def in_blocks(cached):
@@ -95,45 +97,18 @@ def in_blocks(cached):
     return {number for number, part in parts.items() if part.all()}
 
 
-def array(idx, shape, dtype="uint8", order="C"):
-    return np.asarray(np.random.default_rng(idx).integers(0, 200, shape).astype(dtype), order=order)
-
-
-def tensor(idx, shape=(3, 5), dtype=torch.uint8):
-    return torch.from_numpy(array(idx, shape)).to(dtype)
-
-
-def columns(idx):
-    """A sample of one structure, with columns of all kinds."""
-    return {
-        "bfloat16": tensor(idx, (7,), torch.bfloat16),
-        "complex": torch.complex(tensor(idx, 4, torch.float32), tensor(idx + 1, 4, torch.float32)),
-        "array": array(idx, (4, 2), "<f4"), "big-endian": array(idx, 3, ">i4"),
-        "record": np.array([(idx, (1, 2, idx))] * 2, np.dtype([("a", "<i2"), ("b", ">f8", 3)])), "scalar": np.float32(idx / 7),
-        "numbers": (idx - 5, idx / 3, idx % 2 == 0, complex(idx, -idx)),
-        "lists": {"box": [idx, idx + 1, -1], "scores": (0.5, float(idx)), "flags": [True, idx % 2 == 0]},
-        "nested": {"a": [Point(tensor(idx, 3), Box(array(idx, 2), idx))], "b": {"c": (idx, {"d": tensor(idx, ())})}},
-        "channels_last": torch.stack([tensor(idx, (2, 3, 4))]).to(memory_format=torch.channels_last),
-        "permuted": (tensor(idx, (2, 3, 4)).permute(2, 0, 1), array(idx, (2, 3, 4), "i4").transpose(1, 2, 0)),
-        "fortran": array(idx, (3, 4), "f8", "F"),
-        "without values": (torch.empty(0, 3), np.empty((2, 0), "f4"), idx, np.str_("")),
-    }  # fmt: skip
+def tensor(idx):
+    return torch.from_numpy(pixels(idx, 3, 5))
 
 
 def text(idx):
     return {"image": bytes([idx % 256]) * (300 + 37 * (idx % 11)), "label": idx}
 
 
-FIXED = {
-    "columns": columns, "large": lambda idx: tensor(idx, (3, 200, 120)), "scalar": lambda idx: np.float32(idx / 7),
-    "long list": lambda idx: [array(idx + n, 2) for n in range(17)], "without bytes": lambda idx: (torch.empty(0), {}),
-}  # fmt: skip
-RAGGED = {
-    "text": text,
-    "bytes": lambda idx: bytes([idx]) * (300 * (idx % 5)),  # more kinds are in tests/storage/test_blocks.py
-    "a structure each": lambda idx: {f"key {idx}": bytes(idx)},
-}
-SOME = [("columns", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
+FIXED = {name: make for name, make in ROWS.items() if name != "text of one length"}
+FIXED |= {"large": lambda idx: torch.from_numpy(pixels(idx, 3, 200, 120))}
+RAGGED = {"text": text, "bytes": COPIED["bytes"], "a structure each": STRUCTURES["a structure each"]}
+SOME = [("all alignments", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
 
 
 @pytest.mark.parametrize(("kind", "indices"), [*((kind, range(N)) for kind in FIXED | RAGGED), *SOME])
@@ -142,34 +117,11 @@ def test_bytes_of_blocks_are_copied_into_the_cache(prepared, made, kind, indices
     with CachedDataset(StorageDataset(prepared(make), indices), "100MB") as cached:
         assert isinstance(cached.cache, SharedCache if kind in FIXED else RaggedCache)
         made.clear()
-        admit_all(0, cached)
+        admit_all(cached)
         assert made == []
         assert all(identical(cached.cache.get_slot(local), make(idx)) for local, idx in enumerate(indices))
         total = cached.stats().total
         assert (total.fills, total.misses) == (len(indices), 0)
-
-
-NOT_COPIED = {
-    "another order of keys": (lambda idx: {"a": idx, "b": 1.5} if idx < 10 else {"b": 1.5, "a": idx}, {"variable": False}),
-    "another order of dimensions": (lambda idx: array(idx, (3, 4), "i4", "C" if idx < 10 else "F"), {"variable": False}),
-    "compressed": (lambda idx: bytes(9 * idx), {"codec": "zstd"}),
-    "pickled": (lambda idx: [bytes(idx), {frozenset(): idx}], {"allow_pickle": True}),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_COPIED)
-def test_what_cannot_be_copied_is_made_into_samples(prepared, made, kind):
-    make, options = NOT_COPIED[kind]
-    if "codec" in options:
-        pytest.importorskip("zstandard", reason="zstandard is not installed")
-    pickles = {"allow_pickle": True} if "allow_pickle" in options else {}
-    with CachedDataset(StorageDataset(prepared(make, **pickles)), "100MB", **options) as cached:
-        made.clear()
-        admit_all(0, cached)
-        assert len(made) > 0
-        assert cached_set(cached) == list(range(N))
-        for idx in range(N):
-            np.testing.assert_equal(cached.cache.get_slot(idx), make(idx))
 
 
 class Doubled(StorageDataset):
@@ -180,11 +132,29 @@ class Doubled(StorageDataset):
         return [self[idx] for idx in indices]
 
 
-@pytest.mark.parametrize("make", [tensor, RAGGED["bytes"]], ids=["fixed", "ragged"])
-def test_samples_that_a_subclass_changes_are_cached_as_changed(prepared, make):
-    with CachedDataset(Doubled(prepared(make)), "100MB") as cached:
-        cached._loader.admit(1)
-        assert all(identical(cached.cache.get_slot(idx), make(idx) * 2) for idx in range(8, 16))
+NOT_COPIED = {
+    "another order of keys": (lambda idx: {"a": idx, "b": 1.5} if idx < 10 else {"b": 1.5, "a": idx}, {"variable": False}),
+    "another order of dimensions": (lambda idx: np.asarray(pixels(idx, 3, 4), order="FC"[idx < 10]), {"variable": False}),
+    "compressed": (lambda idx: bytes(9 * idx), {"codec": "zstd"}),
+    "pickled": (lambda idx: [bytes(idx), {frozenset(): idx}], {"allow_pickle": True}),
+    "changed by a subclass": (lambda idx: pixels(idx, 3, 5), {}), "changed, of any size": (COPIED["bytes"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NOT_COPIED)
+def test_what_cannot_be_copied_is_made_into_samples(prepared, made, kind):
+    make, options = NOT_COPIED[kind]
+    if "codec" in options:
+        pytest.importorskip("zstandard", reason="zstandard is not installed")
+    pickles = {"allow_pickle": True} if "allow_pickle" in options else {}
+    dataset = (Doubled if "changed" in kind else StorageDataset)(prepared(make, **pickles))
+    with CachedDataset(dataset, "100MB", **options) as cached:
+        made.clear()
+        admit_all(cached)
+        assert len(made) > 0
+        assert cached_set(cached) == list(range(N))
+        for idx in range(N):
+            np.testing.assert_equal(cached.cache.get_slot(idx), make(idx) * 2 if "changed" in kind else make(idx))
 
 
 @pytest.mark.parametrize("make", [tensor, lambda idx: bytes([idx]) * 15 + bytes(idx)], ids=["fixed", "ragged"])
@@ -198,30 +168,13 @@ def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, c
         file.write(b"\xff")
     with CachedDataset(StorageDataset(storage), "100MB") as cached:
         assert identical(cached[12], make(12))
-        admit_all(0, cached)
+        admit_all(cached)
         wait_until(lambda: cached_set(cached) == [idx for idx in range(N) if idx != 10])
         assert not caplog.records
         with pytest.raises(DamagedError, match=r"000001.safetensors is damaged \(sample 2 in it"):
             cached[10]
         with pytest.raises(DamagedError, match=r"000001.safetensors is damaged"):
             cached.warm(progress=False)
-
-
-def test_a_block_whose_file_is_cut_is_an_error_when_it_is_wanted(prepared, caplog):
-    storage = prepared(tensor)
-    with CachedDataset(StorageDataset(storage), "100MB") as cached:
-        storage.close()
-        path = Path(storage.base_folder) / block_name(2)
-        os.truncate(path, path.stat().st_size - 40)
-        cached[0]
-        admitter = BlockAdmitter.of(cached._loader, cached.cache)
-        with admitter.behind([2]):
-            pass
-        wait_until(lambda: not admitter._background.is_busy)
-        assert cached_set(cached) == list(range(8))
-        assert not caplog.records
-        with pytest.raises(DamagedError, match=r"000002.safetensors is damaged"):
-            cached[17]
 
 
 class Sick(StorageDataset):
@@ -301,7 +254,7 @@ def test_wanted_samples_come_first_and_whole_blocks_are_kept(prepared, made, ord
                 assert made == [1]
                 for idx in np.random.permutation(MANY).tolist() if order == "random" else range(MANY):
                     assert cached[idx]["label"] == idx
-                wait_until(lambda cached=cached: not BlockAdmitter.of(cached._loader, cached.cache)._background.is_busy)
+                wait_until(lambda cached=cached: not is_busy(cached))
                 held = in_blocks(cached)
                 assert abs(len(held) - chosen) <= 2
                 cached.cache.clear()  # after which the same blocks are chosen
@@ -370,7 +323,7 @@ def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subse
 
 
 @pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
-def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepared, made, make):
+def test_the_rest_of_a_missed_block_is_admitted_behind_while_nobody_loads_and_not_read_again(prepared, made, make):
     with CachedDataset(StorageDataset(prepared(make)), "10MB") as cached:
         made.clear()
         for wanted, there in (([3, 5, 9, 3, 12, 11], 16), ([*range(16), 20, 17, 28], N)):
@@ -378,10 +331,8 @@ def test_the_rest_of_a_missed_block_is_admitted_behind_and_not_read_again(prepar
                 assert identical(cached[idx], make(idx))
             wait_until(lambda there=there: cached_set(cached) == list(range(there)))
         assert len(made) <= 8
-
-
-def test_a_block_is_admitted_only_while_nobody_loads(prepared):
-    with CachedDataset(StorageDataset(prepared(text)), "10MB") as cached:
+        wait_until(lambda: not is_busy(cached))
+        cached.cache.clear()
         admitter = BlockAdmitter(cached._loader)
         with admitter.behind([]):
             with admitter.behind([2]):
@@ -420,30 +371,29 @@ def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
             assert storage.counts() == (4, 4, 0)
 
 
-@pytest.mark.parametrize("make", [tensor, text], ids=["fixed", "ragged"])
-def test_from_a_url_wanted_samples_come_first_and_each_block_is_fetched_once(prepared, made, monkeypatch, tmp_path, make):
-    counts, real = torch.zeros(4, dtype=torch.int64).share_memory_(), LocalFileSystem.get_file
+@pytest.mark.parametrize(("make", "room"), [(labelled, f"{N + 12 * 24}B"), (text, 0)], ids=["fixed", "ragged"])
+def test_with_a_disk_a_block_at_a_url_is_fetched_once_in_two_runs(prepared, monkeypatch, tmp_path, make, room):
+    monkeypatch.setattr(Counting, "reads_whole_blocks", True)
+    storage = prepared(make, storage=Counting)
+    for run in range(2):
+        options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"}
+        with CachedDataset(StorageDataset(storage), room, **options) as cached:
+            whole, _, singly = storage.counts()  # of the probe
+            for idx in np.random.permutation(N).tolist() * 2:
+                assert identical(cached[idx], make(idx))
+            fetched = storage.counts()[0]
+            assert fetched == 0 if run else fetched <= 4 <= fetched + whole + singly
 
-    def get_file(self, path, local, **options):
-        counts[int(Path(path).stem)] += 1
-        return real(self, path, local, **options)
 
-    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
-    source = prepared(make)
-    with OnDiskBlockDataStorage(f"file://{source.base_folder}", local_folder=tmp_path / "local") as storage:
-        with CachedDataset(StorageDataset(storage), "100MB") as cached:
-            made.clear()
-            cached[9]
-            assert len(made) == 1
-            loader = stocache.DataLoader(cached, 4, shuffle=True, num_workers=2, collate_fn=list)
-            assert sum(map(len, loader)) == N
-            assert counts.tolist() == [1] * 4
-            assert all(identical(cached.cache.get_slot(idx), make(idx)) for idx in range(N))
-    options = {"local_folder": tmp_path / "none", "local_limit": sum(entry.nbytes for entry in source.index.blocks) - 1}
-    with OnDiskBlockDataStorage(f"file://{source.base_folder}", **options) as storage:  # without room: blocks are fetched whole
-        with CachedDataset(StorageDataset(storage), "100MB", example=make(0)) as cached:
-            cached[9]
-            assert cached_set(cached)[-8:] == list(range(8, 16))
+@pytest.mark.parametrize("has_room", [True, False])
+def test_blocks_at_a_url_are_fetched_whole_only_if_there_is_no_room_for_all(prepared, made, tmp_path, has_room):
+    source = prepared(text)
+    limit = sum(entry.nbytes for entry in source.index.blocks) - (0 if has_room else 1)
+    options = {"local_folder": tmp_path / "local", "local_limit": limit}
+    with OnDiskBlockDataStorage(f"file://{source.base_folder}", **options) as storage:
+        with CachedDataset(StorageDataset(storage), "100MB", example=text(0)) as cached:
+            assert cached[9]["label"] == 9
+            assert made == [1] if has_room else cached_set(cached)[-8:] == list(range(8, 16))
 
 
 def test_local_and_global_indices(prepared):

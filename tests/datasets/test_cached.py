@@ -7,45 +7,20 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, StackDataset, Subset, TensorDataset
 
 import stocache
-from stocache import (
-    CachedDataset,
-    CacheOptions,
-    DatasetError,
-    LimitError,
-    RaggedCache,
-    SampleError,
-    SampleIndexError,
-    SharedCache,
-)
+from stocache import CachedDataset, CacheOptions, DatasetError, LimitError, SampleError, SampleIndexError
+from stocache.cache.ragged import RaggedCache
+from stocache.cache.shared import SharedCache
 from tests.support.containers import Point
 from tests.support.equality import same
-from tests.support.images import Counted
+from tests.support.images import Counted, Made, many_sizes, one_size
 
 pytestmark = pytest.mark.unaudited
 
 N = 48
 ONCE = [2] + [1] * (N - 1)  # reads of a cached dataset: the probe looks at the first sample twice
-
-
-class Source(Counted):
-    classes = ("cat", "dog")
-
-    def __init__(self, size=lambda idx: (3, 6, 5), n=N):
-        super().__init__(n)
-        self.size = size
-
-
-def one_size(idx):
-    return (3, 6, 5)
-
-
-def many_sizes(idx):
-    return (3, 4 + idx % 5, 6)
-
-
 SIZES = pytest.mark.parametrize("size", [one_size, many_sizes], ids=["fixed", "ragged"])
 
 
@@ -56,7 +31,7 @@ def everything(dataset, batch_size=5, **options):
 @SIZES
 @pytest.mark.parametrize("limit", [1, "3KB", 0])
 def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit):
-    source = Source(size)
+    source = Counted(N, size)
     with CachedDataset(source, limit) as cached:
         assert isinstance(cached.cache, SharedCache if size is one_size and limit else RaggedCache)
         for epoch in range(3):
@@ -67,11 +42,14 @@ def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit)
             assert not epoch or source.reads.sum() - before == N - resident
         assert resident in {0: [0], 1: [N]}.get(limit, range(1, N))
         assert resident < N or source.reads.tolist() == ONCE
+        assert len(list(cached)) == N  # ends with an IndexError
+    with pytest.raises(stocache.errors.ClosedError, match="the cache is closed"):
+        cached[0]
 
 
 @SIZES
 def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
-    source, calls = Source(size), []
+    source, calls = Counted(N, size), []
     source.__getitems__ = lambda indices: calls.append(list(indices)) or [source[idx] for idx in indices]
     with CachedDataset(source, 1) as cached:
         assert source.reads.count_nonzero() == 8  # probed
@@ -90,11 +68,10 @@ def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
 
 
 def test_indices_are_those_of_a_sequence():
-    source = Source()
+    source = Counted(N)
     with CachedDataset(source, 1) as cached:
         for idx in (-1, -N, np.int64(3), torch.tensor(-3)):
             assert same(cached[idx], source.sample(int(idx) % N))
-        assert len(list(cached)) == N  # ends with an IndexError
         for idx in (N, -N - 1):
             for ask in (lambda idx=idx: cached[idx], lambda idx=idx: cached.__getitems__([0, idx])):
                 with pytest.raises(SampleIndexError, match="outside the dataset of 48 samples"):
@@ -110,7 +87,7 @@ def test_indices_are_those_of_a_sequence():
 @SIZES
 @pytest.mark.parametrize("copy", [True, False])
 def test_writing_into_a_sample_reaches_the_cache_only_with_copy_false_and_no_transform(size, copy):
-    source = Source(size)
+    source = Counted(N, size)
 
     def spoil(sample):
         sample[0].mul_(0)
@@ -138,6 +115,7 @@ TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
     ("text", {}, RaggedCache), ({0: "a", 1: "b"}, {}, RaggedCache), ([1, 2], {"size_limit_gib": "auto"}, SharedCache),
     ([1, 2], {"variable": True}, RaggedCache), ([1, 2], {"admission": "cost"}, RaggedCache),
     ([{1, 2}, {3}, frozenset({4})], {"allow_pickle": True}, RaggedCache), ([], {}, RaggedCache),
+    (["a", "b"], {"size_limit_gib": CacheOptions("1MB", codec="lz4", fingerprint="f")}, RaggedCache),
 ])  # fmt: skip
 def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
     with CachedDataset(source, **{"size_limit_gib": 1} | options) as cached:
@@ -147,29 +125,13 @@ def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
             assert all(same(cached[idx], source[idx]) for idx in range(len(source)))
             assert all(same(source[idx], sample) for idx, sample in enumerate(cached.__getitems__(range(len(source)))))
         assert cached.stats().total.filled == len(source)
-
-
-def test_attributes_of_the_dataset_are_reachable():
-    source = Source()
-    with CachedDataset(source, 1) as cached:
-        assert cached.classes == ("cat", "dog")
-        assert cached.dataset is source
-        assert (cached.n, len(cached)) == (N, N)
-        with pytest.raises(AttributeError, match="'Source' object has no attribute 'clases'"):
-            cached.clases  # noqa: B018
-        assert "Source" in repr(cached)
-        cached.set_epoch(1)  # which Source does not know
-        source.set_epoch = lambda epoch: setattr(source, "epoch", epoch)
-        cached.set_epoch(4)
-        assert cached.epoch == 4
-    cached.close()
-    with pytest.raises(stocache.errors.ClosedError, match="the cache is closed"):
-        cached[0]
+        if isinstance(limits := options.get("size_limit_gib"), CacheOptions):
+            assert (cached.cache.codec, cached.stats().total.capacity_bytes <= 10**6) == (limits.codec, True)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batched):
-    source = Source(lambda idx: (3, 2 if idx == 21 else 6, 5))  # the probe does not see sample 21
+    source = Counted(N, lambda idx: (3, 2 if idx == 21 else 6, 5))  # the probe does not see sample 21
     with CachedDataset(source, 1) as cached:
         for _ in range(3):
             got = cached.__getitems__(range(N)) if batched else [cached[idx] for idx in range(N)]
@@ -182,9 +144,9 @@ def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batche
         assert "sample[0] has shape (3, 2, 5), the cache holds (3, 6, 5)" in warning
 
 
-class Failing(Source):
+class Failing(Counted):
     def __init__(self, size, failing):
-        super().__init__(size)
+        super().__init__(N, size)
         self.failing, self.error = failing, FileNotFoundError("the file is gone")
 
     def sample(self, idx):
@@ -238,8 +200,8 @@ class Unending:
     (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
     ([[1], [1, 2]], {"variable": False}, SampleError, r"sample 1: value has the entries \[0, 1\], the cache holds"),
     ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
-    ([1], {"cut": "middle"}, LimitError, "cut='middle'"),
-    ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
+    ([1], {"disk": "unused"}, LimitError, "disk_limit"), ([1], {"disk_limit": "1MB"}, LimitError, "go together"),
+    ([1], {"cut": "middle"}, LimitError, "cut='middle'"), ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
     ([print], {"variable": False}, SampleError, "value is a builtin_function_or_method, which has no fixed size"),
     ([threading.Lock()], {"variable": False}, SampleError, "sample 0: value is a lock, which cannot be pickled"),
 ])  # fmt: skip
@@ -248,27 +210,12 @@ def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
         CachedDataset(dataset, **{"size_limit_gib": 1} | options)
 
 
-class Made(Dataset):
-    """Makes a sample of a number with a function."""
-
-    def __init__(self, make):
-        self.make = make
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, idx):
-        return self.make(idx)
-
-
 ADVICE = r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cache, or pass|\. Leave |\. Give |holds NoneType)"
 UNFIT = {
-    "pickles": (lambda idx: {"n": idx, "x": print}, 0),
-    "does not pickle": (lambda idx: {"n": idx, "x": threading.Lock()}, 0),
-    "gradient": (lambda idx: {"n": idx, "x": torch.zeros(2, requires_grad=True)}, 0),
-    "sparse": (lambda idx: {"n": idx, "x": torch.eye(2).to_sparse()}, 0),
-    "only the first": (lambda idx: {"n": idx, "x": None if idx else threading.Lock()}, 11),
-}
+    "pickles": (lambda idx: print, 0), "does not pickle": (lambda idx: threading.Lock(), 0),
+    "gradient": (lambda idx: torch.zeros(2, requires_grad=True), 0),
+    "only the first": (lambda idx: None if idx else threading.Lock(), 11),
+}  # fmt: skip
 
 
 @pytest.mark.linux
@@ -276,11 +223,11 @@ UNFIT = {
 def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_do(name, caplog):
     make, kept = UNFIT[name]
     names = lambda samples: [(sample["n"], type(sample["x"]).__name__) for sample in samples]
-    with CachedDataset(Made(make), "1MB") as cached:
+    source = Made(lambda its, idx: {"n": idx, "x": make(idx)}, 12)
+    with CachedDataset(source, "1MB") as cached:
         for options in ({}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}):
             loader = stocache.DataLoader(cached, 4, collate_fn=names, **options)
-            for _ in range(2):
-                assert [each for batch in loader for each in batch] == names(map(make, range(12)))
+            assert [each for batch in loader for each in batch] == names(map(source.__getitem__, range(12)))
         assert cached.stats().total.filled == kept
     (message,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert re.search(ADVICE, message)
@@ -289,13 +236,13 @@ def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_
 def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):
     caplog.set_level(logging.INFO, "stocache")
     for size in (one_size, many_sizes):
-        CachedDataset(Source(size), 1, probe=3).close()
-    assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 6, 5], 1: int)" in caplog.text
-    assert "samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 8, 6)" in caplog.text
-    source = Source()
+        CachedDataset(Counted(N, size), 1, probe=3).close()
+    assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 9, 7], 1: int)" in caplog.text
+    assert "samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 13, 7)" in caplog.text
+    source = Counted(N)
     with CachedDataset(source, 1, example=source.sample(3)) as cached:
         assert source.reads.sum() == 0
-        assert "the example: all are tuple(0: uint8[3, 6, 5], 1: int)" in caplog.text
+        assert "the example: all are tuple(0: uint8[3, 9, 7], 1: int)" in caplog.text
         assert same(cached[5], source.sample(5))
         assert cached.stats().total.filled == 1
     with CachedDataset(source, 1, probe=0) as cached:
@@ -306,16 +253,15 @@ def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):
 
 @pytest.mark.parametrize(("size", "workers"), [(one_size, 2), (many_sizes, 0)])
 def test_warm_fills_everything_once(size, workers, capsys, monkeypatch):
-    source = Source(size)
+    source = Counted(N, size)
     with CachedDataset(source, 1) as cached:
         cached[5]
         assert cached.warm(num_workers=workers).total.filled == N
         assert source.reads.tolist() == ONCE
         assert "warming the cache: 100%" in capsys.readouterr().err
-        cached.warm(num_workers=workers, progress=False)
-        assert source.reads.tolist() == ONCE
         monkeypatch.setenv("RANK", "1")
         cached.warm(num_workers=workers)  # only the first rank speaks
+        assert source.reads.tolist() == ONCE
         assert capsys.readouterr().err == ""
         with pytest.raises(LimitError, match="num_workers=-1 is not a number of processes"):
             cached.warm(-1)
@@ -328,7 +274,9 @@ def test_warm_fills_everything_once(size, workers, capsys, monkeypatch):
 @pytest.mark.linux
 def test_stats_and_the_log_have_an_entry_for_each_epoch_that_was_set(caplog):
     caplog.set_level(logging.INFO, "stocache")
-    with CachedDataset(Source(), f"{N + N // 2 * 98}B") as cached:
+    source, seen = Counted(N), []
+    source.set_epoch = seen.append
+    with CachedDataset(source, f"{N + N // 2 * (3 * 9 * 7 + 8)}B") as cached:
         kept = cached.stats().total.filled  # of the probed samples
         for epoch in range(3):
             cached.set_epoch(epoch)
@@ -342,11 +290,5 @@ def test_stats_and_the_log_have_an_entry_for_each_epoch_that_was_set(caplog):
         assert all(epoch.seconds > 0 for epoch in epochs)
         assert cached.stats().total.fills == N // 2
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
-    assert len(lines) == 3
+    assert (len(lines), seen) == (3, [0, 1, 2, 3])
     assert lines[1].startswith("epoch 2: 48 samples requested, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")
-
-
-def test_options_of_the_cache_may_be_given_together():
-    with CachedDataset(["a", "b"], CacheOptions("1MB", codec="lz4", fingerprint="f")) as dataset:
-        assert (dataset.cache.codec, list(dataset)) == ("lz4", ["a", "b"])
-        assert dataset.stats().total.capacity_bytes <= 10**6

@@ -1,14 +1,20 @@
-"""Datasets whose classes answer any name, or pass by a method that they override, are cached as others are."""
+"""Datasets whose classes answer any name, override a method or hide what they hold are cached as others are."""
 
+import asyncio
 import itertools
+import random
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
 import stocache
 from stocache import CachedDataset, DatasetError, StorageDataset
+from stocache.system.describe import describe
 from tests.support.equality import same
+from tests.support.images import Made
 from tests.support.loading import THREADS
 
 N = 24
@@ -33,19 +39,14 @@ def raising(error):
     return answer
 
 
-ANSWERS = {
-    "None": lambda self, name: None, "a function": lambda self, name: lambda *args, **kwargs: 7,
-    "a key error": raising(KeyError), "a type error": raising(TypeError),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("answer", "loader", "slots"), [*zip([*ANSWERS] * 2, [*LOADERS, *[*LOADERS][::-1]], [False, True] * 4, strict=True)]
-)
+@pytest.mark.parametrize(("answer", "loader", "slots"), [
+    (lambda self, name: None, "none", False), (lambda self, name: lambda *args, **kwargs: 7, "processes", True),
+    (raising(KeyError), "threads", False), (raising(TypeError), "seeded", True),
+], ids=["None", "a function", "a key error", "a type error"])  # fmt: skip
 def test_a_class_that_answers_any_name(answer, loader, slots):
     namespace = {"__slots__": ("length",)} if slots else {}
     methods = {name: vars(Numbers)[name] for name in ("__init__", "__len__", "__getitem__")}
-    dataset = type("Answers", (), methods | namespace | {"__getattr__": ANSWERS[answer]})()
+    dataset = type("Answers", (), methods | namespace | {"__getattr__": answer})()
     with CachedDataset(dataset, "1MB") as cached:
         batches = stocache.DataLoader(cached, 4, **LOADERS[loader])
         for epoch in range(2):
@@ -107,7 +108,7 @@ OVERRIDDEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "loader"), [*zip(OVERRIDDEN, itertools.cycle(LOADERS), strict=False)])
+@pytest.mark.parametrize(("name", "loader"), [*zip(OVERRIDDEN, LOADERS, strict=True)])
 def test_a_getitem_above_a_getitems_of_ours_is_asked(name, loader):
     batches = stocache.DataLoader(OVERRIDDEN[name](), 4, **LOADERS[loader])
     for _ in range(2):
@@ -135,12 +136,10 @@ BATCHED = {
     "overridden": Overridden, "subset": lambda: Subset(Overridden(), range(N)), "forwards": lambda: Forwards(Together()),
     "negatives": Negatives, "joined": Joined,
 }  # fmt: skip
+ROWS = [row for row in itertools.product(BATCHED, ["none", "processes", "threads"]) if row[0] not in ("subset", "forwards")]
 
 
-@pytest.mark.parametrize(("name", "loader"), [
-    (name, loader) for name, loader in itertools.product(BATCHED, LOADERS)
-    if loader != "seeded" or name not in ("negatives", "joined")  # then samples are made one at a time
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "loader"), [*ROWS, ("overridden", "seeded"), ("subset", "seeded"), ("forwards", "none")])
 def test_batches_are_torchs_where_getitems_returns_other_samples_than_getitem(name, loader, caplog):
     collate_fn = {"collate_fn": dict} if name == "joined" else {}
     wanted = [batch for _ in range(2) for batch in torch.utils.data.DataLoader(BATCHED[name](), 4, **collate_fn)]
@@ -150,27 +149,34 @@ def test_batches_are_torchs_where_getitems_returns_other_samples_than_getitem(na
     assert "by __getitems__" in caplog.text
 
 
-class Rows(Numbers):
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def __getitem__(self, idx):
-        return self.table[idx]
-
-
 @pytest.mark.parametrize("how", ["clone", "lock_", "share_memory_", "memmap_"])
 def test_rows_of_a_tensordict(how):
     library = pytest.importorskip("tensordict", reason="comes with the extra test")
     table = getattr(library.TensorDict({"a": torch.arange(N), "b": {"c": torch.ones(N, 2)}}, [N]), how)()
     with pytest.raises(DatasetError, match=r"TensorDict is in memory already.*Use it without a cache, or give a Dataset"):
         CachedDataset(table, "1MB")
-    with CachedDataset(Rows(table), "1MB") as cached:
+    with CachedDataset(Made(lambda its, idx: its.table[idx], N, table=table), "1MB") as cached:
         for _ in range(2):
             for idx in range(N):
                 got, wanted = cached[idx], table[idx]
                 assert type(got) is type(wanted)
                 assert (got == wanted).all()
-                assert (got.is_locked, got.is_shared(), got.is_memmap()) == (
-                    wanted.is_locked, wanted.is_shared(), wanted.is_memmap(),
-                )  # fmt: skip
+                kinds = [(its.is_locked, its.is_shared(), its.is_memmap()) for its in (got, wanted)]
+                assert kinds[0] == kinds[1]
+
+
+def test_what_a_class_in_c_holds_besides_attributes_is_compared_and_not_where_it_lies(tmp_path):
+    one, other, different = (describe([random.Random(seed)]) for seed in (1, 1, 2))
+    assert one == other != different
+    mapped = np.memmap(tmp_path / "rows", np.int64, "w+", shape=(3, 2))
+    assert describe(mapped[1]) == describe(mapped[1].copy()) == describe(np.array(mapped[1]).view(np.memmap))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "worker_method": "thread"}])
+def test_datasets_and_samples_hold_objects_that_hide_their_attributes(options, caplog):
+    with closing(asyncio.new_event_loop()) as loop:
+        handle = asyncio.Future(loop=loop)  # vars() of it raises TypeError, as for an object of SWIG's
+        with CachedDataset(Made(lambda its, idx: {"handle": its.handle, "idx": idx}, 4, handle=handle), 1) as cached:
+            batches = list(stocache.DataLoader(cached, batch_size=2, collate_fn=list, **options))
+    assert [sample["idx"] for batch in batches for sample in batch] == [0, 1, 2, 3]
+    assert "is a Future, which has no bytes of its own" in caplog.text

@@ -1,5 +1,7 @@
 """A wrapped dataset is used as the dataset itself: its attributes, methods and indices; and transforms of parts of a sample."""
 
+import copy
+import io
 import pickle
 import sys
 from types import SimpleNamespace
@@ -7,12 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 import stocache
-from stocache import CachedDataset, DatasetError
+from stocache import CachedDataset, DatasetError, StorageDataset, prepare
+from stocache.datasets import proxy
 from tests.support.containers import Box, Point
 from tests.support.equality import same
+from tests.support.images import Made
 
 N = 20
 
@@ -81,12 +85,31 @@ class Own(CachedDataset):
         self.after = 2
 
 
-def test_a_subclass_has_attributes_of_its_own():
-    with Own(Folder(), 1) as cached:
-        cached.limit = 4
-        assert (cached.before, cached.after, cached.limit) == (1, 2, 4)
-        with pickle.loads(pickle.dumps(cached)) as again:
-            assert (again.before, again.after, again.tag) == (1, 2, "none")
+@pytest.mark.parametrize("cached_class", [CachedDataset, Own])
+def test_isinstance_finds_the_class_of_a_dataset_of_torch_also_in_copies(cached_class):
+    with cached_class(Folder(), 1) as cached:
+        if cached_class is Own:
+            cached.limit = 4
+        for each in (cached, copy.copy(cached), copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):
+            assert [isinstance(each, kind) for kind in (Folder, cached_class, IterableDataset)] == [True, True, False]
+            assert (type(each), each.tag, each[4][1]) == (cached_class, "none", 4)
+            if cached_class is Own:
+                assert (each.before, each.after, each.limit) == (1, 2, 4)
+        assert len(ConcatDataset([cached, *torch.utils.data.random_split(cached, [2, N - 2])])) == 2 * N
+
+
+def test_what_wraps_another_dataset_or_is_not_of_torch_is_not_found():
+    for source in (Subset(Folder(), [1, 2]), [torch.zeros(1)] * 2, {0: 1, 1: 2}):
+        with CachedDataset(source, "1MB") as cached:
+            assert not isinstance(cached, type(source))
+
+
+def test_a_cached_dataset_in_another_is_not_taken_for_a_plain_one(tmp_path):
+    samples = [(torch.tensor([number]),) for number in range(6)]
+    storage = StorageDataset(prepare(samples, tmp_path / "blocks", block_size=2))
+    for source in (storage, TensorDataset(torch.arange(6)[:, None]), torch.utils.data.StackDataset(samples)):
+        with CachedDataset(source, "1MB", transform=str) as inner, CachedDataset(inner, "1MB") as outer:
+            assert [outer[idx] for idx in range(6)] == outer.__getitems__(list(range(6))) == [inner[idx] for idx in range(6)]
 
 
 def double(value):
@@ -166,16 +189,14 @@ SEVERAL = [
 
 
 @pytest.mark.parametrize("make", [
-    Columns,
-    lambda: TensorDataset(torch.arange(N * 6).view(N, 2, 3), torch.arange(N)),
+    Columns, lambda: TensorDataset(torch.arange(N * 6).view(N, 2, 3), torch.arange(N)),
     lambda: hugging_face(text=list("abcdefghij") * 2, label=list(range(N))),
-    lambda: hugging_face("torch", x=[[1.0, 2.0]] * N, y=list(range(N))),
-    lambda: hugging_face("torch", x=[[1] * (n % 3 + 1) for n in range(N)]),
-], ids=["columns", "tensors", "hugging face", "hugging face torch", "hugging face ragged"])  # fmt: skip
+    lambda: hugging_face("torch", x=[[1] * (n % 3 + 1) for n in range(N)], y=[[1.0, 2.0]] * N),
+], ids=["columns", "tensors", "hugging face", "hugging face torch"])  # fmt: skip
 def test_several_indices_return_what_the_dataset_returns(make):
     dataset = make()
     with CachedDataset(dataset, 1) as cached:
-        for _ in range(3):
+        for _ in range(2):
             for indices in SEVERAL:
                 assert same(cached[indices], dataset[indices]), indices
 
@@ -207,15 +228,19 @@ def test_a_transform_runs_on_one_sample_only():
         assert (list(cached["label"]), cached[1]) == ([1, 2], {"label": 4})
 
 
-@pytest.mark.parametrize("length", [11, 12, 8])
-def test_a_dataset_whose_length_changes_makes_its_samples_itself(length):
+@pytest.mark.parametrize(("length", "on_change"), [(12, "uncached"), (8, "uncached"), (11, "raise"), (11, "keep")])
+def test_a_dataset_whose_length_changes_makes_its_samples_itself_or_is_refused_if_asked_for(length, on_change):
     numbers = list(range(10))
-    with CachedDataset(numbers, 1) as cached:
+    with CachedDataset(numbers, 1, on_change=on_change) as cached:
         numbers[:] = range(length)
+        if on_change != "uncached":
+            for ask in (lambda: len(cached), lambda: cached[10], lambda: RandomSampler(cached).num_samples):
+                with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now"):
+                    ask()
+            return
         assert cached[length - 1] == length - 1
         assert len(cached) == RandomSampler(cached).num_samples == length
-        batches = list(stocache.DataLoader(cached, 5, num_workers=2))
-        assert torch.cat(batches).tolist() == numbers
+        assert torch.cat(list(stocache.DataLoader(cached, 5, num_workers=2))).tolist() == numbers
         with pytest.raises(IndexError):
             cached[length]
 
@@ -230,18 +255,8 @@ def test_a_sampler_of_the_dataset_itself_may_yield_indices_of_new_samples(change
         assert torch.cat(list(batches)).tolist() == numbers
 
 
-@pytest.mark.parametrize("on_change", ["raise", "keep"])
-def test_a_dataset_whose_length_changes_is_refused_if_asked_for(on_change):
-    numbers = list(range(10))
-    with CachedDataset(numbers, 1, on_change=on_change) as cached:
-        numbers.append(10)
-        for ask in (lambda: len(cached), lambda: cached[10], lambda: RandomSampler(cached).num_samples):
-            with pytest.raises(DatasetError, match=r"list had 10 samples when it was wrapped, and has 11 now"):
-                ask()
-
-
 class Rows(Dataset):
-    """Slices and methods that return a part, as of torch_geometric; loaders, as of pytorch_forecasting."""
+    """Slices and methods that return a part, as of torch_geometric."""
 
     def __init__(self, rows=range(N)):
         self.rows = list(rows)
@@ -250,9 +265,7 @@ class Rows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, idx):
-        if not isinstance(idx, int):
-            return Rows(self.rows[idx])
-        return torch.full((4,), float(self.rows[idx]))
+        return torch.full((4,), float(self.rows[idx])) if isinstance(idx, int) else Rows(self.rows[idx])
 
     def shuffle(self):
         return Rows(self.rows[::-1])
@@ -266,48 +279,92 @@ class Rows(Dataset):
     def first(self):
         return Subset(self, range(5))
 
-    def loader(self, batch_size=4):
-        return DataLoader(self, batch_size)
-
-    def collate(self, samples):
-        return torch.stack(samples)
-
 
 def test_methods_and_parts_of_a_dataset_are_its_own():
     with CachedDataset(source := Rows(), 1) as cached:
         assert cached.me() is source
         assert [type(part) for part in (cached[3:15], cached.shuffle(), *cached.split(5))] == [Rows] * 4
-        assert cached.first().dataset is cached.loader().dataset is source
-        assert cached.collate([torch.zeros(2)] * 3).shape == (3, 2)
+        assert cached.first().dataset is source
         assert torch.equal(cached.shuffle()[0], source[N - 1])
 
 
+@pytest.mark.parametrize("variable", [False, True])
+def test_reading_and_closing_change_neither_repr_nor_length(variable):
+    cached = CachedDataset(Rows(), 1, variable=variable)
+    before = repr(cached)
+    assert "Rows" in before
+    assert all(torch.equal(sample, its) for sample, its in zip(cached, map(Rows().__getitem__, range(N)), strict=True))
+    stats = cached.stats()
+    cached.close()
+    cached.close()
+    assert (repr(cached), len(cached)) == (before, N)
+    assert (cached.stats().total.hits, cached.stats().total.filled) == (stats.total.hits, N)
+
+
+class Speaks(Rows):
+    """Has attributes that a `CachedDataset` has for others, takes more than an index, and has an order of its own."""
+
+    stats = "mean"
+
+    def __getitem__(self, idx, raw=False):
+        return (idx, "raw") if raw else (torch.tensor([idx]), idx)
+
+    def __iter__(self):
+        yield from "abc"
+
+    def close(self):
+        pass
+
+
+def test_attributes_that_ours_hide_are_said_once_and_missing_ones_name_the_dataset(caplog, monkeypatch):
+    monkeypatch.setattr(proxy, "_said_hidden", set())
+    for _ in range(2):
+        with CachedDataset(Speaks(), 1) as cached:
+            assert cached.dataset.stats == "mean"
+            for name in ("classes", "__classes__"):
+                with pytest.raises(AttributeError, match=f"'Speaks' object has no attribute '{name}'"):
+                    getattr(cached, name)
+    assert caplog.text.count("attributes of its own called close, stats. Ask its `dataset` for those of Speaks") == 1
+
+
+def test_more_arguments_an_order_of_its_own_and_the_type_of_an_index_are_those_of_the_dataset():
+    with CachedDataset(Speaks(), 1) as cached:
+        assert cached.__getitem__(3, raw=True) == (3, "raw")
+        assert list(cached) == ["a", "b", "c"]
+        for kind in (int, np.int64, torch.tensor, bool):
+            (one,) = cached.__getitems__([kind(1)])
+            assert type(cached[kind(1)][1]) is type(one[1]) is type(Speaks()[kind(1)][1])
+    with CachedDataset(Speaks(), 1, transform=str) as cached:
+        assert cached.__getitem__(3, raw=True) == "(3, 'raw')"
+        assert len(list(cached)) == N
+
+
+@pytest.mark.parametrize("pickles", [False, True])
+def test_an_image_keeps_all_its_pages(pickles):
+    library = pytest.importorskip("PIL.Image")
+
+    def make(its, idx):
+        file = io.BytesIO()
+        library.new("L", (4, 4)).save(file, "TIFF", save_all=True, append_images=[library.new("L", (4, 4), 9)] * (idx % 2))
+        return library.open(file)
+
+    with CachedDataset(Made(make, 6), 1, allow_pickle=pickles) as cached:
+        assert [getattr(cached[idx], "n_frames", 1) for idx in (0, 1, 0, 1)] == [1, 2, 1, 2]
+
+
 @pytest.mark.linux
-def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(caplog):
-    class Within(Dataset):
-        def __init__(self, dataset):
-            self.dataset = dataset
-
-        def __len__(self):
-            return len(self.dataset)
-
-        def __getitem__(self, idx):
-            return self.dataset.dataset[idx]
-
-    for ask in (Rows, None):
-        with CachedDataset(Rows(), 1) as cached:
-            loader = DataLoader(cached if ask else Within(cached), 4)
-            for epoch in range(4):
-                cached.set_epoch(epoch)
-                list(loader)
-            assert caplog.text.count("no sample was requested from the cache") == (not ask)
+@pytest.mark.parametrize("asks", [True, False])
+def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(asks, caplog):
+    with CachedDataset(Rows(), 1) as cached:
+        loader = DataLoader(cached if asks else Made(lambda its, idx: its.within.dataset[idx], N, within=cached), 4)
+        for epoch in range(4):
+            cached.set_epoch(epoch)
+            list(loader)
+        assert caplog.text.count("no sample was requested from the cache") == (not asks)
 
 
-class Sizes(Dataset):
+class Sizes(Rows):
     """Takes pairs of an index and a size, or names, besides indices."""
-
-    def __len__(self):
-        return N
 
     def __getitem__(self, key):
         idx, size = key if isinstance(key, tuple) else (ord(key) - ord("a") if isinstance(key, str) else key, 4)
@@ -324,26 +381,20 @@ def test_batches_of_pairs_or_names_are_those_of_the_dataset(options):
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+class Stream(IterableDataset):
+    """Is read by number, too, as the streams of LitData and MosaicML."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, idx):
+        return torch.full((4,), idx)
+
+    def __iter__(self):
+        yield from map(self.__getitem__, reversed(range(N)))
+
+
 def test_a_stream_that_is_read_by_number_too_is_cached_by_number():
-    class Stream(IterableDataset):  # as the streams of LitData and MosaicML
-        def __len__(self):
-            return N
-
-        def __getitem__(self, idx):
-            return torch.full((4,), idx)
-
-        def __iter__(self):
-            yield from map(self.__getitem__, reversed(range(N)))
-
-    class Unread(IterableDataset):
-        def __len__(self):
-            return N
-
-        def __iter__(self):
-            yield 1
-
     with CachedDataset(Stream(), "1MB") as cached:
         assert [batch[:, 0].tolist() for batch in DataLoader(cached, 5)] == [list(range(at, at + 5)) for at in range(0, N, 5)]
         assert cached.stats().total.filled == N
-    with pytest.raises(DatasetError, match="no samples by number"):
-        CachedDataset(Unread(), "1MB")

@@ -95,9 +95,8 @@ def parts_of(folder, **options):
         return {part: list(map(int, dataset.indices)) for part, dataset in data.datasets.items()}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
-    data, model, logger = module(tmp_path, num_workers=workers, size_limit_gib="6KB"), Model(), CSVLogger(tmp_path)
+def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path):
+    data, model, logger = module(tmp_path, num_workers=2, size_limit_gib="6KB"), Model(), CSVLogger(tmp_path)
     fit = trainer(tmp_path, max_epochs=2, logger=logger, callbacks=[CacheMonitor()], log_every_n_steps=1)
     fit.fit(model, data)
     fit.test(model, data)
@@ -107,7 +106,7 @@ def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
     assert model.tested == list(data.datasets["test"].indices)
     assert sorted([*epochs[0], *model.validated[: len(model.validated) // 2], *model.tested]) == list(range(N))
     assert isinstance(data.datasets["val"], stocache.StorageDataset)
-    assert (data.preparer.runs, data.train_dataloader().num_workers) == (1, workers)
+    assert (data.preparer.runs, data.train_dataloader().num_workers) == (1, 2)
     again = module(tmp_path)
     again.prepare_data()
     assert again.preparer.runs == 0
@@ -119,16 +118,24 @@ def test_it_prepares_splits_trains_validates_tests_and_logs(tmp_path, workers):
     assert float(table[1]["cache/hit_rate"]) == float(table[1]["cache/fill"]) == pytest.approx(share)
     assert float(table[1]["cache/waited_s"]) > 0
     data.close()
-    data.close()
 
 
 class Sized(DataModule):
     dataset_len = lambda self, info: len(info["labels"])
 
 
+class Coded(InMemoryDataStorage):
+    def save_sample(self, sample):
+        super().save_sample((sample[0], sample[1] + 1000))
+
+    def load_sample(self, idx):
+        image, label = super().load_sample(idx)
+        return image, label - 1000
+
+
 @pytest.mark.parametrize("has_length", [True, False])
-def test_any_storage_will_do(tmp_path, has_length):
-    make = InMemoryDataStorage
+def test_any_storage_will_do_which_saves_the_samples_itself(tmp_path, has_length):
+    make = Coded
     if not has_length:
         pytest.importorskip("PIL", reason="Pillow is not installed")
         from tests.support.storages import FilePerSample as make
@@ -141,24 +148,6 @@ def test_any_storage_will_do(tmp_path, has_length):
     data.trainer = None
     assert isinstance(data.train_dataloader().sampler, RandomSampler)
     assert isinstance(data.val_dataloader().sampler, SequentialSampler)
-    data.close()
-
-
-class Coded(OnDiskBlockDataStorage):
-    def save_sample(self, sample):
-        super().save_sample((sample[0], sample[1] + 1000))
-
-    def load_sample(self, idx):
-        image, label = super().load_sample(idx)
-        return image, label - 1000
-
-
-def test_samples_are_saved_by_the_storage(tmp_path):
-    data = module(tmp_path, Coded(tmp_path / "data", block_size=50))
-    data.prepare_data()
-    data.setup("fit")
-    labels = torch.cat([labels for _, labels in data.train_dataloader()]).tolist()
-    assert sorted(labels) == list(data.datasets["train"].indices)
     data.close()
 
 

@@ -9,11 +9,11 @@ from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import CachedDataset
-from tests.support.ranks import numbers, of_all_ranks, reset_accelerate, run_ranks, samples_of, slow
+from tests.support.ranks import numbers, of_all_ranks, reset_accelerate, run_ranks, samples_of
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # its loggers keep some
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors]  # of its loggers
 
 SAMPLES, STEPS, EPOCHS = 10, 3, 2  # three batches of at most four samples in an epoch
 WORKERS = {"num_workers": 2}
@@ -87,9 +87,7 @@ def _states_are_reset():
     reset_accelerate()
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("registered", {}), ("stateful", {}), slow("skipping", WORKERS), slow("registered", PERSISTENT),
-])  # fmt: skip
+@pytest.mark.parametrize(("kind", "options"), [("stateful", {}), ("skipping", WORKERS), ("registered", PERSISTENT)])
 def test_each_step_resumes(kind, options, tmp_path):
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
@@ -107,7 +105,6 @@ def check_in_rank(rank, folder, cases):
             assert len(seen) <= SAMPLES + 2  # accelerate fills up the last batches
 
 
-@pytest.mark.slow
 def test_two_ranks_resume(tmp_path):
     cases = [("registered", {}, {"batch_size": 2}), ("skipping", {}, {"split_batches": True, "dispatch_batches": True})]
     run_ranks(check_in_rank, tmp_path, cases)

@@ -3,7 +3,6 @@
 import gc
 import inspect
 import itertools
-import os
 import pickle
 import platform
 import random
@@ -12,7 +11,6 @@ import runpy
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ import stocache
 from stocache import CachedDataset, WorkerError
 from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.datasets.lazy import with_lazy_batches
-from stocache.observe.recording import record
+from stocache.loader.device.cuda import as_device
 from stocache.shm.ring.ring import NO_MEMORY
 from tests.support.containers import Point
 from tests.support.endings import said_at_the_end
@@ -38,16 +36,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
 
 
 class Named(Images):
+    """Samples of many parts; with ``draws``, of all three generators."""
+
+    draws = False
+
     def __getitem__(self, idx):
         point = Point(np.full(3, idx, np.int16), float(idx))
-        return {"image": image(idx), "name": f"{idx}.jpg", "point": point, "n": f"{idx}".encode()}
+        sample = {"image": image(idx), "name": f"{idx}.jpg", "point": point, "n": f"{idx}".encode()}
+        return sample | {"drawn": [torch.rand(()), random.random(), float(np.random.rand())]} if self.draws else sample
 
 
 class Augmented(Named):
-    """Draws from all three generators."""
-
-    def __getitem__(self, idx):
-        return super().__getitem__(idx) | {"drawn": [torch.rand(()), random.random(), float(np.random.rand())]}
+    draws = True
 
 
 class Stream(IterableDataset):
@@ -58,24 +58,24 @@ class Stream(IterableDataset):
             yield image(idx), idx
 
 
-def in_batches(size, n=N):
-    return list(torch.utils.data.DataLoader(Images(n), size))
+class Drawn:
+    """Batches in a random order, which is drawn when they are asked for. ``length(sampler)``: what it says its length is."""
 
-
-class EagerBatches:
-    """Draws when it is asked for an iterator, not later."""
-
-    def __len__(self):
-        return 5
+    def __init__(self, length=lambda sampler: 5):
+        self.length = length
 
     def __iter__(self):
         order = [*torch.randperm(10).tolist(), *random.sample(range(10, 20), 10)]
-        return iter([order[start : start + 4] for start in range(0, 20, 4)])
+        self.batches = [order[at : at + 4] for at in range(0, 20, 4)]
+        return iter(self.batches)
+
+    def __len__(self):
+        return self.length(self)
 
 
 OPTIONS = [
     {"batch_size": 8, "shuffle": True}, {"batch_size": 7, "drop_last": True, "shuffle": True}, {"batch_size": None},
-    {"batch_size": None, "shuffle": True}, {"sampler": range(0, N, 3), "batch_size": 4}, {"batch_sampler": EagerBatches()},
+    {"batch_size": None, "shuffle": True}, {"sampler": range(0, N, 3), "batch_size": 4}, {"batch_sampler": Drawn()},
     {"batch_sampler": torch.utils.data.BatchSampler(range(N), 9, False)}, {"batch_sampler": [[3, 1], [4], [1, 5, 9]]},
     {"batch_size": 100}, {"sampler": RandomSampler(range(N), True, 70), "batch_size": 6}, {"batch_size": 8, "collate_fn": list},
     {},
@@ -98,28 +98,31 @@ def test_batches_order_and_random_numbers_are_those_of_torch(options, workers):
 HALF = f"{N + 20 * 200}B"
 
 
+def shuffled():
+    return {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
+
+
 @pytest.mark.parametrize(("limit", "options"), [
-    (1, {}), (HALF, {}), (0, {"num_workers": 2}), (HALF, {"num_workers": 2}), (HALF, WORKERS[-1]),
-    (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (1, THREADS), (0, {**THREADS, "prefetch_factor": 9}),
+    (HALF, {}), (0, {"num_workers": 2}), (HALF, {"num_workers": 2}), (HALF, WORKERS[-1]), (1, THREADS),
+    (1, {"num_workers": 2, "multiprocessing_context": "forkserver"}), (0, {**THREADS, "prefetch_factor": 9}),
 ])  # fmt: skip
 def test_a_cached_dataset_gives_the_same_batches(limit, options):
-    make = lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
     torchs = {"num_workers": 1, "persistent_workers": True} if "persistent_workers" in options else {}
     with CachedDataset(Images(), limit) as dataset:
-        ours = stocache.DataLoader(dataset, **make(), **options)
-        agree(ours, torch.utils.data.DataLoader(Images(), **make(), **torchs))
+        ours = stocache.DataLoader(dataset, **shuffled(), **options)
+        agree(ours, DataLoader(Images(), **shuffled(), **torchs))
         stats = ours.stats()
         assert stats.hit_rate > 0 or limit == 0
         assert stats.ring == (14 if options.get("num_workers") and "worker_method" not in options else 0)
         part = Subset(dataset, list(range(40, 10, -1)))
         loader = stocache.DataLoader(part, 8, **options)
-        agree(loader, torch.utils.data.DataLoader(Subset(Images(), part.indices), 8, **torchs))
+        agree(loader, DataLoader(Subset(Images(), part.indices), 8, **torchs))
         assert loader.stats().hit_rate == 1 or limit != 1  # of a subset, too
 
 
-@pytest.mark.parametrize(("limit", "options"), [
-    (1, {}), (HALF, {"num_workers": 2}), (1, {"num_workers": 2}), (1, THREADS), (HALF, THREADS), (HALF, {"sample_seed": 5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limit", "options"), [(1, {}), (HALF, {"num_workers": 2}), (HALF, THREADS), (HALF, {"sample_seed": 5})]
+)
 def test_concatenated_caches_are_gathered_together(limit, options):
     def concatenated(one, other):
         return ConcatDataset([one, Subset(other, range(30, 2, -1)), ConcatDataset([other])])
@@ -127,36 +130,31 @@ def test_concatenated_caches_are_gathered_together(limit, options):
     with CachedDataset(Images(), limit) as one, CachedDataset(Images(), limit) as other:
         dataset, plain = concatenated(one, other), concatenated(Images(), Images())
         indices = [2 * N + 20, N + 3, 0, 5, N - 1, N, 2, 2, 2 * N + 21, 7]
-        unread = with_lazy_batches(dataset).__getitems__(indices)
+        unread, expected = with_lazy_batches(dataset).__getitems__(indices), [plain[idx] for idx in indices]
         assert isinstance(unread, LazyBatch)
-        assert same(
-            unread.gather(lambda shape, dtype: torch.empty(shape, dtype=dtype)),
-            default_collate([plain[idx] for idx in indices]),
-        )
-        assert same(with_lazy_batches(dataset).__getitems__(indices).read(), [plain[idx] for idx in indices])
-        make = lambda: {"batch_size": 8, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
-        ours = stocache.DataLoader(dataset, **make(), **options)
-        agree(ours, torch.utils.data.DataLoader(plain, **make()), epochs=3)
-        assert ours.stats().hit_rate > 0
-        assert min(one.stats().total.hits, other.stats().total.hits) > 0
+        assert same(unread.gather(lambda shape, dtype: torch.empty(shape, dtype=dtype)), default_collate(expected))
+        assert same(with_lazy_batches(dataset).__getitems__(indices).read(), expected)
+        ours = stocache.DataLoader(dataset, **shuffled(), **options)
+        agree(ours, DataLoader(plain, **shuffled()), epochs=3)
+        assert min(ours.stats().hit_rate, one.stats().total.hits, other.stats().total.hits) > 0
     with CachedDataset(Images(), limit) as one, CachedDataset([torch.zeros(3)] * 4, limit) as other:
         assert with_lazy_batches(ConcatDataset([one, other])) is None
 
 
-@pytest.mark.parametrize(("workers", "batch_size"), [({}, None), (WORKERS[2], 4), (THREADS, None), (WORKERS[-1], 4)], ids=str)
+@pytest.mark.parametrize(("workers", "batch_size"), [({}, None), (WORKERS[2], 4), ({**THREADS, "num_workers": 3}, 4)], ids=str)
 def test_iterable_datasets(workers, batch_size):
-    agree(*both(Stream(), batch_size=batch_size, **workers))
+    agree(*both(Stream(), batch_size=batch_size, drop_last=bool(batch_size), **workers))
 
 
 def test_threads_leave_a_generator_as_torch_does_when_a_loop_is_left_early():
     def left_early(make, dataset, **options):
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
-        next(iter(make(dataset, batch_size=2, num_workers=2, sampler=sampler, **options)))
+        list(itertools.islice(make(dataset, batch_size=2, num_workers=2, sampler=sampler, **options), 3))
         return sampler.generator.get_state()
 
-    with CachedDataset(Images(), 1) as dataset:
+    with CachedDataset(Images(), 1, audit=0) as dataset:  # or batches are not gathered ahead
         dataset.warm(progress=False)
-        theirs = left_early(torch.utils.data.DataLoader, Images())
+        theirs = left_early(DataLoader, Images())
         assert left_early(stocache.DataLoader, dataset, worker_method="thread").equal(theirs)
 
 
@@ -192,35 +190,42 @@ def test_it_is_a_dataloader_with_the_arguments_it_was_given():
         loader.batch_size = 3
     ours, theirs = (list(inspect.signature(kind).parameters.values()) for kind in (stocache.DataLoader, type(loader).__base__))
     assert ours[:-6] == theirs
-    names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "device_limit_gib", "on_error"]
+    names = ["snapshot_every_n_steps", "sample_seed", "worker_method", "device", "on_error", "prefetch_epochs"]
     assert [own.name for own in ours[-6:]] == names
 
 
-class Locked(Images):
+class Unspoken(Exception):
+    def __str__(self):
+        raise ValueError("has no text")
+
+
+class Odd(Images):
     def __getitem__(self, idx):
+        if idx == 30:
+            raise Unspoken
         return {"idx": idx, "data": bytes(1000 * idx), "lock": threading.Lock() if idx in (1, 60) else None}
 
 
-def test_what_does_not_pickle_is_an_error_of_its_worker_and_the_loader_goes_on():
-    """torch's loader prints it in the worker, and waits for ever."""
-    batches = iter(stocache.DataLoader(Locked(), None, sampler=[0, 1, 20, 60, 40], num_workers=1))
+def test_what_does_not_pickle_or_has_no_text_is_an_error_of_its_worker_and_the_loader_goes_on():
+    """torch's loader prints what does not pickle in the worker, and waits for ever."""
+    batches = iter(stocache.DataLoader(Odd(), None, sampler=[0, 1, 20, 60, 30, 40], num_workers=1))
     for idx in (0, 20):
         assert next(batches)["idx"] == idx
         with pytest.raises(TypeError, match=r"(?s)^Caught TypeError in .* worker process 0\..*cannot pickle '_thread.lock'"):
             next(batches)
+    with pytest.raises(Unspoken):
+        next(batches)
     assert [batch["idx"] for batch in batches] == [40]
 
 
 AT_WORK = "at work on batch 2 of the epoch"
 ENDS = [
     ("os.kill(os.getpid(), signal.SIGKILL)", rf"was killed by signal 9 \(SIGKILL\) {AT_WORK}. Often", {}),
-    ("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"persistent_workers": True}),
     ("os._exit(7)", f"exited with code 7 {AT_WORK}", {"kind": "in a step"}),
     ("raise KeyboardInterrupt", r"exited with code 0 at work on batch [456] of the epoch", {"place": "iter"}),
     ("sys.exit(0)", r"exited with code 0\. Code in the dataset", {"kind": "no ring"}),
     ("os._exit(0)", "exited with code 0 before its first batch", {"place": "init"}),
     ("sys.exit('words')", f"exited with code 1 {AT_WORK}. Code in the dataset", {"place": "collate"}),
-    ("signal.raise_signal(signal.SIGINT)", "exited with code 0 at work on batch 0 of the epoch", {"idx": 0}),
     ("signal.raise_signal(signal.SIGTERM)", rf"was killed by signal 15 \(SIGTERM\) {AT_WORK}", {"kind": "cached"}),
     ("sys.exit(0)", "exited with code 0 at work on batch 1[01] of", {"place": "iter", "persistent_workers": True, "idx": 45}),
     pytest.param("sys.exit(0)", f"exited with code 0 {AT_WORK}", {"in_order": False}, marks=needs_in_order),
@@ -237,30 +242,6 @@ def test_an_interrupt_of_the_main_process_stays_what_it_is(tmp_path):
     assert said_at_the_end(tmp_path / "said", "os.kill(os.getppid(), signal.SIGINT); time.sleep(1)") == "KeyboardInterrupt "
 
 
-UNGUARDED = """
-import stocache
-class Large(list):
-    def __init__(self):
-        super().__init__([bytes(5_000_000)] * 9)
-list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spawn'))
-"""
-
-
-class Drawn:
-    """Batches in a random order. What it answers when it is asked for a length differs."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        order = random.sample(range(N), N)
-        self.batches = [order[at : at + 7] for at in range(0, N, 7)]
-        return iter(self.batches)
-
-    def __len__(self):
-        return self.length(self)
-
-
 def undefined(sampler):
     raise ValueError("the length is ambiguous")
 
@@ -269,9 +250,7 @@ ODD = {
     "raises": lambda: {"batch_sampler": Drawn(undefined)},
     "not known yet": lambda: {"batch_sampler": Drawn(lambda sampler: len(sampler.batches))},
     "iterates": lambda: {"batch_sampler": Drawn(lambda sampler: sum(1 for _ in sampler))},
-    "an array": lambda: {"sampler": np.arange(N)[::-1], "batch_size": 7},
     "a tensor": lambda: {"sampler": torch.arange(N).flip(0), "batch_size": 7},
-    "an array within": lambda: {"batch_sampler": torch.utils.data.BatchSampler(np.arange(N)[::-1], 7, False)},
     "an array of batches": lambda: {"batch_sampler": np.arange(N - N % 4).reshape(-1, 4)},
 }
 
@@ -304,10 +283,18 @@ def test_a_program_may_put_it_in_the_place_of_torchs():
     assert in_child(program) == 0
 
 
+UNGUARDED = """
+import stocache
+class Large(list):
+    def __init__(self):
+        super().__init__([bytes(5_000_000)] * 9)
+list(stocache.DataLoader(Large(), 2, num_workers=1, multiprocessing_context='spawn'))
+"""
+
+
 def test_a_script_without_a_guard_is_told_of_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
-
     words = "the worker processes of the DataLoader cannot start: one exited with code 1. "
     words += f".* import {script}, and so run it once more. Put the code that starts it under if __name__ =="
 
@@ -340,19 +327,40 @@ def test_errors_of_a_sampler_are_not_taken_for_those_of_processes():
         list(stocache.DataLoader(Images(), 8, sampler=map(open, ["/no/order.txt"]), num_workers=1))
 
 
-def test_a_timeout_is_torchs_and_counts_no_batch():
-    options = {"worker_init_fn": lambda number: time.sleep(1), "multiprocessing_context": "fork"}
-    loader = stocache.DataLoader(Images(), 4, num_workers=1, timeout=0.05, **options)
-    with pytest.raises(RuntimeError, match="timed out"):
+class Slow(Images):
+    def __getitem__(self, idx):
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("method", ["multiprocessing", "thread"])
+def test_a_timeout_is_torchs_and_counts_no_batch(method):
+    loader = stocache.DataLoader(Slow(), 4, num_workers=1, worker_method=method, timeout=0.05)
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.05 seconds"):
         next(iter(loader))
     assert loader.state_dict()["position"]["batches"] == 0
 
 
-def test_a_loader_that_was_used_works_in_a_forked_child_and_pickles_without_its_ring():
-    loader = stocache.DataLoader(Images(), 8, num_workers=1, multiprocessing_context="fork")  # a child has no forkserver
-    for child_or_copy in (loader, pickle.loads(pickle.dumps(loader)), loader):
-        assert labels_of(child_or_copy) == list(range(N))
-        assert in_child(lambda used=child_or_copy: labels_of(used) == list(range(N)) or os._exit(1)) == 0
+@pytest.mark.parametrize("options", [
+    {}, {"num_workers": 1, "multiprocessing_context": "fork"}, {**THREADS, "persistent_workers": True},
+], ids=str)  # fmt: skip
+def test_a_loader_that_was_used_works_in_a_forked_child_and_its_iterator_goes_on_without_workers(options):
+    with CachedDataset(Images(), 1) as dataset:
+        used = stocache.DataLoader(dataset, 10, **options)
+        assert labels_of(used) == list(range(N))
+
+        def use(batches):
+            assert labels_of(used) == list(range(N))
+            if not options:
+                assert labels_of(batches) == list(range(10, N))
+            elif "worker_method" in options:
+                with pytest.raises(WorkerError, match=r"do not exist in a forked process"):
+                    next(batches)
+
+        for loader in (used, pickle.loads(pickle.dumps(used))):
+            batches = iter(loader)
+            next(batches)
+            assert in_child(use, batches) == 0
+            assert labels_of(batches) == list(range(10, N))
 
 
 def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
@@ -380,7 +388,7 @@ def test_threads_that_start_workers_or_probe_fork_one_after_the_other():
     assert in_child(begin_in_threads) == 0  # an audit hook stays
 
 
-@pytest.mark.parametrize("collate_fn", [None, lambda samples: default_collate(samples), list])
+@pytest.mark.parametrize("collate_fn", [None, list])
 def test_where_torch_gets_no_shared_memory_either_batches_go_through_the_pipe(collate_fn, monkeypatch, caplog):
     def refuse(*_):
         raise RuntimeError("unable to allocate shared memory(shm)")
@@ -390,78 +398,45 @@ def test_where_torch_gets_no_shared_memory_either_batches_go_through_the_pipe(co
     for name in ("_new_using_fd_cpu", "_share_fd_cpu_"):
         monkeypatch.setattr(torch.UntypedStorage, name, refuse)
     ours = stocache.DataLoader(Images(), 8, num_workers=2, collate_fn=collate_fn)
-    agree(ours, torch.utils.data.DataLoader(Images(), 8, collate_fn=collate_fn))
+    agree(ours, DataLoader(Images(), 8, collate_fn=collate_fn))
     assert ours.stats().fallbacks == {NO_MEMORY: ours.stats().batches}
     assert caplog.text.count("they go through a pipe") == 1
-
-
-def test_batches_without_workers_are_private_and_their_memory_is_used_again():
-    with CachedDataset([torch.full((200, 200), float(idx)) for idx in range(16)], 1) as dataset:
-        loader = stocache.DataLoader(dataset, 4)
-        batch = next(iter(loader))
-        assert in_child(batch.numpy().fill, -1) == 0  # not by torch, whose threads a forked child lacks
-        assert batch[:, 0, 0].tolist() == [0, 1, 2, 3]
-        del batch
-        assert len({later.data_ptr() for _ in range(3) for later in loader}) <= 3
-        assert [kept[0, 0, 0].item() for kept in list(loader)] == [0, 4, 8, 12]
-
-
-def test_an_error_of_a_batch_comes_in_its_turn_and_the_loader_goes_on():
-    with CachedDataset(Images(), 1) as dataset:
-        dataset.warm(progress=False)
-        wanted = [[4 * n, 4 * n + 1] for n in range(8)]
-        wanted[5] = [-100, 1]
-        batches = iter(stocache.DataLoader(dataset, batch_sampler=wanted))
-        assert [next(batches)[1].tolist() for _ in range(5)] == wanted[:5]
-        with pytest.raises(IndexError, match="-100"):
-            next(batches)
-        assert [labels.tolist() for _, labels in batches] == wanted[6:]
-
-
-def test_another_thread_and_a_forked_child_go_on_with_an_iterator(monkeypatch):
-    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
-    with CachedDataset(Images(), 1) as dataset, ThreadPoolExecutor(1) as other:
-        dataset.warm(progress=False)
-        batches = iter(stocache.DataLoader(dataset, 8))
-        next(batches)
-        assert other.submit(next, batches).result()[1].tolist() == list(range(8, 16))
-        assert in_child(lambda: labels_of(batches) == list(range(16, N)) or os._exit(1)) == 0
-        assert labels_of(batches) == list(range(16, N))
 
 
 def set_a_transform(worker_id):
     torch.utils.data.get_worker_info().dataset.transform = lambda sample: sample[1] + 100
 
 
-def test_a_transform_that_workers_set_is_applied_and_the_cache_may_be_closed_before_the_loader_goes():
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_transform_that_workers_set_is_applied_and_the_cache_may_be_closed_before_the_loader_goes(seed):
     with CachedDataset(Images(), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 10, num_workers=1, worker_init_fn=set_a_transform)
+        loader = stocache.DataLoader(dataset, 10, num_workers=1, worker_init_fn=set_a_transform, sample_seed=seed)
         assert torch.cat(list(loader)).tolist() == list(range(100, 100 + N))
     assert loader.stats().hit_rate is None
     assert loader.stats().batches == 5
 
 
+class Echo:
+    """Answers everything, as mocks and lazy wrappers do."""
+
+    __getitems__ = None
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Echo()
+
+    def __getitem__(self, idx):
+        return [type(idx).__name__, idx]
+
+
 def test_a_dataset_may_have_every_attribute_and_indices_travel_as_what_they_are():
-    class Echo:
-        """Answers everything, as mocks and lazy wrappers do."""
-
-        def __getattr__(self, name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return Echo()
-
-        def __getitem__(self, idx):
-            return [type(idx).__name__, idx]
-
-        __getitems__ = None
-
     batches = [
         [0, 1, 65535], [65536, 3], [1 << 24, 7], [(1 << 32) - 1], [1 << 33, 2], [-1, 4], [np.int64(3)], ["a", "b"], [], (1, 2),
         range(3), [True, False], [2.5],
     ]  # fmt: skip
-    loader = stocache.DataLoader(Echo(), batch_sampler=batches, num_workers=1, collate_fn=list, multiprocessing_context="fork")
+    loader = stocache.DataLoader(Echo(), batch_sampler=batches, num_workers=1, collate_fn=list)
     assert list(loader) == [[[type(idx).__name__, idx] for idx in batch] for batch in batches]
-    assert loader.stats().hit_rate is None
 
 
 class Epochal(Images):
@@ -495,7 +470,7 @@ SAMPLES = {
     "floats": lambda: torch.randn(BIG), "bytes": lambda: torch.randint(256, BIG, dtype=torch.uint8),
     "arrays": lambda: np.random.default_rng().normal(size=BIG), "permuted": lambda: torch.randn(160, 160, 3).permute(2, 0, 1),
     "channels last": lambda: torch.randn(2, *BIG).to(memory_format=torch.channels_last),
-    "half": lambda: torch.randn(BIG).bfloat16(), "parts of others": lambda: torch.randn(6, 160, 160)[::2],
+    "parts of others": lambda: torch.randn(6, 160, 160)[::2],
     "gradients": lambda: torch.randn(BIG, requires_grad=True) * 2,
     "conjugates": lambda: torch.randn(BIG, dtype=torch.complex64).conj(),
     "two dtypes": lambda: torch.randn(BIG) if torch.rand(()) < 0.5 else torch.ones(BIG, dtype=torch.float64),
@@ -520,27 +495,24 @@ def test_large_batches_without_workers_are_those_of_torch(make):
         assert torch.equal(mine, other)
 
 
-def test_large_batches_without_workers_use_memory_again_that_nobody_holds():
-    samples = torch.arange(64).view(64, 1, 1).expand(64, 160, 160).contiguous()
-    loader, places, held = stocache.DataLoader(samples, 16), [], []
-    for _ in range(4):
-        for number, batch in enumerate(loader):
-            places.append(batch.data_ptr())
-            if number == 1:
-                held.append(batch)
-    assert len(set(places)) < len(places) / 2
-    assert all(torch.equal(batch, samples[16:32]) for batch in held)
-    assert len({batch.data_ptr() for batch in held}) == len(held)
-
-
-def test_an_epoch_that_is_held_and_dropped_leaves_little_memory():
-    samples = torch.zeros(64, 320, 320)
-    loader = stocache.DataLoader(samples, 4)
-    held = list(loader)
-    assert loader._stocache._pool.leased == 4
-    del held
-    gc.collect()
-    assert loader._stocache._pool.leased == 0
+@pytest.mark.parametrize(("is_cached", "options"), [(False, {}), (True, {}), (True, THREADS)])
+def test_large_batches_are_private_and_their_memory_is_used_again(is_cached, options):
+    samples = torch.arange(32.0).view(32, 1, 1).expand(32, 320, 320).contiguous()
+    with CachedDataset(samples, 1) as dataset:
+        dataset.warm(progress=False)
+        loader = stocache.DataLoader(dataset if is_cached else samples, 4, **options)
+        held = [next(iter(loader))]
+        assert in_child(held[0].numpy().fill, -1) == 0  # not by torch, whose threads a forked child lacks
+        places = [batch.data_ptr() for _ in range(5) for batch in loader]
+        assert len(set(places)) <= (10 if options else 3)
+        assert held[0].data_ptr() not in places
+        held += list(loader)
+        assert [kept[0, 0, 0].item() for kept in held] == [0, *range(0, 32, 4)]
+        assert len({kept.data_ptr() for kept in held}) == len(held)
+        assert loader._stocache._pool.leased == (9 if is_cached else 4)
+        del held
+        gc.collect()
+        assert loader._stocache._pool.leased == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
@@ -551,19 +523,8 @@ def test_samples_with_forward_gradients_are_stacked_as_by_torch():
         assert same(*(torch.autograd.forward_ad.unpack_dual(each).tangent for each in (mine, other)))
 
 
-def test_sparse_samples_are_the_error_of_torch():
-    samples = [torch.eye(3).to_sparse() for _ in range(4)]
-    messages = []
-    for kind in (stocache.DataLoader, DataLoader):
-        try:
-            messages.append(str(list(kind(samples, 4))))
-        except Exception as error:
-            messages.append(str(error))
-    assert messages[0] == messages[1]
-
-
 FAULTS = """
-import resource, sys
+import resource
 import numpy as np
 from torch.utils.data import Dataset
 from stocache import DataLoader
@@ -575,46 +536,22 @@ class Large(Dataset):
     def __getitem__(self, idx):
         return np.full(200_000, 1, np.uint8), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-method, limited = sys.argv[1:]
-options = {"num_workers": 1, "multiprocessing_context": method} if method else {}
-if limited:
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (30 << 20),) * 2)
-seen = [counts for _, counts in DataLoader(Large(), 16, **options)]
-print(sum(int(counts[-1] - counts[0]) for counts in seen[2:]))
+def faults(**options):
+    seen = [counts for _, counts in DataLoader(Large(), 16, **options)]
+    return sum(int(counts[-1] - counts[0]) for counts in seen[2:])
+
+print(faults(), faults(num_workers=1, multiprocessing_context="fork"))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (30 << 20),) * 2)
+faults()
 """
 
 
 @pytest.mark.linux
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
-@pytest.mark.parametrize("method", ["", "fork"])
-def test_samples_get_memory_that_was_used_before(method):
-    assert int(run_python("-W", "ignore", "-c", FAULTS, method, "").stdout) < 500  # 2,400 where it is new each time
-
-
-@pytest.mark.linux
-def test_a_process_that_may_have_little_memory_loads():
-    assert int(run_python("-W", "ignore", "-c", FAULTS, "", "limited").stdout) >= 0
-
-
-class Unspoken(Exception):
-    def __str__(self):
-        raise ValueError("has no text")
-
-
-class Fails(Images):
-    def __getitem__(self, idx):
-        if idx == 2:
-            raise Unspoken
-        return super().__getitem__(idx)
-
-
-def test_an_error_that_has_no_text_is_raised_and_the_next_batches_come():
-    batches = iter(stocache.DataLoader(Fails(), 2, num_workers=1, multiprocessing_context="fork"))
-    next(batches)
-    with pytest.raises(Unspoken):
-        next(batches)
-    assert len(list(batches)) == N // 2 - 2
+def test_samples_get_memory_that_was_used_before_also_if_a_process_may_have_little():
+    faults = map(int, run_python("-W", "ignore", "-c", FAULTS, timeout_s=120).stdout.split())
+    assert max(faults) < 500  # 2,400 where it is new each time
 
 
 @pytest.mark.parametrize(("first", "then", "persistent"), [(0, 2, False), (2, 1, True), (1, 3, False), (2, 3, True)])
@@ -624,3 +561,42 @@ def test_the_number_of_workers_may_be_set_between_epochs(first, then, persistent
     for loader.num_workers in (first, then, then):
         loader.prefetch_factor = 2 if loader.num_workers else None
         assert [int(label) for _, labels in loader for label in labels] == [*range(N)]
+
+
+@pytest.mark.parametrize(("device", "message"), [
+    ("nonsense", "Use 'cuda'"), (3.5, "Use 'cuda'"), ("mps", "Leave the option out"), ("meta", "Leave the option out"),
+    ("cuda", "built without CUDA|sees no GPU"),
+])  # fmt: skip
+def test_a_device_that_is_none_of_cuda_or_missing_is_refused(device, message):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=message):
+        stocache.DataLoader([1], device=device)
+
+
+def test_a_device_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert as_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"cuda:2.*2 GPU"):
+        as_device("cuda:2")
+
+
+def test_the_cpu_is_no_device_of_its_own():
+    for device in (None, "cpu", torch.device("cpu")):
+        loader = stocache.DataLoader([1, 2], device=device)
+        assert loader.device is None
+        assert [batch.tolist() for batch in loader] == [[1], [2]]
+
+
+@pytest.mark.slow
+def test_nothing_of_a_gpu_is_imported_without_one():
+    code = """
+import sys
+from torch.utils.data import TensorDataset
+import torch, stocache
+with stocache.CachedDataset(TensorDataset(torch.arange(8)), 1) as dataset:
+    list(stocache.DataLoader(dataset, 2, num_workers=1))
+assert not [name for name in sys.modules if name.startswith(("triton", "stocache.loader.device"))]
+"""
+    run_python("-c", code)

@@ -1,4 +1,4 @@
-"""Programs end without an error, whatever their global variables still hold, and whichever thread trains last."""
+"""Programs begin with a fork server, and end without an error, whatever their variables hold and whichever thread trains."""
 
 import itertools
 import json
@@ -118,3 +118,40 @@ def test_programs_end_without_an_error_and_ctrl_c_works_while_a_worker_is_stuck(
 @pytest.mark.slow
 def test_each_loader_with_other_endings_ends_without_an_error(tmp_path):
     assert bad_ends(programs(1) | programs(3) | busy("dropped"), tmp_path) == {}
+
+
+SCRIPT = """
+import sys
+HAD = [name in sys.modules for name in ("torch", "stocache.loader.dataloader", "json.tool")]  # before this process imports any
+
+import multiprocessing
+import random
+import numpy as np
+import torch
+import stocache
+
+class Had:
+    def __len__(self):
+        return 4
+    def __getitem__(self, idx):
+        return [*HAD, torch.cuda.is_initialized()]
+
+def draw(queue):
+    queue.put((random.random(), np.random.rand(), torch.rand(1).item()))
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["json.tool"])
+    print(list(stocache.DataLoader(Had(), None, num_workers=2, multiprocessing_context="forkserver")))
+    context = multiprocessing.get_context("forkserver")
+    queue = context.Queue()
+    for process in [context.Process(target=draw, args=(queue,)) for _ in range(2)]:
+        process.start()
+    print([len({*numbers}) for numbers in zip(queue.get(), queue.get())])
+"""
+
+
+@pytest.mark.slow
+def test_workers_find_their_modules_and_those_of_the_user_imported_and_draw_their_own_numbers(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run_python("-W", "ignore", tmp_path / "script.py", cwd=tmp_path, timeout_s=120)
+    assert done.stdout == f"{[[True, True, True, False]] * 4}\n[2, 2, 2]\n"

@@ -1,21 +1,20 @@
 """Samples that fail: loaded again or replaced, with the same batches on any number of workers and ranks."""
 
 import functools
-import hashlib
 import os
-import pickle
 
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
 from stocache import CachedDataset, DataLoader, DatasetError, Retry, Skip, StatefulDistributedSampler
-from stocache.datasets.failing import Failures
+from tests.support.pairs import pairs
+from tests.support.resuming import check_resumes
+from tests.support.ways import WAYS
 
 LENGTH = 96
 ALWAYS = 5, 41, 77
 ONCE = range(3, LENGTH, 8)
-WAYS = {"main": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}
 
 
 class Images(Dataset):
@@ -51,24 +50,17 @@ class Drawing(Images):
         return super().__getitem__(idx) + noise
 
 
-def digest(loader, epochs=2):
-    found = hashlib.sha256()
-    for epoch in range(epochs):
-        loader.set_epoch(epoch)
-        for batch in loader:
-            found.update(batch.numpy().tobytes())
-    return found.hexdigest()
-
-
 def played(dataset, **options):
+    """The batches of two epochs, and the stats of the loader."""
     torch.manual_seed(1)
-    loader = DataLoader(dataset, batch_size=8, shuffle=True, **options)
-    return digest(loader), loader.stats()
+    loader, found = DataLoader(dataset, batch_size=8, shuffle=True, **options), []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        found += [batch.tolist() for batch in loader]
+    return found, loader.stats()
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", [Images, Batches, Drawing])
-@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+@pytest.mark.parametrize(("kind", "cached", "way"), [*pairs([Images, Batches, Drawing], [False, True], [*WAYS.values()])])
 def test_a_sample_that_fails_once_is_that_of_a_run_without_failures(kind, cached, way, tmp_path):
     if kind is Drawing and "num_workers" in way:
         way = way | {"worker_method": "multiprocessing"}  # threads share the global generators
@@ -85,9 +77,10 @@ def expected_with_substitutes(kind):
     return played(kind(ALWAYS), on_error=Skip(0.1))[0]
 
 
-@pytest.mark.parametrize("way", [*WAYS.values(), {"num_workers": 5}], ids=[*WAYS, "5 processes"])
-@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-@pytest.mark.parametrize("kind", [Images, Batches])
+FIVE = {"num_workers": 5}
+
+
+@pytest.mark.parametrize(("kind", "cached", "way"), [*pairs([Images, Batches], [False, True], [*WAYS.values(), FIVE])])
 def test_a_substitute_is_the_same_for_all_workers(kind, cached, way, caplog):
     dataset = CachedDataset(kind(ALWAYS), "1MB", probe=1) if cached else kind(ALWAYS)
     expected = expected_with_substitutes(kind)
@@ -115,27 +108,12 @@ def test_ranks_replace_a_sample_alike():
 
 
 def test_a_resumed_loader_replaces_the_same_samples():
-    def loader():
-        torch.manual_seed(4)
-        return DataLoader(Images(ALWAYS), batch_size=8, shuffle=True, on_error=Skip(0.1))
+    def loader(state):
+        made = DataLoader(Images(ALWAYS), batch_size=8, shuffle=True, on_error=Skip(0.1))
+        made.load_state_dict(state)
+        return made
 
-    first = loader()
-    batches = iter(first)
-    for _ in range(5):
-        next(batches)
-    state, expected = first.state_dict(), list(batches)
-    resumed = loader()
-    resumed.load_state_dict(state)
-    assert all(map(torch.equal, resumed, expected))
-
-
-def test_another_epoch_has_other_substitutes():
-    loader = DataLoader(Images(ALWAYS), batch_size=LENGTH, on_error=Skip(0.1))
-    found = []
-    for epoch in (0, 1, 0):
-        loader.set_epoch(epoch)
-        found.append(next(iter(loader))[list(ALWAYS), 0].tolist())
-    assert found[0] == found[2] != found[1]
+    check_resumes(loader({}), loader, numbers=lambda length, count: (5, length + 1))
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -168,22 +146,16 @@ def test_only_a_map_style_dataset_has_substitutes():
         DataLoader(Stream(), on_error=Skip())
 
 
-def test_a_cached_dataset_goes_on_by_itself(tmp_path):
-    dataset = CachedDataset(Images([5, 41], ONCE, str(tmp_path)), "1MB", probe=1, on_error=[Retry(backoff_s=0), Skip(0.1)])
-    with dataset:
+def test_a_cached_dataset_and_its_probe_go_on_by_themselves(tmp_path):
+    failing, on_error = [0, 5, 41, LENGTH - 1], [Retry(backoff_s=0), Skip(0.1)]
+    with CachedDataset(Images(failing, ONCE, str(tmp_path)), "1MB", on_error=on_error) as dataset:
         for _ in range(2):
             values = [int(dataset[idx][0]) for idx in range(LENGTH)]
-            assert [idx for idx in range(LENGTH) if values[idx] != idx] == [5, 41]
+            assert [idx for idx in range(LENGTH) if values[idx] != idx] == failing
         together = torch.cat(list(torch.utils.data.DataLoader(dataset, batch_size=32)))[:, 0]
         assert together.tolist() == values
         stats = dataset.stats()
-        assert (stats.failed, stats.retried > 0, stats.total.filled) == ((5, 41), True, LENGTH - 2)
-
-
-def test_the_probe_goes_on_as_well():
-    with CachedDataset(Images([0, LENGTH - 1]), "1MB", on_error=Skip(0.1)) as dataset:
-        assert len(torch.cat(list(DataLoader(dataset, batch_size=32)))) == LENGTH
-        assert dataset.stats().failed == (0, LENGTH - 1)
+        assert (stats.failed, stats.retried > 0, stats.total.filled) == (tuple(failing), True, LENGTH - 4)
 
 
 def test_a_subset_of_a_cache_has_substitutes():
@@ -191,15 +163,6 @@ def test_a_subset_of_a_cache_has_substitutes():
         part = Subset(dataset, [41, 2, 5, 1])
         (batch,) = DataLoader(part, batch_size=4, on_error=Skip(1.0))
         assert {*batch[[0, 2], 0].tolist()} <= {1, 2}
-
-
-def test_failures_are_one_table_for_all_copies():
-    failures = Failures(10)
-    other = pickle.loads(pickle.dumps(failures))
-    other.note_retry()
-    assert [other.note_failed(idx) for idx in (7, 3, 7, 9, 0)] == [1, 2, 2, 3, 4]
-    assert failures.counts() == (1, (0, 3, 7, 9))
-    assert str(failures) == "4 of 10 samples could not be loaded, and others took their places: 0, 3, 7, ..."
 
 
 def test_nothing_is_kept_without_on_error():

@@ -1,41 +1,31 @@
 """Batches on a real GPU. With a device that is played by the CPU: test_device.py."""
 
 import gc
-import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from stocache import CachedDataset, DataLoader
+from stocache import DataLoader
 from stocache.errors import ClosedError
 from stocache.loader.device import gathering, kernels
 from stocache.loader.device.mapping import _mapped
 from stocache.shm.ring.pinned import Pinned
+from tests.support.devices import Images, cached, registered
 from tests.support.equality import identical
 from tests.support.processes import wait_until
+from tests.support.ways import WAYS
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.leaves_descriptors, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]  # fmt: skip
 
 LENGTH, BATCH = 600, 32
-WORKERS = {"alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"}}
 
 
-class Images(torch.utils.data.Dataset):
-    """Samples with two large columns, one of odd size, and a small one."""
-
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, idx):
-        rng = np.random.default_rng(idx)
-        image = torch.from_numpy(rng.integers(0, 255, (3, 64, 64), np.uint8))
-        return {"image": image, "label": idx, "mask": torch.from_numpy(rng.integers(0, 255, 1501, np.uint8))}
+SOURCE = Images(LENGTH)
 
 
 @pytest.fixture(autouse=True)
@@ -44,40 +34,33 @@ def released():
     assert wait_until(lambda: gc.collect() is not None and not list(_mapped.values()))  # a thread may still make a batch
 
 
-def cached(share):
-    return CachedDataset(Images(), f"{int(share * LENGTH * 13797)}B", share_ranks=False)
-
-
 def batches_of(loader, epochs=3):
     found = []
     for epoch in range(epochs):
         torch.manual_seed(epoch)
         found.append([{name: part.cpu() for name, part in batch.items()} for batch in loader])
-        if loader._stocache._stage is not None and loader._stocache._stage.gatherer is not None:
-            loader._stocache._stage.gatherer.wait()
+        registered(loader)
     return found
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", WAYS)
 @pytest.mark.parametrize("share", [0.5, 1])
-@pytest.mark.parametrize("limit", [0, "2MB"])
 @pytest.mark.parametrize("has_kernel", [True, False])
-def test_batches_are_those_of_the_cpu(workers, share, limit, has_kernel, monkeypatch):
+def test_batches_are_those_of_the_cpu(workers, share, has_kernel, monkeypatch):
     if has_kernel:
         assert kernels._kernel() is not None
         monkeypatch.setattr(kernels, "_LARGE", 0)
         monkeypatch.setattr(kernels, "_WIDE", 0)
         monkeypatch.setattr(gathering, "_TOGETHER", 1)
-    options = {"batch_size": BATCH, "shuffle": True} | WORKERS[workers]
-    with cached(share) as dataset:
+    options = {"batch_size": BATCH, "shuffle": True} | WAYS[workers]
+    with cached(SOURCE, share) as dataset:
         expected = batches_of(DataLoader(dataset, **options))
-    with cached(share) as dataset:
-        loader = DataLoader(dataset, device="cuda", device_limit_gib=limit, **options)
+    with cached(SOURCE, share) as dataset:
+        loader = DataLoader(dataset, device="cuda", **options)
         assert identical(batches_of(loader), expected)
         stats = loader.stats().device
         assert stats.from_cache > 0
-        assert bool(stats.from_tier) == bool(limit)
-        assert stats.from_tier + stats.from_cache + stats.from_host == 3 * LENGTH
+        assert stats.from_cache + stats.from_host == 3 * LENGTH
         for part in next(iter(loader)).values():
             assert part.device == torch.device("cuda", torch.cuda.current_device())
             assert part.is_contiguous()
@@ -85,22 +68,20 @@ def test_batches_are_those_of_the_cpu(workers, share, limit, has_kernel, monkeyp
 
 
 def test_a_batch_that_is_held_does_not_change():
-    with cached(1) as dataset:
-        dataset.warm(progress=False)
-        for options in WORKERS.values():
+    with cached(SOURCE, warm=True) as dataset:
+        for options in WAYS.values():
             loader, held = DataLoader(dataset, BATCH, shuffle=True, device="cuda", **options), []
             for _ in range(4):
                 for batch in loader:
                     held.append((batch, batch["image"].double().sum((1, 2, 3)), batch["label"].cpu().tolist()))
             for batch, sums, labels in held:
                 assert torch.equal(batch["image"].double().sum((1, 2, 3)), sums)
-                assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in labels]))
+                assert torch.equal(batch["image"].cpu(), torch.stack([SOURCE[idx]["image"] for idx in labels]))
             del loader, held, batch
 
 
 def test_threads_of_the_user_iterate_over_one_loader():
-    with cached(1) as dataset:
-        dataset.warm(progress=False)
+    with cached(SOURCE, warm=True) as dataset:
         loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda")
         batches_of(loader, 1)
 
@@ -111,7 +92,7 @@ def test_threads_of_the_user_iterate_over_one_loader():
             for batches in pool.map(read, [iter(loader) for _ in range(4)]):
                 assert sorted(torch.cat([labels for labels, _ in batches]).tolist()) == list(range(LENGTH))
                 for labels, images in batches:
-                    assert torch.equal(images, torch.stack([Images()[idx]["image"] for idx in labels.tolist()]))
+                    assert torch.equal(images, torch.stack([SOURCE[idx]["image"] for idx in labels.tolist()]))
         del loader, batches
 
 
@@ -133,7 +114,7 @@ def test_memory_that_the_user_frees_is_not_used_again_before_the_step_has_ended(
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_start_beside_a_cuda_that_is_in_use(method):
     torch.zeros(1, device="cuda")
-    with cached(0.5) as dataset:  # its probe is a child
+    with cached(SOURCE, 0.5) as dataset:  # its probe is a child
         dataset.warm(num_workers=2, progress=False)
         for options in ({"pin_memory": True}, {"device": "cuda"}):
             loader = DataLoader(dataset, BATCH, num_workers=2, multiprocessing_context=method, **options)
@@ -144,8 +125,7 @@ def test_workers_start_beside_a_cuda_that_is_in_use(method):
 
 
 def test_threads_pin_without_a_copy():
-    with cached(1) as dataset:
-        dataset.warm(progress=False)
+    with cached(SOURCE, warm=True) as dataset:
         for options in ({}, {"num_workers": 2, "worker_method": "thread"}):
             loader = DataLoader(dataset, BATCH, pin_memory=True, **options)
             for batch in loader:
@@ -155,25 +135,10 @@ def test_threads_pin_without_a_copy():
             del loader, batch
 
 
-def test_the_tier_gives_way_to_a_model_that_needs_its_memory(caplog):
-    caplog.set_level(logging.WARNING, "stocache")
-    with cached(1) as dataset:
-        dataset.warm(progress=False)
-        loader = DataLoader(dataset, BATCH, device="cuda", device_limit_gib="6MB")
-        expected = batches_of(loader)
-        assert loader.stats().device.tier_bytes > 5_000_000
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-        assert loader.stats().device.tier_bytes == 0
-        assert "Lower device_limit_gib" in caplog.text
-        assert identical(batches_of(loader), expected)
-        del loader
-
-
 def test_a_batch_without_device_memory_is_the_error_of_torch_and_the_loop_goes_on():
     torch.cuda.empty_cache()
     loader = DataLoader(TensorDataset(torch.zeros(4, 64 << 20, dtype=torch.uint8)), 1, device="cuda")
-    free, total = torch.cuda.mem_get_info()
+    _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
     try:
         iterator = iter(loader)
@@ -182,13 +147,11 @@ def test_a_batch_without_device_memory_is_the_error_of_torch_and_the_loop_goes_o
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert next(iterator)[0].is_cuda
-    assert free
 
 
 def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing(monkeypatch):
     monkeypatch.setattr(gathering, "_TOGETHER", 1)
-    dataset = cached(1)
-    dataset.warm(progress=False)
+    dataset = cached(SOURCE, warm=True)
     loader = DataLoader(dataset, BATCH, device="cuda")
     batches_of(loader, 1)
     iterator = iter(loader)
@@ -196,7 +159,7 @@ def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing(monkeypa
     dataset.close()
     with pytest.raises(ClosedError):
         list(iterator)
-    assert torch.equal(batch["image"].cpu(), torch.stack([Images()[idx]["image"] for idx in range(BATCH)]))
+    assert torch.equal(batch["image"].cpu(), torch.stack([SOURCE[idx]["image"] for idx in range(BATCH)]))
     del loader, iterator, batch
 
 
@@ -231,11 +194,6 @@ def test_a_registration_that_fails_harms_no_later_call():
     pinned.close()
 
 
-def test_a_device_that_does_not_exist():
-    with pytest.raises(ValueError, match="does not exist"):
-        DataLoader([1], device="cuda:99")
-
-
 @pytest.mark.filterwarnings("ignore:.*LeafSpec")
 def test_lightning_trains_on_batches_that_arrive_on_the_gpu(tmp_path):
     lightning = pytest.importorskip("lightning")
@@ -254,7 +212,7 @@ def test_lightning_trains_on_batches_that_arrive_on_the_gpu(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 1e-6)
 
-    with cached(0.5) as dataset:
+    with cached(SOURCE, 0.5) as dataset:
         for options in ({"pin_memory": True}, {"device": "cuda"}, {"device": "cuda", "worker_method": "thread"}):
             module = Module()
             trainer = lightning.Trainer(

@@ -1,17 +1,23 @@
-"""An interrupt at any line of the loader: the next epoch is whole, and the iterator either goes on without loss or raises."""
+"""An interrupt at any line of the loader: the next epoch is whole, and the iterator either goes on without loss or raises.
+
+Workers that ended between two loops are started anew, and an iterator may pass from thread to thread.
+"""
 
 import contextlib
 import itertools
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import stocache
 from stocache import CachedDataset, WorkerError
+from stocache.observe.recording import record
 from tests.support.images import Images
+from tests.support.loading import THREADS
 from tests.support.processes import in_child
 from tests.support.ranks import slow
 
@@ -77,7 +83,7 @@ def interrupted(loader, error, after):
 
 
 @pytest.mark.parametrize(("method", "step", "cached", "error"), [
-    ("thread", 149, False, Stop), ("thread", 149, True, KeyboardInterrupt), slow("multiprocessing", 331, True, Stop),
+    ("thread", 251, False, Stop), ("thread", 251, True, KeyboardInterrupt), slow("multiprocessing", 331, True, Stop),
     slow("multiprocessing", 331, False, KeyboardInterrupt),
 ])  # fmt: skip
 def test_after_an_interrupt_the_next_epoch_is_whole_and_no_batch_is_lost_in_between(method, step, cached, error):
@@ -129,15 +135,44 @@ def test_an_interrupt_of_a_sampler_is_not_the_end_of_an_epoch(count):
         assert list(iterator) == []  # as with torch
 
 
-def test_a_sampler_that_raises_does_not_stop_the_batches_that_were_asked_for():
-    class Breaks(torch.utils.data.Sampler):
-        def __iter__(self):
-            yield from range(N // 2)
-            raise ValueError("broken")
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+THREADED = {**THREADS, "persistent_workers": True}
 
-    loader = stocache.DataLoader(Images(N), sampler=Breaks(), batch_size=BATCH, num_workers=2, worker_method="thread")
-    iterator, got = iter(loader), []
-    with pytest.raises(ValueError, match="broken"):
-        got.extend(firsts(iterator))
-    got.extend(firsts(iterator))
-    assert len(got) == N // 2 // BATCH - 1  # torch, too, loses the batch that was to be delivered
+
+def by_batch(batches):
+    return [labels.tolist() for _, labels in batches]
+
+
+ALL = by_batch(torch.utils.data.DataLoader(Images(30), 4))
+
+
+def interrupt_processes(loader):
+    for worker in loader._iterator._workers:
+        os.kill(worker.pid, signal.SIGINT)
+        worker.join(30)
+
+
+def end_threads(loader):
+    loader._iterator._threads.stop(30)
+
+
+@pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, end_threads)])
+def test_persistent_workers_that_ended_between_two_loops_are_started_anew(options, interrupt):
+    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
+    next(iter(loader))
+    interrupt(loader)
+    assert by_batch(loader) == by_batch(loader) == ALL
+
+
+@pytest.mark.parametrize("options", [{}, PERSISTENT, THREADED], ids=str)
+def test_each_batch_may_be_asked_for_by_another_thread(options, monkeypatch):
+    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
+    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for _ in range(2):
+            batches = iter(loader)  # what a thread of an executor forks ends with an error, as Python joins the thread there
+            found = [(first, second)[number % 2].submit(next, batches).result() for number in range(len(ALL))]
+            assert by_batch(found) == ALL
+            with pytest.raises(StopIteration):
+                next(batches)
+    assert loader.stats().batches == 2 * len(ALL)

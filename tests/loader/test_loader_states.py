@@ -7,45 +7,17 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache import CachedDataset, StateError
 from tests.support.edits import changed, places, through_json
 from tests.support.equality import same
+from tests.support.resuming import Counting, State, check_resumes, play
 from tests.support.versions import needs_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")
-
-
-class State:
-    """Has some of its attributes as a state."""
-
-    kept = ("at",)
-
-    def state_dict(self):
-        return {name: getattr(self, name) for name in self.kept}
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-
-
-class Counting(State, Dataset):
-    """A map-style dataset whose samples tell how many it has given, and in which worker."""
-
-    kept = ("given",)
-    given, broken = 0, None
-
-    def __len__(self):
-        return 23
-
-    def __getitem__(self, idx):
-        if idx == self.broken:
-            raise KeyError("broken")
-        self.given += 1
-        info = get_worker_info()
-        return torch.tensor([idx, self.given, -1 if info is None else info.id])
 
 
 class Batched(Counting):
@@ -164,15 +136,6 @@ def make(dataset, workers=0, state=None, **options):
     return loader
 
 
-def play(loader):
-    """The batches of an epoch, and the state before and after each, and after the end."""
-    states, batches = [loader.state_dict()], []
-    for batch in loader:
-        batches.append(batch)
-        states.append(loader.state_dict())
-    return batches, [*states, loader.state_dict()]
-
-
 PERSISTENT = {"persistent_workers": True}
 
 
@@ -194,21 +157,21 @@ PERSISTENT = {"persistent_workers": True}
     ("both", 2, {"batch_size": 2, **PERSISTENT}), ("itself", 2, {"batch_size": 2}), ("pipe", 2, {"batch_size": 2}),
 ])  # fmt: skip
 def test_states_resume_with_all_that_follows(dataset, workers, options):
-    loader = make(dataset, workers, **options)
-    first, states = play(loader)
-    globals_between = torch.get_rng_state()
-    second = list(loader)
-    del loader
-    assert len(first) > workers
-    numbers = range(len(states))
+    numbers = None
     if workers:
-        numbers = (len(first) // 2 + 1, len(states) - 1)
-    for number in numbers[:1] if "multiprocessing_context" in options else numbers:
-        resumed = make(dataset, workers, states[number], **options)
-        if number < len(states) - 1:
-            assert same(list(resumed), first[number:]), number
-        torch.set_rng_state(globals_between)  # a user's checkpoint has it
-        assert same(list(resumed), second), number
+        numbers = lambda length, count: (length // 2 + 1, count - 1)[: 1 if "multiprocessing_context" in options else 2]
+    resume = lambda state: make(dataset, workers, state, **options)
+    assert len(check_resumes(make(dataset, workers, **options), resume, numbers=numbers)) > workers
+
+
+@pytest.mark.parametrize(("dataset", "methods", "options"), [
+    ("map", ("multiprocessing", "thread"), {}), ("map", ("thread", "multiprocessing"), {"snapshot_every_n_steps": 3}),
+    ("dataset", ("thread", "multiprocessing"), PERSISTENT), ("dataset", ("multiprocessing", "thread"), {}),
+])  # fmt: skip
+def test_threads_resume_what_processes_began_and_the_other_way(dataset, methods, options):
+    first, second = ({"batch_size": 3, "worker_method": method, **options} for method in methods)
+    resume = lambda state: make(dataset, 2, state, **second)
+    check_resumes(make(dataset, 2, **first), resume, numbers=lambda length, count: (3, 4))
 
 
 def test_a_state_with_snapshots_holds_the_steps_since_the_last_one_also_after_a_resume():
@@ -250,13 +213,8 @@ def test_persistent_workers_have_the_seeds_of_those_that_they_replace(make_gener
 
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": RandomSampler(range(9), generator=torch.Generator())}])
 def test_the_epoch_after_one_with_persistent_workers_has_the_same_order_without_workers(options):
-    loader = make(range(9), 1, **options, **PERSISTENT)
-    _, states = play(loader)
-    globals_between = torch.get_rng_state()
-    second = list(loader)
-    resumed = make(range(9), 0, states[-1], **options)
-    torch.set_rng_state(globals_between)
-    assert same(list(resumed), second)
+    resume = lambda state: make(range(9), 0, state, **options)
+    check_resumes(make(range(9), 1, **options, **PERSISTENT), resume, numbers=lambda length, count: [count - 1])
 
 
 class Gated(list):
@@ -271,10 +229,11 @@ class Gated(list):
 
 
 @needs_in_order
-def test_without_order_the_state_tells_what_was_delivered(tmp_path):
+@pytest.mark.parametrize("method", ["multiprocessing", "thread"])
+def test_without_order_the_state_tells_what_was_delivered(method, tmp_path):
     dataset = Gated(range(40))
     dataset.gate = tmp_path / "gate"
-    loader = make(dataset, 2, batch_size=2, in_order=False)
+    loader = make(dataset, 2, batch_size=2, in_order=False, worker_method=method)
     batches = iter(loader)
     came = [next(batches).tolist() for _ in range(5)]
     assert [0, 1] not in came
@@ -344,20 +303,20 @@ class RandomSteps(Steps):
 
 
 @pytest.mark.parametrize(("workers", "options"), [
-    (2, lambda: {"sampler": Secretive(), "batch_size": 4}), (0, lambda: {"sampler": Secretive(), "batch_size": None}),
+    (0, lambda: {"sampler": Secretive(), "batch_size": None}),
     (0, lambda: {"batch_sampler": BatchSampler(Secretive(), 4, False)}),
-    (2, lambda: {"batch_sampler": SecretiveBatches()}), (2, lambda: {"batch_sampler": OfIterators()}),
+    (2, lambda: {"batch_sampler": SecretiveBatches(), "snapshot_every_n_steps": 3}),
+    (2, lambda: {"batch_sampler": OfIterators()}),
 ])  # fmt: skip
 def test_a_sampler_that_cannot_be_replayed_goes_on_from_its_own_state(workers, options):
-    came, states = play(make(range(17), workers, **options()))
+    came, states, _ = play(make(range(17), workers, **options()))
     for number in (1, len(came) // 2, len(came)):
         assert same(list(make(range(17), workers, states[number], **options())), came[number:]), number
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 0)])
-@pytest.mark.parametrize("dataset", ["map", "dataset", "both"])
+@pytest.mark.parametrize(("dataset", "before", "after"), [("map", 0, 1), ("map", 1, 0), ("dataset", 0, 1), ("both", 1, 0)])
 def test_one_worker_and_none_exchange_the_states_of_datasets(dataset, before, after):
-    _, states = play(make(dataset, before, batch_size=2))
+    _, states, _ = play(make(dataset, before, batch_size=2))
     came = list(make(dataset, after, batch_size=2))
     assert same(list(make(dataset, after, states[2], batch_size=2)), came[2:])
 
@@ -369,7 +328,7 @@ class Fails(Stateful):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_while_restoring_is_that_of_the_dataset(workers):
-    _, states = play(make("dataset", workers, batch_size=2))
+    _, states, _ = play(make("dataset", workers, batch_size=2))
     with pytest.raises(KeyError, match="no such state"):
         make(Fails(), workers, states[3], batch_size=2)
     states[3]["parts"]["dataset"] = None
@@ -392,15 +351,15 @@ def test_after_an_error_the_same_worker_goes_on_with_the_next_batch(workers):
 
 
 def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
-    _, states = play(make("plain", batch_size=2))
+    _, states, _ = play(make("plain", batch_size=2))
     states[3]["parts"]["workers"][0]["samples"] = 99
     with pytest.raises(StateError, match="the dataset has 7 samples for this worker; the state was taken after 99"):
         list(make("plain", 0, states[3], batch_size=2))
-    _, states = play(make("map", batch_size=2))
+    _, states, _ = play(make("map", batch_size=2))
     with pytest.raises(StateError, match="does not have load_state_dict"):
         make(range(23), 0, states[2], batch_size=2)
     loader = make("dataset", 2, batch_size=2, **PERSISTENT)
-    first, states = play(loader)
+    first, states, _ = play(loader)
     with pytest.raises(StateError, match="states of 2 workers; this loader has 3"):
         make("dataset", 3, states[3], batch_size=2)
     resumed = make("dataset", 3, states[0], batch_size=2)  # no worker has begun
@@ -411,8 +370,8 @@ def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
 
 
 def test_without_steps_between_snapshots_each_batch_has_one():
-    for steps in (None, 0, -1):
-        first, states = play(make("dataset", 2, snapshot_every_n_steps=steps))
+    for steps in (None, 0):
+        first, states, _ = play(make("dataset", 2, snapshot_every_n_steps=steps))
         assert states[5]["position"]["replay"] == 0
         assert same(list(make("dataset", 2, states[5])), first[5:])
     with pytest.raises(TypeError, match="an integer"):
@@ -446,7 +405,7 @@ def of_torchdata(dataset, delivered, **options):
     ("map", 0, lambda: {"batch_size": 3}), ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
     ("map", 0, lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
     ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
-    *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("dataset", "iterator", "both", "itself", "plain")),
+    *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("iterator", "both", "itself", "plain")),
     *((dataset, 2, lambda: {"batch_size": 2}) for dataset in ("dataset", "both", "plain")),
 ])  # fmt: skip
 def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, workers, options):

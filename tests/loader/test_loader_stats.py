@@ -19,11 +19,9 @@ from stocache.loader import epochs, iteration
 from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
+from tests.support.ways import WAYS
 
-WORKERS = {
-    "alone": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "worker_method": "thread"},
-    "persistent": {"num_workers": 2, "persistent_workers": True},
-}  # fmt: skip
+WORKERS = WAYS | {"persistent": {"num_workers": 2, "persistent_workers": True}}
 
 
 silent = SubsetRandomSampler(range(N))  # never asks for the length of the dataset
@@ -68,49 +66,54 @@ def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform)
         loader.end_workers()
 
 
-def test_a_loop_that_is_left_early_is_an_epoch_of_its_own():
+@pytest.mark.parametrize("options", [{}, {**WAYS["threads"], "persistent_workers": True}], ids=["alone", "threads"])
+def test_a_loop_that_is_left_early_is_an_epoch_of_its_own(options):
     with CachedDataset(Images(), 1) as dataset:
-        loader = stocache.DataLoader(dataset, 5)
+        loader = stocache.DataLoader(dataset, 5, **options)
         list(itertools.islice(loader, 4))
         assert not loader.stats().epochs[0].complete
+        iter(loader)  # no batch is asked for
         list(loader)
         first, second = loader.stats().epochs
-        assert (first.batches, second.batches) == (4, 10)
-        assert first.complete
-        assert first.hits + first.misses == 20
-        assert [sum(each) for each in counts(dataset.stats().epochs)] == [20, N]
+        assert (first.batches, second.batches, first.complete, second.samples) == (4, 10, True, N)
+        if not options:  # else it made batches ahead
+            assert [sum(each) for each in counts(dataset.stats().epochs)] == [20, N] == [*map(sum, counts([first, second]))]
 
 
-def test_loaders_of_parts_make_up_the_epochs_together_and_one_rank_those_of_its_share():
-    with CachedDataset(Images(), 1, probe=0) as dataset:
-        train, val = Subset(dataset, range(40)), Subset(dataset, range(40, N))
-        loader = stocache.DataLoader(train, 8, shuffle=True)
-        for _ in range(3):
-            list(loader)
-            list(stocache.DataLoader(val, 8))
-        assert [sum(each) for each in counts(dataset.stats().epochs)] == [N] * 3
-        assert counts(loader.stats().epochs) == [(0, 40), (40, 0), (40, 0)]
-    with CachedDataset(Images(), 1, probe=0) as dataset:
-        loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, 0, shuffle=False))
-        for _ in range(3):
-            list(loader)
-        assert counts(dataset.stats().epochs) == [(0, 25), (25, 0), (25, 0)]
+def by_loaders_of_parts(dataset):
+    train = stocache.DataLoader(Subset(dataset, range(40)), 8, shuffle=True)
+    for _ in range(3):
+        list(train)
+        list(stocache.DataLoader(Subset(dataset, range(40, N)), 8))
+    assert counts(train.stats().epochs) == [(0, 40), (40, 0), (40, 0)]
 
 
-def test_a_new_loader_for_each_epoch_begins_an_epoch():
-    with CachedDataset(Images(), 1, probe=0) as dataset:
-        for _ in range(3):
-            list(stocache.DataLoader(dataset, 12, sampler=silent, num_workers=2, drop_last=True))
-        assert [sum(each) for each in counts(dataset.stats().epochs)] == [N // 12 * 12] * 3
+def by_one_rank(dataset):
+    loader = stocache.DataLoader(dataset, 5, sampler=DistributedSampler(dataset, 2, 0, shuffle=False))
+    for _ in range(3):
+        list(loader)
 
 
-def test_requests_of_other_loaders_are_one_epoch(caplog):
+def by_new_loaders(dataset):
+    for _ in range(3):
+        list(stocache.DataLoader(dataset, 10, sampler=silent, num_workers=2))
+
+
+def by_loaders_of_torch(dataset):
+    for _ in range(3):
+        assert len(dataset) == sum(len(labels) for _, labels in torch.utils.data.DataLoader(dataset, 12, num_workers=1))
+
+
+@pytest.mark.parametrize(("iterate", "expected"), [
+    (by_loaders_of_parts, [(0, N), (N, 0), (N, 0)]), (by_one_rank, [(0, 25), (25, 0), (25, 0)]),
+    (by_new_loaders, [(0, N), (N, 0), (N, 0)]), (by_loaders_of_torch, [(2 * N, N)]),
+])  # fmt: skip
+def test_epochs_of_a_dataset_are_those_of_all_its_loaders_together(iterate, expected, caplog):
     caplog.set_level(logging.INFO, "stocache")
     with CachedDataset(Images(), 1, probe=0) as dataset:
-        for _ in range(3):
-            assert len(dataset) == sum(len(labels) for _, labels in torch.utils.data.DataLoader(dataset, 12, num_workers=1))
-        assert counts(dataset.stats().epochs) == [(2 * N, N)]
-    assert not any(message.startswith("epoch") for message in caplog.messages)
+        iterate(dataset)
+        assert counts(dataset.stats().epochs) == expected
+    assert any(message.startswith("epoch") for message in caplog.messages) == (iterate is not by_loaders_of_torch)
 
 
 def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
@@ -125,7 +128,9 @@ def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
             return super().__getitem__(idx)
 
     loader = stocache.DataLoader(Slow(), 1)
-    for _ in loader:
+    batches = iter(loader)
+    clock.now += 10**8  # the program does something else before it asks
+    for _ in batches:
         clock.now += 10**6  # the training step
     (epoch,) = loader.stats().epochs
     waits_s = np.array([0.002] * 45 + [0.03] * 5)
@@ -151,10 +156,9 @@ def sleeping_collate(samples):
     return default_collate(samples)
 
 
-@pytest.mark.parametrize("dataset", [Sleeping(20), SleepingBatches(20)], ids=["samples", "batches"])
-@pytest.mark.parametrize("workers", ["alone", "processes", "threads"])
+@pytest.mark.parametrize(("dataset", "workers"), [*((Sleeping, way) for way in WAYS), (SleepingBatches, "processes")])
 def test_making_and_collating_are_told_apart_whoever_does_them(dataset, workers):
-    loader = stocache.DataLoader(dataset, 10, collate_fn=sleeping_collate, **WORKERS[workers])
+    loader = stocache.DataLoader(dataset(20), 10, collate_fn=sleeping_collate, **WORKERS[workers])
     list(loader)
     counted = loader._stocache._record.read()
     assert (counted.sum(SAMPLES_MADE), counted.batches) == (20, 2)
@@ -181,6 +185,9 @@ def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
         assert (cache.fills, cache.filled, cache.dataset_len, cache.sample_bytes) == (N, N, N, dataset.stats().total.slot_bytes)
         assert cache.room_bytes > N * cache.sample_bytes
         assert not cache.disk
+        loader = stocache.DataLoader(dataset, 5, **WORKERS["persistent"])
+        assert len(list(loader)) == len(list(loader))
+        assert [(facts.starts_workers, facts.persistent) for _, facts in judged[1:]] == [(True, True), (False, True)]
 
 
 def names(*arguments, profiler=torch.profiler.profile, **options):
@@ -193,16 +200,15 @@ def names(*arguments, profiler=torch.profiler.profile, **options):
     return {name.removeprefix("stocache: "): found.count(name) for name in found}
 
 
-@pytest.mark.parametrize("profiler", [torch.profiler.profile, torch.autograd.profiler.profile])
-def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers(profiler):
-    assert names(Images(), 10, profiler=profiler) == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
+def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers():
+    for profiler in (torch.profiler.profile, torch.autograd.profiler.profile):
+        seen = names(Images(), 10, profiler=profiler)
+        assert seen == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
     with CachedDataset(Images(), "3KB") as dataset:
-        assert names(dataset, 10, profiler=profiler)["load samples that are not cached"] >= 5  # batches
+        assert names(dataset, 10)["load samples that are not cached"] >= 5  # batches
         cached = torch.nonzero(dataset.cache.aux_array == 1).ravel().tolist()
-        warm = names(Subset(dataset, cached), len(cached), profiler=profiler)
-        assert warm == {"wait for a batch": 2, "gather cached samples": 1}
-        found = names(dataset, 10, profiler=profiler, num_workers=1)
-        assert found == {"wait for a batch": 6, "receive a batch from a worker": 5}
+        assert names(Subset(dataset, cached), len(cached)) == {"wait for a batch": 2, "gather cached samples": 1}
+        assert names(dataset, 10, num_workers=1) == {"wait for a batch": 6, "receive a batch from a worker": 5}
 
 
 def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):

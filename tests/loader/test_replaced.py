@@ -14,10 +14,11 @@ from stocache import CachedDataset, OnDiskBlockDataStorage, StorageDataset, prep
 from tests.support.equality import same
 from tests.support.images import Images, N
 from tests.support.processes import run_python
+from tests.support.ways import WAYS
 
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
-WORKERS = [{}, FORKED, {"num_workers": 2, "worker_method": "thread"}]
-every_way = pytest.mark.parametrize("workers", WORKERS, ids=str)
+WAYS = WAYS | {"processes": FORKED}
+every_way = pytest.mark.parametrize("workers", WAYS.values(), ids=WAYS)
 
 
 def clean(batch, *, collate_fn_map=None):
@@ -42,29 +43,21 @@ def test_a_collate_function_that_depends_on_values_is_called(workers, monkeypatc
 
 
 def test_a_collate_function_that_each_worker_registers_is_called():
-    data = Images()
-    with CachedDataset(data, 1) as cached:
-        for dataset in (data, cached, cached):
+    with CachedDataset(Images(), 1) as cached:
+        for dataset in (Images(), cached, cached):
             batches = list(stocache.DataLoader(dataset, 5, worker_init_fn=extend, **FORKED))
             assert [images.dtype for images, _ in batches] == [torch.float16] * 10
 
 
-@every_way
-def test_a_collate_function_that_is_registered_while_batches_come_is_called_soon(workers, monkeypatch):
-    if "multiprocessing_context" in workers:
-        pytest.skip("worker processes have started before")
+@pytest.mark.parametrize("way", ["alone", "threads"])  # worker processes have started before
+def test_a_collate_function_that_is_registered_while_batches_come_is_called_soon(way, monkeypatch):
     with CachedDataset(Images(), 1) as cached:
         cached.warm(progress=False)
         dtypes = []
-        for images, _ in stocache.DataLoader(cached, 1, **workers):
+        for images, _ in stocache.DataLoader(cached, 1, **WAYS[way]):
             dtypes.append(images.dtype)
             monkeypatch.setitem(default_collate_fn_map, torch.Tensor, halved)
     assert (dtypes[0], dtypes[-1]) == (torch.uint8, torch.float16)
-
-
-def test_a_collate_function_that_was_registered_before_the_import_is_called():
-    shown = run_python("-c", BEFORE_THE_IMPORT).stdout
-    assert shown.split() == ["torch.float16"] * 2
 
 
 BEFORE_THE_IMPORT = """
@@ -79,6 +72,10 @@ for workers in (0, 1):
 """
 
 
+def test_a_collate_function_that_was_registered_before_the_import_is_called():
+    assert run_python("-c", BEFORE_THE_IMPORT).stdout.split() == ["torch.float16"] * 2
+
+
 class Scaled(OnDiskBlockDataStorage):
     factor = 1
 
@@ -87,49 +84,10 @@ class Scaled(OnDiskBlockDataStorage):
 
 
 def test_the_samples_of_a_storage_that_makes_them_itself_are_compared(tmp_path):
-    prepare([torch.tensor(idx) for idx in range(1, 9)], tmp_path / "data", block_size=4, progress=False)
+    prepare([torch.tensor(idx) for idx in range(1, 9)], tmp_path / "data", block_size=4, progress=False).close()
     with Scaled(tmp_path / "data") as storage, CachedDataset(StorageDataset(storage), "1MB") as cached:
         for storage.factor in (1, 2, 3):
             assert torch.cat(list(DataLoader(cached, 4))).tolist() == [idx * storage.factor for idx in range(1, 9)]
-
-
-class BlocksOnly(OnDiskBlockDataStorage):
-    def load_block(self, b):
-        return [sample + 100 for sample in super().load_block(b)]
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_samples_do_not_depend_on_the_size_of_batches(batch_size, tmp_path):
-    prepare([torch.tensor(idx) for idx in range(8)], tmp_path / "data", block_size=8, progress=False)
-    with BlocksOnly(tmp_path / "data") as storage:
-        assert torch.cat(list(DataLoader(StorageDataset(storage, range(7, -1, -1)), batch_size))).tolist() == [
-            *range(7, -1, -1)
-        ]
-
-
-class Shifted(Dataset):
-    """Passes on the attributes of the dataset within."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __len__(self):
-        return len(self.inner)
-
-    def __getitem__(self, idx):
-        return self.inner[idx] + 100
-
-    def __getattr__(self, name):
-        if name == "inner" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-def test_a_wrapper_that_passes_on_the_attributes_of_a_storage_makes_its_samples(tmp_path):
-    prepared = prepare([torch.tensor(idx) for idx in range(8)], tmp_path / "data", block_size=4, progress=False)
-    with prepared, CachedDataset(Shifted(StorageDataset(prepared)), "1MB") as cached:
-        for _ in range(2):
-            assert [batch.tolist() for batch in DataLoader(cached, 4)] == [[100, 101, 102, 103], [104, 105, 106, 107]]
 
 
 class Folder(Dataset):
@@ -148,24 +106,19 @@ def plus(sample):
     return sample + 1
 
 
-@every_way
-@pytest.mark.parametrize("collate_fn", [None, torch.stack], ids=["default", "own"])
-@pytest.mark.parametrize(("first", "second"), [(None, plus), (plus, None), (plus, torch.neg)])
-def test_a_transform_may_be_set_on_the_dataset_within_between_epochs(first, second, collate_fn, workers):
+@pytest.mark.parametrize(("way", "collate_fn"), [("alone", torch.stack), ("processes", None), ("threads", None)])
+@pytest.mark.parametrize("first", [None, plus])
+def test_a_transform_may_be_set_on_the_dataset_within(first, way, collate_fn):
     dataset = Folder(first)
     with CachedDataset(dataset, "1MB") as cached:
-        loader = stocache.DataLoader(cached, 4, collate_fn=collate_fn, **workers)
-        for dataset.transform in (first, second, first):
+        loader = stocache.DataLoader(cached, 4, collate_fn=collate_fn, **WAYS[way])
+        for dataset.transform in (first, torch.neg, first):
             assert torch.equal(torch.cat(list(loader)), torch.stack([*map(dataset.__getitem__, range(16))]))
-
-
-def test_a_transform_that_is_set_while_batches_come_runs_from_then_on():
-    dataset = Folder(None)
-    with CachedDataset(dataset, "1MB") as cached:
-        batches = iter(stocache.DataLoader(cached, 4))
-        assert next(batches).flatten().tolist() == [0, 1, 2, 3]
-        dataset.transform = plus
-        assert torch.cat(list(batches)).flatten().tolist() == [*range(5, 17)]
+        if way == "alone":
+            batches = iter(loader)
+            next(batches)
+            dataset.transform = torch.neg  # while batches come
+            assert torch.cat(list(batches)).flatten().tolist() == [*range(-4, -16, -1)]
 
 
 def padded(batch):
@@ -185,19 +138,6 @@ def test_a_transform_of_whole_batches_gets_whole_batches(workers):
         for _ in range(2):
             batches = list(stocache.DataLoader(cached, 32, collate_fn=ids_of, **workers))
             assert batches == list(DataLoader(rows, 32, collate_fn=ids_of))
-
-
-class Twofold(Images):
-    def __getitems__(self, indices):
-        return [(image, label + 200) for image, label in map(self.__getitem__, indices)]
-
-
-@every_way
-def test_a_dataset_whose_batches_are_not_of_its_samples_is_found_at_once(workers, caplog):
-    with CachedDataset(Twofold(), 1) as cached:
-        for _ in range(2):
-            assert same(list(stocache.DataLoader(cached, 8, **workers)), list(DataLoader(Twofold(), 8)))
-    assert "by __getitems__" in caplog.text
 
 
 @pytest.mark.parametrize("make", [DataLoader, stocache.DataLoader])
@@ -236,9 +176,3 @@ def test_a_method_that_one_object_has_instead_is_part_of_the_key():
         first.decode = lambda idx: idx + 7
         second.decode = functools.partial(int.__add__, 9)
         assert (int(first.frame(3)), int(second.frame(3)), int(Clips().frame(3))) == (10, 12, 3)
-
-
-def test_entries_of_probed_samples_keep_their_order():
-    data = [{"a": 1, "b": 2} if idx % 2 else {"b": 2, "a": 1} for idx in range(8)]
-    with CachedDataset(data, "1MB") as cached:
-        assert [list(cached[idx]) for idx in (*range(8), *range(8))] == [list(data[idx % 8]) for idx in range(16)]

@@ -5,7 +5,6 @@ import io
 import itertools
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -14,6 +13,8 @@ import stocache
 from stocache import CachedDataset, StateError
 from tests.support.edits import through_json
 from tests.support.equality import same
+from tests.support.ranks import slow
+from tests.support.resuming import check_resumes
 
 N = 30
 
@@ -35,14 +36,21 @@ class Recorded(Dataset):
         self.epoch = epoch
 
 
-class Restless:
-    """A sampler with a generator of its own kind, that can say where it stands."""
-
-    def __init__(self):
-        self.random = random.Random(5)
+class Eager:
+    """Draws from the global generators when it is asked for an iterator, not later."""
 
     def __len__(self):
         return N
+
+    def __iter__(self):
+        return iter(random.sample(torch.randperm(N).tolist(), N))
+
+
+class Restless(Eager):
+    """Has a generator of its own kind, and can say where it stands."""
+
+    def __init__(self):
+        self.random = random.Random(5)
 
     def __iter__(self):
         return iter(self.random.sample(range(N), N))
@@ -54,21 +62,16 @@ class Restless:
         self.random.setstate(state["random"])
 
 
-class Eager:
-    """Draws from the global generators when it is asked for an iterator, not later."""
-
-    def __len__(self):
-        return N
+class Lazy(Eager):
+    """Draws from a global generator as it goes."""
 
     def __iter__(self):
-        return iter(random.sample(torch.randperm(N).tolist(), N))
+        for _ in range(N):
+            yield int(torch.randint(1000, ()))
 
 
-class Itself:
+class Itself(Eager):
     """Is its own iterator, which draws and begins anew when it is asked for one."""
-
-    def __len__(self):
-        return N
 
     def __iter__(self):
         self.left = torch.randperm(N).tolist()
@@ -91,18 +94,19 @@ SAMPLERS = {
     "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
     "itself": lambda seed: {"sampler": Itself(), "batch_size": None},
+    "lazy": lambda seed: {"sampler": Lazy()},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
 }  # fmt: skip
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 WORKERS = {"alone": {}, "workers": {"num_workers": 2}, "persistent": PERSISTENT}
 
 
-def make(sampler="in order", workers="alone", seed=1, dataset=None, state=None):
+def make(sampler="in order", workers="alone", seed=1, dataset=None, state=None, kind=stocache.DataLoader):
     """Return a loader, which goes on from a state."""
     options = SAMPLERS[sampler](seed) | WORKERS[workers]
     if "batch_sampler" not in options:
         options.setdefault("batch_size", 4)
-    loader = stocache.DataLoader(dataset or Recorded(), **options)
+    loader = kind(dataset or Recorded(), **options)
     if state is not None:
         loader.load_state_dict(state)
     return loader
@@ -121,48 +125,24 @@ def saved(state):
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sampler", "workers", "others"), [
-    *((sampler, "alone", "alone") for sampler in SAMPLERS),
-    *(("global", "workers", "alone"), ("sampler's", "alone", "workers"), ("eager", "persistent", "persistent")),
-    ("one by one", "persistent", "persistent"),
+    *((sampler, "alone", "alone") for sampler in SAMPLERS), ("sampler's", "alone", "workers"), ("lazy", "workers", "workers"),
+    ("one by one", "persistent", "persistent"), slow("global", "workers", "alone"), slow("eager", "persistent", "persistent"),
 ])  # fmt: skip
-def test_resumed_after_any_batch_it_delivers_what_would_have_come(sampler, workers, others):
-    loader, states, globals_after, came = make(sampler, workers), [], [], []
+def test_resumed_after_any_batch_it_delivers_what_would_have_come_in_the_order_of_torch(sampler, workers, others):
+    def numbers(length, count):
+        return range(0, count, 3) if workers == others == "alone" else (2, length)
 
-    def note():
-        states.append(loader.state_dict())
-        globals_after.append((torch.get_rng_state(), random.getstate()))
-
-    note()
-    for batch in itertools.chain.from_iterable(loader for _ in range(2)):
-        came.append(batch)
-        note()
-    note()  # after the end
-    third = list(loader)
-    numbers = range(0, len(states), 3)
-    if {workers, others} & {"workers", "persistent"}:
-        numbers = (len(came) // 2, len(came) + 1)
-    for number in numbers:
-        resumed = make(sampler, others, 99, state=saved(states[number]))
-        torch.set_rng_state(globals_after[number][0])  # a user's checkpoint has them
-        random.setstate(globals_after[number][1])
-        rest = list(resumed) if number <= len(came) else []
-        if number <= len(came) // 2:
-            rest += list(resumed)
-        assert same(rest, came[number:]), number
-        assert same(list(resumed), third), number
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samplers_give_the_order_that_torch_has(sampler):
-    orders = []
-    for make_loader in (torch.utils.data.DataLoader, stocache.DataLoader):
+    def seeded(loader):
         torch.manual_seed(3)
         random.seed(3)
-        loader = make_loader(range(N), **SAMPLERS[sampler](7))
-        orders.append([torch.as_tensor(batch).tolist() for _ in range(2) for batch in loader] + [torch.rand(())])
-    assert orders[0] == orders[1]
+        return loader
+
+    resume = lambda state: make(sampler, others, 99, state=saved(state))
+    came = check_resumes(seeded(make(sampler, workers)), resume, 2, numbers)
+    if workers == "alone":
+        theirs = seeded(make(sampler, kind=torch.utils.data.DataLoader))
+        assert same(came, [batch for _ in range(2) for batch in theirs])
 
 
 def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
@@ -180,18 +160,13 @@ class Endless:
         return idx
 
 
-def test_other_bit_generators_of_numpy_and_datasets_and_samplers_without_length():
+def test_datasets_and_samplers_need_no_length():
     loader = lambda sampler: stocache.DataLoader(Endless(), 2, sampler=sampler)
-    before = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        resumed = loader(range(6))
-        with pytest.raises(StateError, match="batches None"):
-            resumed.load_state_dict(saved(after(loader(iter(range(6))), 1)[1]))
-        resumed.load_state_dict(saved(after(loader(range(6)), 1)[1]))
-        assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
-    finally:
-        np.random.set_bit_generator(before)
+    resumed = loader(range(6))
+    with pytest.raises(StateError, match="batches None"):
+        resumed.load_state_dict(saved(after(loader(iter(range(6))), 1)[1]))
+    resumed.load_state_dict(saved(after(loader(range(6)), 1)[1]))
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5]]
 
 
 def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
@@ -238,8 +213,7 @@ def ranked(ranks, rank, batch_size, state=None, **options):
     return loader
 
 
-@pytest.mark.parametrize("before", [1, 2, 4])
-@pytest.mark.parametrize("now", [1, 2, 4])
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 4), (4, 1), (4, 4)])
 def test_a_state_loads_with_other_ranks_that_share_the_same_batches(before, now):
     states, came, rest = [], [], []
     for rank in range(before):
@@ -259,24 +233,12 @@ def test_a_state_loads_with_other_ranks_that_share_the_same_batches(before, now)
         ranked(now, 0, 5, states[0])
 
 
-@pytest.mark.parametrize(("workers", "step"), [(0, 1), (2, 7)])
-def test_the_epoch_that_was_set_is_resumed(workers, step):
-    options = {"num_workers": workers, "persistent_workers": workers > 0}
-    first, epochs = ranked(2, 1, 3, **options), []
-    for epoch in range(4):
-        first.set_epoch(epoch)
-        batches, states = [], [first.state_dict()]
-        for batch in first:
-            batches.append(batch)
-            states.append(first.state_dict())
-        epochs.append((batches, states))
-    for epoch in (0, 2):
-        came, states = epochs[epoch]
-        for number in range(0, len(states), step):
-            resumed = ranked(2, 1, 3, states[number], **options)
-            assert same(list(resumed), came[number:]), (epoch, number)
-            resumed.sampler.set_epoch(epoch + 1)
-            assert same(list(resumed), epochs[epoch + 1][0])
+@pytest.mark.parametrize("options", [{}, PERSISTENT], ids=["alone", "persistent"])
+def test_the_epoch_that_was_set_is_resumed(options):
+    first = ranked(2, 1, 3, **options)
+    first.set_epoch(4)
+    numbers = (lambda length, count: (1, length + 1)) if options else None
+    check_resumes(first, lambda state: ranked(2, 1, 3, state, **options), numbers=numbers)
 
 
 def test_the_epoch_that_is_resumed_is_set_in_the_dataset():
@@ -297,8 +259,9 @@ def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
     assert same(list(iterator), list(whole)[delivered if epoch == 1 else 0 :])
 
 
-@pytest.mark.parametrize("kind", ["distributed", "generator"])
-@pytest.mark.parametrize(("workers", "delivered"), [("alone", 3), ("alone", 8), ("persistent", 8)])
+@pytest.mark.parametrize(("workers", "delivered", "kind"), [
+    ("alone", 3, "distributed"), ("alone", 8, "generator"), ("persistent", 8, "distributed"), ("persistent", 8, "generator"),
+])  # fmt: skip
 def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered, kind):
     """As a trainer makes one that begins at the end of an epoch."""
 
@@ -318,91 +281,8 @@ def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered
     resumed.end_workers()
 
 
-class Positioned:
-    """A sampler that goes on where it stands, and can say where that is."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __len__(self):
-        return N
-
-    def __iter__(self):
-        order = random.Random(0).sample(range(N), N)
-        while self.at < N:
-            self.at += 1
-            yield order[self.at - 1]
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-class Lazy(Positioned):
-    """Draws from a global generator as it goes."""
-
-    state_dict = load_state_dict = None
-
-    def __iter__(self):
-        for _ in range(N):
-            yield int(torch.randint(1000, ()))
-
-
-class Counting(Dataset):
-    """A dataset with a state."""
-
-    count = 0
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, idx):
-        self.count += 1
-        return idx, self.count
-
-    def state_dict(self):
-        return {"count": self.count}
-
-    def load_state_dict(self, state):
-        self.count = state["count"]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [Recorded, Counting])
-@pytest.mark.parametrize("every", [2, 3, 50])
-def test_states_between_snapshots_resume_with_the_next_batch(make, every, workers):
-    loader = lambda: stocache.DataLoader(
-        make(), sampler=Positioned(), batch_size=4, num_workers=workers, snapshot_every_n_steps=every
-    )
-    for delivered in (1, 2, 5):
-        batches = iter(first := loader())
-        for _ in range(delivered):
-            next(batches)
-        state, resumed = through_json(first.state_dict()), loader()
-        rest = list(batches)
-        resumed.load_state_dict(state)
-        assert same(list(resumed), rest)
-
-
 def test_without_states_in_workers_nothing_is_loaded_again():
     for workers in (0, 2):
         loader = stocache.DataLoader(range(200), batch_size=2, num_workers=workers, snapshot_every_n_steps=50)
-        batches = iter(loader)
-        for _ in range(60):
-            next(batches)
-        position = loader.state_dict()["position"]
+        position = after(loader, 60)[1]["position"]
         assert (position["batches"], position["replay"]) == (60, 0)
-
-
-def test_a_sampler_that_draws_as_it_goes_goes_on_in_workers_if_the_generator_does():
-    loader = lambda: stocache.DataLoader(range(1000), sampler=Lazy(), batch_size=3, num_workers=2)
-    batches = iter(first := loader())
-    next(batches), next(batches)
-    state, numbers, rest = first.state_dict(), torch.get_rng_state(), list(batches)
-    resumed = loader()
-    resumed.load_state_dict(state)
-    torch.set_rng_state(numbers)
-    assert same(list(resumed), rest)

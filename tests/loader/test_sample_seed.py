@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import stocache
@@ -13,6 +13,7 @@ from stocache import CachedDataset, DatasetError, LimitError, LocalityDistribute
 from stocache.loader import sample_seed
 from stocache.system import generators
 from tests.support.equality import same
+from tests.support.resuming import check_resumes
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 
@@ -85,12 +86,6 @@ def rare(idx):
     return {11: random.random, 61: np.random.standard_normal, 111: lambda: torch.rand(()).item()}.get(idx, float)()
 
 
-def forked(idx):
-    """Puts its draw back."""
-    with torch.random.fork_rng():
-        return torch.rand(3)
-
-
 OWN = []
 set_own = lambda seed: OWN.__setitem__(slice(None), [np.random.default_rng(seed)])
 own = lambda idx: torch.from_numpy(OWN[0].random(3))
@@ -138,25 +133,21 @@ HOOK = SampleSeed(17, hooks=(set_own,))
 @pytest.mark.linux
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "function", "batch_size", "ranks", "options"), [
-    (lambda cached: Made(shaken), shaken, 32, 1, {}),
     (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
     (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
     (before_cache(2000), shaken, 1, 2, {}), (before_cache(300), shaken, None, 1, {}),
     (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
-    (before_cache(2000), shaken, 32, 1, SPAWNED), (after_cache(2000), shaken, 4, 1, {}),
+    (after_cache(2000), shaken, 4, 1, {}), (before_cache(2000), shaken, 32, 1, SPAWNED),
     (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),
     (lambda cached: Mosaic(after_cache(300)(cached)), mosaic, 4, 1, {}),
-    (lambda cached: Mosaic(after_cache(2000)(cached)), mosaic, 4, 1, {}),
     (lambda cached: ConcatDataset([after_cache(300)(cached)]), shaken, 4, 1, {}),
     (lambda cached: Subset(after_cache(300)(cached), range(N)), shaken, 4, 1, {}),
-    (lambda cached: Made(rare, n=150), rare, 8, 1, {}), (lambda cached: Made(rare, n=150), rare, 8, 1, TWO),
     (lambda cached: cached(99_000, Made(rare, n=150)), rare, 8, 1, {}),
     (lambda cached: cached(99_000, Made(rare, n=150), variable=True), rare, 8, 1, TWO),
-    (lambda cached: Together(rare, n=150), rare, 8, 1, {}), (lambda cached: Together(rare, n=150), rare, 8, 1, TWO),
+    (lambda cached: Together(rare, n=150), rare, 8, 1, {}),
     (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
     (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
     (after_cache(2000, load=loaded), lambda idx: shake(loaded(idx)), 4, 1, {}),
-    (lambda cached: Made(forked), forked, 4, 1, {}),
 ])  # fmt: skip
 def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size, ranks, options, cached):
     dataset, options = make(cached), {"seed": SampleSeed(17)} | options
@@ -209,22 +200,15 @@ def test_the_epoch_is_that_of_set_epoch_or_of_the_sampler_or_counts_iterations()
 @pytest.mark.linux
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resumed_after_any_batch_it_makes_the_same_samples(workers):
-    def make(workers, seed=3):
-        return loader(Together(shaken), 5, seed, shuffle=True, num_workers=workers, generator=torch.Generator().manual_seed(5))
+    def make(workers, state, seed=3):
+        options = {"shuffle": True, "num_workers": workers, "generator": torch.Generator().manual_seed(5)}
+        made = loader(Together(shaken), 5, seed, **options)
+        made.load_state_dict(state)
+        return made
 
-    whole, came, states = make(workers), [], []
-    for _ in range(3):
-        for batch in whole:
-            came.append(batch)
-            states.append(whole.state_dict())
-        states[-1] = whole.state_dict()  # after the end
-    for at, other in ((1, 0), (4, 0), (7, 2)):
-        resumed = make(other)
-        resumed.load_state_dict(states[at])
-        rest = [batch for _ in range(2 + (at != 4)) for batch in resumed]
-        assert same(rest[: 14 - at], came[at + 1 :]), at
+    check_resumes(make(workers, {}), lambda state: make(2 - workers, state), 2, lambda length, count: (2, length, length + 3))
     with pytest.raises(StateError, match=r"sample_seed 3; this one has 4"):
-        make(0, seed=4).load_state_dict(states[1])
+        make(0, make(0, {}).state_dict(), seed=4)
 
 
 @pytest.mark.linux
@@ -262,7 +246,7 @@ def mix(samples):
     return torch.stack([values for values, _ in samples]) * random.random() + torch.rand(()) + np.random.randn()
 
 
-def test_a_collate_function_is_seeded_for_its_batch():
+def test_a_collate_function_is_seeded_for_its_batch_also_a_default_collate_that_was_extended(monkeypatch):
     seeds = []
     make = lambda seed=1, **options: list(loader(Made(plain), seed=seed, collate_fn=mix, **options))
     alone, before = make(), numbers_of_the_user()[1:]
@@ -272,14 +256,11 @@ def test_a_collate_function_is_seeded_for_its_batch():
     assert len({(batch - batch[0]).sum().item() for batch in alone}) == N // 4
     assert not same(alone, make(seed=2))
     assert len({number for number in seeds if 0 <= number < 2**32}) == N + N // 4  # of each sample and each batch
-
-
-def test_a_default_collate_that_was_extended_is_seeded_for_its_batch(monkeypatch):
     monkeypatch.setitem(default_collate_fn_map, bool, lambda batch, *, collate_fn_map: torch.rand(len(batch)))
-    make = lambda **options: list(loader(Made(lambda idx: True), **options))
-    alone = make()
-    assert len({numbers for batch, _ in alone for numbers in batch.tolist()}) == N
-    assert same(alone, make(num_workers=2, multiprocessing_context="fork"))
+    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
+    extended = [list(loader(Made(lambda idx: True), **way)) for way in ({}, forked)]
+    assert same(*extended)
+    assert len({numbers for batch, _ in extended[0] for numbers in batch.tolist()}) == N
 
 
 def test_any_index_seeds_its_sample():
@@ -311,27 +292,6 @@ def test_errors_of_samples_pass_through_and_the_loader_goes_on(workers):
     assert generators.read() == before
     others = list(loader(Made()))
     assert same(came, others[:2] + others[3:])
-
-
-def unlucky(idx):
-    if idx == 9 and torch.initial_seed() == 5:
-        raise ValueError(f"unlucky with {torch.rand(())}")
-    return plain(idx)
-
-
-def test_an_error_of_random_numbers_that_were_not_seeded_does_not_count():
-    torch.manual_seed(5)
-    assert torch.cat([indices for _, indices in loader(Together(unlucky))]).tolist() == list(range(N))
-
-
-@pytest.mark.linux
-def test_worker_init_fn_reads_and_sets_attributes_of_the_dataset():
-    def prepare(number):
-        dataset = get_worker_info().dataset
-        dataset.make = lambda idx: dataset.n + len(dataset)
-
-    (batch,) = loader(Made(None), N, num_workers=1, worker_init_fn=prepare)
-    assert (batch[0] == 2 * N).all()
 
 
 class Joined(Made):

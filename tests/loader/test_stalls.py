@@ -23,6 +23,12 @@ from tests.support.processes import wait_until
 N = 40
 
 
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A child that waits in this way is given up soon."""
+    monkeypatch.setattr(waiting, "_LIMITS_S", (60.0, 0.6, 0.3))
+
+
 class Doubles(Dataset):
     """Doubles numbers in a pool that was used before, and adds random numbers in its transform, if it has one."""
 
@@ -107,30 +113,32 @@ def waits(lock, timeout):
 
 
 locked, shared, waiting_queue = threading.Lock(), multiprocessing.get_context("fork").Lock(), queue.Queue()
+STALLED = {
+    "lock": locked.acquire, "queue": waiting_queue.get, "timeout": lambda: waits(locked, 60),
+    "polls": lambda: [waits(locked, 0.05) for _ in range(1000)],
+}  # fmt: skip
+OTHERS = {
+    "sleep": lambda: time.sleep(60), "lock of processes": shared.acquire, "pipe": lambda: os.read(os.pipe()[0], 1),
+    "busy": lambda: [None for _ in iter(int, 1)],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("wait", "stalled"),
-    [
-        (locked.acquire, True), (waiting_queue.get, True), (lambda: waits(locked, 60), True),
-        (lambda: [waits(locked, 0.05) for _ in range(1000)], True), (lambda: time.sleep(60), False), (shared.acquire, False),
-        (lambda: os.read(os.pipe()[0], 1), False), (lambda: [None for _ in iter(int, 1)], False),
-    ],
-    ids=["lock", "queue", "timeout", "polls", "sleep", "lock of processes", "pipe", "busy"],
-)  # fmt: skip
-def test_only_waits_that_nobody_can_end_are_stalls(wait, stalled, monkeypatch):
-    monkeypatch.setattr(waiting, "_LIMITS_S", (60.0, 0.6, 0.3))
+def test_only_waits_that_nobody_can_end_are_stalls():
     for lock in (locked, shared):
         lock.acquire(False)
-    pid = os.fork()
-    if pid == 0:
-        wait()
-        os._exit(0)
-    watch, until = StallWatch(pid), time.monotonic() + (60 if stalled else 1.5)
+    pids, found = {}, set()
+    for name, wait in (STALLED | OTHERS).items():
+        pids[name] = os.fork()
+        if pids[name] == 0:
+            wait()
+            os._exit(0)
+    watches, begun = {name: StallWatch(pid) for name, pid in pids.items()}, time.monotonic()
     try:
-        while not (found := watch.is_stalled()) and time.monotonic() < until:
+        while time.monotonic() < begun + 1 or (found < {*STALLED} and time.monotonic() < begun + 60):
+            found |= {name for name, watch in watches.items() if watch.is_stalled()}
             time.sleep(0.1)
-        assert found == stalled
+        assert found == {*STALLED}
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -9,7 +9,6 @@ import gc
 import hashlib
 import itertools
 import logging
-import operator
 import queue
 import re
 import socket
@@ -24,6 +23,7 @@ import weakref
 import zipfile
 from collections import OrderedDict, defaultdict, deque
 from io import BytesIO, StringIO
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import pytest
@@ -33,10 +33,8 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import stocache
 from stocache import DatasetError
 from stocache.loader.threads import crew
-from stocache.loader.threads.workers import WorkerThreads
 from stocache.system.loading.copies import copy_dataset, find_open_handle
 from tests.support.loading import THREADS
-from tests.support.processes import wait_until
 
 try:
     import lmdb
@@ -120,13 +118,6 @@ class Records(Reader, Through):
     """Keeps the file itself."""
 
 
-class SlowTensors(Records):
-    def read_open(self, idx):
-        self.file.seek(idx)
-        time.sleep(0.002)
-        return torch.tensor([self.file.read(1)[0]])
-
-
 class LmdbRecords(Records):
     """LMDB lets a process open an environment only once."""
 
@@ -138,14 +129,20 @@ class LmdbRecords(Records):
             return transaction.get(str(idx).encode())[0]
 
 
-class LmdbBatches(LmdbRecords):
-    def __getitems__(self, indices):
-        return [self[idx] for idx in indices]
+def of_memory(file):
+    def read(idx):
+        file.seek(idx)
+        time.sleep(0.0002)
+        return ord(file.read(1))
+
+    return Through(read)
 
 
 LAZY = {
-    **{"file": Records, "lmdb": LmdbRecords, "lmdb by batches": LmdbBatches},
+    **{"file": Records, "lmdb": LmdbRecords},
     "object": lambda path: Through(ReducedReader(path).read),
+    "bytes in memory": lambda path: of_memory(BytesIO(path.read_bytes())),
+    "text in memory": lambda path: of_memory(StringIO("".join(map(chr, range(N))))),
     "one for each sample": lambda path: ConcatDataset([Subset(Records(path), [idx % N]) for idx in range(1200)]),
 }
 
@@ -165,14 +162,18 @@ def test_what_is_open_already_is_read_by_one_thread_at_a_time(path, caplog):
     loader = thread_loader(dataset)
     for _ in range(2):
         assert numbers_of(loader) == list(range(N))
-    assert "one sample at a time, because they share Records.file" in caplog.text
-    assert caplog.text.count("one sample at a time") == 1
+    assert caplog.text.count("one sample at a time, because they share Records.file") == 1
     assert dataset[7] == 7  # it is not closed
+
+
+class Tensors(Records):
+    def __getitem__(self, idx):
+        return torch.tensor([super().__getitem__(idx)])
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open, caplog):
-    dataset = SlowTensors(path)
+    dataset = Tensors(path)
     if is_open:
         dataset.file = dataset.open()
     with stocache.CachedDataset(dataset, "1MB", example=torch.tensor([1])) as cached:
@@ -181,8 +182,6 @@ def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open,
             assert sorted(numbers_of(loader)) == list(range(N))
         assert cached.stats().compared > 4
     assert "differs" not in caplog.text
-    if is_open:
-        dataset.file.close()
 
 
 @pytest.mark.parametrize(("make", "name"), [
@@ -207,15 +206,6 @@ def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
     unset = None
 
 
-def test_values_of_classes_in_c_are_not_handles():
-    values = [
-        re.compile("a"), struct.Struct("i"), {}.keys(), memoryview(b"a"), types.MappingProxyType({}), datetime.datetime.now(),
-        threading.RLock(), weakref.ref(Reader), torch.Size([1]), np.float32(1), array.array("i", [1]), len, np.add,
-        operator.itemgetter(1), contextvars.ContextVar("x"), queue.SimpleQueue(), Settings(), uuid.uuid4(),
-    ]  # fmt: skip
-    assert [find_open_handle(Through(value)) for value in values] == [None] * len(values)
-
-
 class OnClass:
     file = None
 
@@ -224,6 +214,15 @@ def test_a_handle_that_a_class_holds_for_all_its_objects_is_found(path, monkeypa
     with open(path, "rb") as file:
         monkeypatch.setattr(OnClass, "file", file)
         assert "read.file" in find_open_handle(Through(OnClass()))
+
+
+def test_values_of_classes_in_c_are_not_handles():
+    values = [
+        re.compile("a"), struct.Struct("i"), {}.keys(), memoryview(b"a"), types.MappingProxyType({}), datetime.datetime.now(),
+        threading.RLock(), weakref.ref(Reader), torch.Size([1]), np.float32(1), array.array("i", [1]), len, np.add,
+        itemgetter(1), contextvars.ContextVar("x"), queue.SimpleQueue(), Settings(), uuid.uuid4(),
+    ]  # fmt: skip
+    assert [find_open_handle(Through(value)) for value in values] == [None] * len(values)
 
 
 async def coroutine():
@@ -250,11 +249,10 @@ def test_threads_are_refused_what_is_at_one_place_or_of_another_thread(name, cap
     assert "chooses 'multiprocessing': threads would share Through.held[0]" in caplog.text
 
 
-def test_a_database_for_all_threads_is_used_in_turns_and_a_generator_that_ended_is_not_in_the_way(caplog):
-    generator = (idx for idx in range(2))
-    assert list(generator) == [0, 1]
+def test_a_database_for_all_threads_is_used_in_turns_and_what_has_ended_is_not_in_the_way(caplog):
     dataset = Through(int)
-    dataset.ended, dataset.closed = generator, sqlite3.connect(":memory:")
+    dataset.ended, dataset.closed = (idx for idx in ()), sqlite3.connect(":memory:")
+    assert list(dataset.ended) == []
     dataset.closed.close()
     dataset.database = sqlite3.connect(":memory:", check_same_thread=False)
     assert numbers_of(thread_loader(dataset)) == list(range(N))
@@ -278,13 +276,29 @@ class Drawing(Records):
         return super().__getitem__(idx) + torch.rand((), generator=torch.random.thread_safe_generator()).item()
 
 
-def test_samples_that_draw_do_not_wait_for_those_that_wait_for_the_dataset(path):
-    dataset, batches = Drawing(path), []
+def by_each_method(make, epochs, **options):
+    """The numbers of some epochs, with worker processes and with threads."""
     for method in ("multiprocessing", "thread"):
-        options = {"worker_method": method, "generator": torch.Generator().manual_seed(3)}
-        batches.append(numbers_of(thread_loader(dataset, batch_size=8, num_workers=3, **options)))
-        dataset.file = dataset.open()
-    assert batches[0] == batches[1]
+        loader = thread_loader(make(), worker_method=method, generator=torch.Generator().manual_seed(3), **options)
+        yield [numbers_of(loader) for _ in range(epochs)]
+
+
+def test_samples_that_draw_do_not_wait_for_those_that_wait_for_the_dataset(path):
+    dataset = Drawing(path)
+    with dataset.open() as file:
+        opened = iter((None, file))
+
+        def make():
+            dataset.file = next(opened)
+            return dataset
+
+        processes, threads = by_each_method(make, 1, batch_size=8, num_workers=3)
+    assert processes == threads
+
+
+def boxes(parts, idx):
+    parts[idx][:, 2:] += parts[idx][:, :2]
+    return parts[idx].sum().item()
 
 
 def views():
@@ -295,11 +309,6 @@ def views():
 def doubled(parts, idx):
     parts[0][:, idx] *= 2
     return parts[1][N - 1 - idx].sum() + parts[2][0, idx].item()
-
-
-def boxes(parts, idx):
-    parts[idx][:, 2:] += parts[idx][:, :2]
-    return parts[idx].sum().item()
 
 
 def counted(parts, idx):
@@ -354,12 +363,8 @@ def test_threads_change_their_own_arrays_in_place_as_processes_do(name):
 @pytest.mark.linux  # spawned processes share the memory of a tensor that is sent to them
 @pytest.mark.parametrize("name", ["tensors", "many dicts"])
 def test_persistent_threads_go_on_with_what_each_has_changed(name):
-    found = []
-    for method in ("multiprocessing", "thread"):
-        options = {"persistent_workers": True, "shuffle": True, "generator": torch.Generator().manual_seed(3)}
-        loader = thread_loader(ChangesInPlace(name), worker_method=method, **options)
-        found.append([numbers_of(loader) for _ in range(3)])
-    assert found[0] == found[1]
+    processes, threads = by_each_method(lambda: ChangesInPlace(name), 3, persistent_workers=True, shuffle=True)
+    assert processes == threads
 
 
 def test_a_large_array_that_is_changed_is_said_once(caplog):
@@ -385,14 +390,14 @@ def test_what_is_made_to_be_shared_is_shared_and_what_is_small_is_copied():
     names, module = {str(idx): idx for idx in range(5000)}, torch.nn.Sequential(torch.nn.Linear(1, 1))
     shared = [
         threading.Event(), queue.Queue(), threading.Lock(), threading.local(), logging.getLogger("stocache"), missing, names,
-        list(range(100_000)), torch.zeros(1 << 24), torch.arange(N).share_memory_(),
+        list(range(100_000)), torch.zeros(1 << 24), torch.arange(N).share_memory_(), ("a", None),
     ]  # fmt: skip
     small = [{"a": [1]}, OrderedDict(a=[1]), defaultdict(list, a=[1]), [[1]], ([1],), deque([[1]], 5)]
-    mine = copy_dataset(Through([*shared, Missing(), module, *small])).read
+    mine = copy_dataset(Through([*shared, module, *small])).read
     assert [value is copied for value, copied in zip(shared, mine, strict=False)] == [True] * len(shared)
-    assert mine[10] is not module is not mine[11]
-    assert mine[11][0].weight is module[0].weight
-    for value, copied in zip(small, mine[12:], strict=True):
+    assert mine[len(shared)] is not module
+    assert mine[len(shared)][0].weight is module[0].weight
+    for value, copied in zip(small, mine[len(shared) + 1 :], strict=True):
         assert (copied, type(copied)) == (value, type(value))
         (inner,), (inner_of_mine,) = (each.values() if isinstance(value, dict) else each for each in (value, copied))
         assert inner is not inner_of_mine
@@ -425,6 +430,13 @@ class Part:
     """Has attributes."""
 
 
+def calls_itself(reader):
+    def read(depth=2):
+        return read(depth - 1) if depth else reader
+
+    return functools.wraps(read)(lambda: read())
+
+
 def in_parts(reader):
     part = Part()
     part.reader, part.child = reader, Part()
@@ -432,15 +444,80 @@ def in_parts(reader):
     return part
 
 
+Parts = collections.namedtuple("Parts", "name reader")
+
+
+class Kinds(tuple):
+    """A tuple with an attribute."""
+
+
+def in_attribute(reader):
+    kinds = Kinds(("a", reader))
+    kinds.extra = {"reader": reader}
+    return kinds
+
+
+class Recent(collections.deque):
+    """A deque of its own class."""
+
+
+class Settings(dict):
+    """A dict whose keys are attributes, and that raises the wrong error."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Forwards:
+    """Forwards every attribute, also those that nobody has."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "empty", "part")
+
+    def __init__(self, part):
+        self.part = part
+
+
+class SlottedToo(Slotted):
+    """Has attributes as well."""
+
+    def __init__(self, part):
+        super().__init__(None)
+        self.more = part
+
+
+class MadeOnce:
+    """Its class makes its objects itself, as MONAI's transforms of dicts do."""
+
+    def __new__(cls, *args):
+        made = super().__new__(cls)
+        made.extra = args
+        return made
+
+
 HOLDERS = {
-    "namespace": (lambda reader: types.SimpleNamespace(reader=reader), lambda holder: holder.reader),
+    "namespace": (lambda reader: types.SimpleNamespace(reader=reader), attrgetter("reader")),
     "set": (lambda reader: {reader}, lambda holder: next(iter(holder))),
     "default": (lambda reader: lambda idx, reader=reader: reader, lambda holder: holder(0)),
     "keyword default": (lambda reader: lambda idx, *, reader=reader: reader, lambda holder: holder(0)),
+    "calls itself": (calls_itself, lambda holder: holder()),
     "method in C": (lambda reader: [reader].__getitem__, lambda holder: holder(0)),
-    "reference": (in_parts, lambda holder: holder.child.above().reader),
-    "proxy": (in_parts, lambda holder: holder.child.proxy.reader),
-}
+    "reference": (in_parts, lambda holder: holder.child.above().reader), "proxy": (in_parts, attrgetter("child.proxy.reader")),
+    "named tuple": (lambda reader: Parts("a", reader), itemgetter(1)),
+    "tuple": (in_attribute, itemgetter(1)), "attribute of a tuple": (in_attribute, lambda holder: holder.extra["reader"]),
+    "deque": (lambda reader: Recent(["a", reader], 5), itemgetter(1)),
+    "attributes of a dict": (lambda reader: Settings(reader=reader), itemgetter("reader")),
+    "forwards": (Forwards, attrgetter("inner")), "slot": (Slotted, attrgetter("part")),
+    "beside slots": (SlottedToo, attrgetter("more")), "own new": (MadeOnce, lambda holder: holder.extra[0]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOLDERS)
@@ -449,36 +526,15 @@ def test_what_lies_in_a_holder_is_copied(name):
     reader = Reader("a")
     holder = hold(reader)
     mine = copy_dataset(Through(holder)).read
+    assert type(mine) is type(holder)
     assert read(holder) is reader
     assert read(mine) is not reader
     assert read(mine).path == "a"
-
-
-@pytest.mark.parametrize("file", [BytesIO(bytes(range(N))), StringIO("".join(map(chr, range(N))))])
-def test_each_thread_has_its_own_file_in_memory(file):
-    def read(idx):
-        file.seek(idx)
-        time.sleep(0.0002)
-        read = file.read(1)
-        return ord(read)
-
-    assert numbers_of(thread_loader(Through(read))) == list(range(N))
-    assert file.tell() == 0
-
-
-def test_a_function_that_calls_itself_is_copied():
-    def count(idx):
-        return idx if idx < 10 else count(idx - 10)
-
-    @functools.wraps(count)
-    def counted(idx, *, by=1):
-        return count(idx) * by
-
-    counted.kept = True
-    mine = copy_dataset(Through(counted)).read
-    assert mine is not counted
-    assert (mine(23), mine(23, by=2), mine.kept) == (3, 6, True)
-    assert (mine.__name__, mine.__qualname__) == ("count", counted.__qualname__)
+    assert find_open_handle(Through(holder)) is None
+    if name == "deque":
+        assert mine.maxlen == 5
+    if name == "slot":
+        assert not hasattr(mine, "empty")
 
 
 class Closes(Reader):
@@ -505,73 +561,6 @@ def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
     assert find_open_handle(Through(unsafe)) is None
 
 
-Parts = collections.namedtuple("Parts", "name reader")
-
-
-class Kinds(tuple):
-    """A tuple with an attribute."""
-
-
-class Recent(collections.deque):
-    """A deque of its own class."""
-
-
-@pytest.mark.parametrize("hold", [lambda r: Parts("a", r), lambda r: Kinds(("a", r)), lambda r: Recent(["a", r], 5)])
-def test_what_lies_in_a_subclass_of_tuple_or_deque_is_copied(hold, path):
-    parts = hold(Reader(path))
-    if isinstance(parts, Kinds):
-        parts.extra = {"reader": parts[1]}
-    mine = copy_dataset(Through(parts)).read
-    assert type(mine) is type(parts)
-    assert mine[0] == "a"
-    assert mine[1] is not parts[1]
-    assert getattr(mine, "maxlen", None) == getattr(parts, "maxlen", None)
-    if isinstance(parts, Kinds):
-        assert mine.extra["reader"] is mine[1]
-    constant = Parts("a", None)
-    assert copy_dataset(Through(constant)).read is constant
-
-
-class Forwards:
-    """Forwards every attribute, also those that nobody has."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-class Settings(dict):
-    """A dict whose keys are attributes, and that raises the wrong error."""
-
-    __getattr__ = dict.__getitem__
-
-
-class Slotted:
-    __slots__ = ("__weakref__", "empty", "part")
-
-
-class SlottedToo(Slotted):
-    """Has attributes as well."""
-
-
-def test_odd_objects_are_copied():
-    settings, slotted, both = Settings(size=[3]), Slotted(), SlottedToo()
-    slotted.part, both.part, both.more = [4], [5], [6]
-    dataset = Through([settings, Forwards(settings), slotted, both])
-    mine = copy_dataset(dataset).read
-    assert mine[0] == settings
-    assert mine[0]["size"] is not settings["size"]
-    assert mine[1].inner is mine[0]
-    assert (mine[2].part, mine[3].part, mine[3].more) == ([4], [5], [6])
-    assert mine[3].part is not both.part
-    assert not hasattr(mine[2], "empty")
-    assert find_open_handle(dataset) is None
-
-
 @pytest.mark.parametrize("count", [3, 40_000])
 @pytest.mark.parametrize("base", [dict, OrderedDict, defaultdict, list])
 def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(base, count):
@@ -586,59 +575,3 @@ def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(
     assert (mine, mine.name, type(mine)) == (value, "squares", type(value))
     assert mine is not value
     assert (mine[0] is value[0]) == (count > 3)
-
-
-def test_a_task_of_one_thread_runs_in_it_after_the_one_that_it_runs():
-    threads = WorkerThreads(3, lambda number: None, lambda: None, 5.0)
-    put, idents, gate, ran = threads.tasks.put, {}, threading.Event(), []
-    for _ in range(3):
-        put(lambda number: idents.setdefault(number, threading.get_ident()) and gate.wait(60))
-    wait_until(lambda: len(idents) == 3)
-    for number in (2, 0, 1, 1):
-        put(lambda number: ran.append((number, threading.get_ident())), number)
-    gate.set()
-    wait_until(lambda: len(ran) == 4)
-    put(lambda number: ran.append((number, threading.get_ident())), 2)  # while none has a task
-    wait_until(lambda: len(ran) == 5)
-    assert sorted(ran) == sorted((number, idents[number]) for number in (2, 0, 1, 1, 2))
-    threads.stop(10)
-
-
-class MadeOnce:
-    """An object whose class makes its objects itself, as MONAI's transforms of dicts do. It keeps what it has drawn."""
-
-    def __new__(cls, *args):
-        made = super().__new__(cls)
-        made.extra = args
-        return made
-
-    def __init__(self, probability):
-        self.probability = probability
-
-    def __call__(self, *images):
-        self.flips = torch.rand((), generator=torch.random.thread_safe_generator()) < self.probability
-        return [self.flipped(image) for image in images]
-
-    def flipped(self, image):
-        torch.stack([image] * 50).sum()  # another thread may go on here
-        return image.flip(0) if self.flips else image
-
-
-class Pairs(Dataset):
-    def __init__(self):
-        self.transform = MadeOnce(0.5)
-
-    def __len__(self):
-        return 200
-
-    def __getitem__(self, idx):
-        return self.transform(torch.arange(4000.0), torch.arange(4000.0))
-
-
-def test_each_thread_has_its_own_objects_of_a_class_with_a_new_of_its_own():
-    for image, label in stocache.DataLoader(Pairs(), batch_size=None, num_workers=3, worker_method="thread"):
-        assert torch.equal(image, label)
-    dataset = Pairs()
-    copies = [copy_dataset(dataset) for _ in range(2)]
-    assert len({id(each.transform) for each in (dataset, *copies)}) == 3
-    assert (copies[0].transform.probability, copies[0].transform.extra) == (0.5, (0.5,))

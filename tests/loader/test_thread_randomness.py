@@ -1,6 +1,5 @@
 """Samples that draw from the thread's generators, collate functions and states are those of worker processes, bit for bit."""
 
-import functools
 import itertools
 import random
 import threading
@@ -8,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import stocache
 from stocache import CachedDataset, SampleSeed
@@ -17,8 +15,8 @@ from stocache.loader.sample_seed import is_pure
 from stocache.loader.threads import crew
 from stocache.loader.threads.workers import Tasks
 from tests.support.equality import same
-from tests.support.pairs import pairs
 from tests.support.processes import wait_until
+from tests.support.resuming import Counting
 
 N = 30
 
@@ -37,33 +35,6 @@ class Draws(Dataset):
 class DrawsTogether(Draws):
     def __getitems__(self, indices):
         return [self[idx] for idx in indices]
-
-
-class State:
-    """How many samples it made."""
-
-    made = 0
-
-    def state_dict(self):
-        return {"made": self.made}
-
-    def load_state_dict(self, state):
-        self.made = state["made"]
-
-
-class Counts(State, Draws):
-    def __getitem__(self, idx):
-        self.made += 1
-        return torch.tensor([idx, self.made])
-
-
-class StatefulStream(State, IterableDataset):
-    def __iter__(self):
-        info, start = get_worker_info(), self.made
-        for idx in range(info.id + start * info.num_workers, N + 5 * info.id, info.num_workers):
-            self.made += 1
-            yield idx
-        self.made = 0
 
 
 class Own(Draws):
@@ -98,32 +69,17 @@ def test_samples_that_draw_before_a_cache_do_not_hang():
 
 
 BY_HAND = {"batch_sampler": [(3, 1), (4,), (1, 5)], "batch_size": 1, "collate_fn": collate}
-ROWS = [*pairs([Draws, DrawsTogether], [{}, {"collate_fn": collate}, BY_HAND], [7, SampleSeed(7, hooks=(random.seed,))])]
+HOOK = SampleSeed(7, hooks=(random.seed,))
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("make", "options", "seed"), ROWS)
+@pytest.mark.parametrize(("make", "options", "seed"), [
+    (Draws, {}, 7), (Draws, BY_HAND, HOOK), (DrawsTogether, {"collate_fn": collate}, 7), (DrawsTogether, {}, HOOK),
+])  # fmt: skip
 def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
     threads, processes = loaders(make, sample_seed=seed, **options)
     for _ in range(2):
         assert same(list(threads), list(processes))
-
-
-@pytest.mark.linux
-@pytest.mark.parametrize(("make", "options", "step"), [
-    (Draws, {"persistent_workers": True, "sample_seed": 5}, 3), (Counts, {}, 3), (Counts, {"snapshot_every_n_steps": 3}, 4),
-    (StatefulStream, {"persistent_workers": True}, 0), (StatefulStream, {"snapshot_every_n_steps": 3}, 4),
-])  # fmt: skip
-def test_states_resume_with_threads_what_processes_began_and_the_other_way(make, options, step):
-    states = []
-    for loader in loaders(make, **options):
-        iterator = iter(loader)
-        [next(iterator) for _ in range(step)]
-        states.insert(0, loader.state_dict())
-    expected = [*iterator, *loader]
-    for state, loader in zip(states, loaders(make, **options), strict=True):
-        loader.load_state_dict(state)
-        assert same([*loader, *loader], expected)
 
 
 class Numbers(Draws):
@@ -144,27 +100,15 @@ class Counted(Numbers):
         return torch.stack(samples) + torch.rand(1), self.made
 
 
-class StatefulCounted(State, Counted):
-    pass
+def draw(samples):
+    random.shuffle(samples)
+    return torch.stack(samples) + torch.rand(1), np.random.normal(), torch.initial_seed(), get_worker_info().id
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         info = get_worker_info()
         return iter(torch.arange(info.id, N, info.num_workers, dtype=torch.float32))
-
-
-def draw(samples):
-    random.shuffle(samples)
-    return torch.stack(samples) + torch.rand(1), np.random.normal(), torch.initial_seed(), get_worker_info().id
-
-
-def mix(alpha, samples):
-    return np.random.beta(alpha, alpha) * torch.stack(samples)[torch.randperm(len(samples))]
-
-
-def sometimes(samples):
-    return torch.stack(samples) + (torch.rand(1) if samples[0] % 3 == 0 else 0)
 
 
 class Lazy:
@@ -188,12 +132,11 @@ def seed_all(worker):
 
 
 COLLATES = [
-    (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Numbers, functools.partial(mix, 0.4), {}),
-    (Numbers, sometimes, {"num_workers": 3, "prefetch_factor": 4}), (Numbers, Lazy(), {"persistent_workers": True}),
-    (Counted, "collate", {"prefetch_factor": 1}), (StatefulCounted, "collate", {"persistent_workers": True}),
+    (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Numbers, Lazy(), {"persistent_workers": True}),
+    (Counted, "collate", {"prefetch_factor": 1, "num_workers": 3}),
     (Numbers, draw_one, {"batch_size": None}), (Numbers, draw, {"sample_seed": 5}),
     (Draws, collate, {}), (DrawsTogether, None, {"shuffle": True, "persistent_workers": True}), (Stream, draw, {}),
-    (Counts, None, {"batch_size": None}), (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
+    (Counting, None, {"batch_size": None}), (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
 ]  # fmt: skip
 
 
@@ -218,28 +161,6 @@ def test_batches_and_the_numbers_of_the_training_step_are_those_of_processes(mak
     first, second = (epochs(make, collate, options, "thread") for _ in range(2))
     assert same(first, second)
     assert same(first, epochs(make, collate, options, "multiprocessing"))
-
-
-class Marked(float):
-    pass
-
-
-class MarkedNumbers(Numbers):
-    def __getitem__(self, idx):
-        return Marked(idx)
-
-
-@pytest.mark.linux
-def test_default_collate_that_was_extended_counts_as_a_function_of_the_user(monkeypatch):
-    def stack(samples, *, collate_fn_map):
-        return torch.tensor(samples) + torch.rand(1)
-
-    monkeypatch.setitem(default_collate_fn_map, Marked, stack)
-    forked = {"multiprocessing_context": "fork"}  # else workers from Python 3.14 on do not have the extension
-    by_threads, by_processes = (
-        epochs(MarkedNumbers, default_collate, *way) for way in (({}, "thread"), (forked, "multiprocessing"))
-    )
-    assert same(by_threads, by_processes)
 
 
 class Global(Draws):
@@ -269,39 +190,21 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
     assert caplog.text.count("global random number generators") == 1
 
 
-class Beside(Dataset):
-    """Its third sample is loaded from when the loop waits for the first batch until the loop has collated it."""
-
-    thread_safe, iterator = True, None
-    begun, collating = threading.Event(), threading.Event()
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, idx):
-        if idx == 0:
-            assert self.begun.wait(20)
-        elif idx == 1:
-            wait_until(lambda: self.iterator is not None and self.iterator._maker.crew.waiting)
-        else:
-            self.begun.set()
-            assert self.collating.wait(20)
-        return idx
-
-    @classmethod
-    def collate(cls, samples):
-        if samples == [0]:
-            cls.collating.set()
-            wait_until(lambda: cls.iterator._batches[2].ready)
-        return samples
+class Seen:
+    crew, waits = None, []
 
 
-def test_the_generators_of_a_collate_function_are_not_taken_for_draws_of_samples(caplog):
-    loader = stocache.DataLoader(Beside(), collate_fn=Beside.collate, num_workers=2, worker_method="thread")
-    iterator = iter(loader)
-    Beside.iterator = iterator._batches
-    assert list(iterator) == [[0], [1], [2]]
-    assert "global random number generators" not in caplog.text
+def note_wait(samples):
+    Seen.waits.append(Seen.crew.waiting)
+    return samples
+
+
+def test_the_generators_of_a_collate_function_are_not_taken_for_draws_of_samples():
+    dataset = Global()
+    iterator = iter(stocache.DataLoader(dataset, N, collate_fn=note_wait, num_workers=1, worker_method="thread"))
+    dataset.crew = Seen.crew = iterator._batches._maker.crew
+    assert len(list(iterator)) == 1
+    assert Seen.waits == [0]  # the crew looks for draws while the loop waits
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from torch.utils.data import DistributedSampler
 
 import stocache
 from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
-from tests.support.images import Images
 from tests.support.ranks import numbers, of_all_ranks, run_ranks, samples_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-    from lightning.pytorch.utilities import data
 
 pytestmark = [  # of loggers, multiprocessing's server
     pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.leaves_descriptors
@@ -139,20 +137,3 @@ def check_in_rank(rank, folder, cases):
 def test_lightning_resumes_two_ranks(tmp_path):
     cases = [("shuffled", {}, {}), ("distributed", PERSISTENT, SETTINGS["all"])]
     run_ranks(check_in_rank, tmp_path, cases)
-
-
-def test_lightning_makes_it_again_with_another_sampler_and_all_other_arguments():
-    with CachedDataset(Images(), 1) as dataset:
-        options = PERSISTENT | {"prefetch_factor": 3, "timeout": 70, "snapshot_every_n_steps": 4}
-        options["generator"] = torch.Generator()
-        loader = stocache.DataLoader(dataset, 8, shuffle=True, **options)
-        first = data._update_dataloader(loader, DistributedSampler(dataset, 2, 0))
-        again = data._update_dataloader(first, DistributedSampler(dataset, 2, 1))
-        assert type(again) is stocache.DataLoader
-        for name in ("batch_size", "collate_fn", *options):
-            assert getattr(again, name) is getattr(loader, name), name
-        labels = [label for part in (first, again) for _, labels in part for label in labels.tolist()]
-        assert sorted(labels) == list(range(50))
-        assert again.stats().ring == 4
-        del loader, first, again
-        gc.collect()

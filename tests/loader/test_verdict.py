@@ -1,14 +1,11 @@
 """The verdict names the part that was the limit, and what would remove it; from the parts of an epoch."""
 
-import logging
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from stocache.loader import epochs
-from stocache.loader.epochs import EpochLog
 from stocache.observe.recording import record
 from stocache.observe.verdict import CacheFacts, EpochFacts, LoaderEpochStats, judge
 from stocache.system.limits import GIB
@@ -118,41 +115,3 @@ def test_nothing_is_said_where_nothing_waits():
         assert judge(*epoch) is None
     for cache in (None, CACHE):  # workers without shared memory record nothing
         assert judge(*facts(samples=0, cache=cache)) is not None
-
-
-def test_an_epoch_of_a_loader_has_the_figures_of_its_record_and_a_verdict(caplog, monkeypatch):
-    caplog.set_level(logging.INFO, "stocache")
-    judged = []
-    monkeypatch.setattr(epochs, "judge", lambda *both: judged.append(both[1]) or judge(*both))
-    log, rows = EpochLog(), record.TimingRecord(2, False)
-    rows.row(1).add_loads([9.0])  # before the epoch
-    for number, persistent in ((0, True), (1, True), (2, False)):
-        epoch = log.begin(rows, None, 2, persistent, None)
-        epoch.began_ns, epoch.last_ns, row = 0, 10**8, rows.row(2)  # the iterator is ready
-        row.add_loads([0.5] * 6)
-        for batch in range(3):
-            epoch.note_batch(10**9 * (1 + batch), 9 * 10**8, 1)
-        stats = epoch.figures(3 * 10**9)
-        assert (stats.number, stats.batches, stats.hits, stats.hit_rate, stats.complete) == (number, 3, None, None, False)
-        assert (stats.seconds, stats.waited_s, stats.waited_share) == pytest.approx((3, 2.7, 0.9))
-        assert (stats.steps_s, stats.overhead_s) == pytest.approx((0.2, 0.1))
-        assert [wait.count for wait in stats.wait_by_worker] == [0, 3]
-        assert (stats.wait.count, stats.load.count, stats.load.mean_s) == (3, 6, 0.5)
-        assert log.epochs()[-1].verdict is None
-        log.end(epoch, 3 * 10**9)
-        facts = judged[-1]
-        assert (facts.workers, facts.first_wait_s, facts.cache) == (2, 0.9, None)
-        assert (facts.starts_workers, facts.persistent) == (number != 1, persistent)
-        verdict = log.epochs()[-1].verdict
-        assert (verdict.limit, log.epochs()[-1].complete) == ("source", True)
-        assert caplog.messages[-1] == f"epoch {number + 1}: {verdict}"
-    epoch = log.begin(rows, None, 2, False, None)
-    epoch.began_ns, epoch.last_ns = 0, 10
-    epoch.note_batch(110, 50, 1)  # the program did something else before it asked
-    epoch.note_request(130)
-    assert log.epochs()[-1].seconds == pytest.approx(80e-9)
-    log.end(epoch, 150)
-    stats = log.epochs()[-1]
-    assert (stats.seconds, stats.waited_s, stats.steps_s, stats.overhead_s) == pytest.approx((1e-7, 5e-8, 2e-8, 3e-8))
-    log.end(log.begin(rows, None, 2, False, None))  # it has no batches
-    assert len(log.epochs()) == 4

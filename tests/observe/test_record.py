@@ -29,14 +29,10 @@ def work(record, worker, batches, ready):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(
-    ("start_method", "workers", "expected"),
-    [
-        ("fork", [(0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)], [0, 8, 5, 3, 0]),
-        ("forkserver", [(1, 5, True)], [0, 0, 5, 0, 0]),
-    ],
-    indirect=["start_method"],
-)
+@pytest.mark.parametrize(("start_method", "workers", "expected"), [
+    ("fork", [(0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)], [0, 8, 5, 3, 0]),
+    ("forkserver", [(1, 5, True)], [0, 0, 5, 0, 0]),
+], indirect=["start_method"])  # fmt: skip
 @pytest.mark.leaves_descriptors
 def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_next(start_method, workers, expected):
     """``workers``: their numbers and batches, and whether each is killed before the next one begins."""

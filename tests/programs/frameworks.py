@@ -26,8 +26,23 @@ class Points(torch.utils.data.Dataset):
         return {"x": point, "labels": idx % 3} if self.as_dict else (point, idx % 3)
 
 
-def loader_of(dataset, shuffle=True, workers=2):
-    return torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=shuffle, num_workers=workers)
+def loader_of(dataset, shuffle=True, **options):
+    return torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=shuffle, num_workers=2, **options)
+
+
+def sgd(layer):
+    return torch.optim.SGD(layer.parameters(), 0.1)
+
+
+def loss_of(layer, points, labels):
+    return functional.cross_entropy(layer(points), labels)
+
+
+def step(optimizer, loss, backward=torch.Tensor.backward):
+    optimizer.zero_grad()
+    backward(loss)
+    optimizer.step()
+    return loss.item()
 
 
 def lightning(wrap, folder):
@@ -39,15 +54,15 @@ def lightning(wrap, folder):
             self.layer, self.losses = nn.Linear(8, 3), []
 
         def training_step(self, batch, number):
-            loss = functional.cross_entropy(self.layer(batch[0]), batch[1])
+            loss = loss_of(self.layer, *batch)
             self.losses.append(loss.item())
             return loss
 
         def validation_step(self, batch, number):
-            self.losses.append(functional.cross_entropy(self.layer(batch[0]), batch[1]).item())
+            self.losses.append(loss_of(self.layer, *batch).item())
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+            return sgd(self)
 
     module = Module()
     trainer = pytorch.Trainer(
@@ -62,14 +77,8 @@ def accelerate(wrap, folder):
     from accelerate import Accelerator
 
     accelerator, layer = Accelerator(cpu=True), nn.Linear(8, 3)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    layer, optimizer, loader = accelerator.prepare(layer, optimizer, loader_of(wrap(Points(64))))
-    for _epoch in range(EPOCHS):
-        for points, labels in loader:
-            optimizer.zero_grad()
-            accelerator.backward(functional.cross_entropy(layer(points), labels))
-            optimizer.step()
-    return layer.weight.detach()
+    layer, optimizer, loader = accelerator.prepare(layer, sgd(layer), loader_of(wrap(Points(64))))
+    return [step(optimizer, loss_of(layer, *batch), accelerator.backward) for _ in range(EPOCHS) for batch in loader]
 
 
 def transformers(wrap, folder):
@@ -89,10 +98,8 @@ def transformers(wrap, folder):
         save_strategy="no", dataloader_num_workers=2, logging_strategy="no", eval_strategy="epoch", disable_tqdm=True,
         remove_unused_columns=False,
     )  # fmt: skip
-    model = Model()
-    trainer = Trainer(
-        model, arguments, train_dataset=wrap(Points(64, as_dict=True)), eval_dataset=wrap(Points(16, as_dict=True))
-    )
+    model, (training, validation) = Model(), (wrap(Points(length, as_dict=True)) for length in (64, 16))
+    trainer = Trainer(model, arguments, train_dataset=training, eval_dataset=validation)
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     return losses, model.layer.weight.detach()
@@ -102,8 +109,7 @@ def ignite(wrap, folder):
     from ignite.engine import create_supervised_trainer
 
     layer = nn.Linear(8, 3)
-    trainer = create_supervised_trainer(layer, torch.optim.SGD(layer.parameters(), 0.1), functional.cross_entropy)
-    trainer.run(loader_of(wrap(Points(64))), max_epochs=EPOCHS)
+    create_supervised_trainer(layer, sgd(layer), functional.cross_entropy).run(loader_of(wrap(Points(64))), max_epochs=EPOCHS)
     return layer.weight.detach()
 
 
@@ -121,10 +127,17 @@ def torch_geometric(wrap, folder):
     from torch_geometric.loader import DataLoader
 
     graphs = [Data(x=torch.rand(8, 4), edge_index=torch.randint(8, (2, 12)), y=number % 3) for number in range(64)]
-    loader, layer, losses = DataLoader(wrap(graphs), 8, shuffle=True, num_workers=2), nn.Linear(4, 3), []
+    loader, layer = DataLoader(wrap(graphs), 8, shuffle=True, num_workers=2), nn.Linear(4, 3)
+    batches = (batch for _ in range(EPOCHS) for batch in loader)
+    return [functional.cross_entropy(layer(batch.x)[batch.ptr[:-1]], batch.y).item() for batch in batches]
+
+
+def losses_of(layer, training, validation):
+    """Train for some epochs."""
+    optimizer, losses = sgd(layer), []
     for _epoch in range(EPOCHS):
-        for batch in loader:
-            losses.append(functional.cross_entropy(layer(batch.x)[batch.ptr[:-1]], batch.y).item())
+        losses += [step(optimizer, loss_of(layer, *batch)) for batch in training]
+        losses += [loss_of(layer, *batch).item() for batch in validation]
     return losses
 
 
@@ -132,26 +145,10 @@ def make_images(folder):
     """Write a folder of images, as ImageFolder reads it."""
     from PIL import Image
 
-    rng = np.random.default_rng(0)
     for number in range(48):
         path = folder / ("val" if number % 4 == 0 else "train") / f"class{number % 3}" / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 255, (40, 48, 3), np.uint8)).save(path)
-    return folder
-
-
-def train(model, training, validation):
-    """Return the losses of three epochs of training and validation."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.01), []
-    for _epoch in range(EPOCHS):
-        for images, labels in training:
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        losses += [functional.cross_entropy(model(images), labels).item() for images, labels in validation]
-    return losses
+        Image.fromarray(np.random.default_rng(number).integers(0, 255, (40, 48, 3), np.uint8)).save(path)
 
 
 def torchvision(wrap, folder):
@@ -163,7 +160,7 @@ def torchvision(wrap, folder):
     plain = transforms.Compose([transforms.Resize(36), transforms.CenterCrop(32), *last])
     training = loader_of(wrap(datasets.ImageFolder(folder / "train", augmented)))
     validation = loader_of(wrap(datasets.ImageFolder(folder / "val", plain)), shuffle=False)
-    return train(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3)), training, validation)
+    return losses_of(nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 3)), training, validation)
 
 
 def timm(wrap, folder):
@@ -172,12 +169,10 @@ def timm(wrap, folder):
 
     make_images(folder)
     options = {"input_size": (3, 32, 32), "batch_size": 8, "num_workers": 2, "device": torch.device("cpu")}
-    training = create_loader(
-        wrap(create_dataset("", folder, split="train", is_training=True, batch_size=8)), is_training=True,
-        auto_augment="rand-m6", re_prob=0.25, interpolation="random", **options,
-    )  # fmt: skip
-    validation = create_loader(wrap(create_dataset("", folder, split="val")), is_training=False, **options)
-    return train(create_model("test_resnet", num_classes=3), training, validation)
+    augment = {"is_training": True, "auto_augment": "rand-m6", "re_prob": 0.25, "interpolation": "random"}
+    training, validation = (wrap(create_dataset("", folder, split=part, batch_size=8)) for part in ("train", "val"))
+    loaders = create_loader(training, **augment, **options), create_loader(validation, is_training=False, **options)
+    return losses_of(create_model("test_resnet", num_classes=3), *loaders)
 
 
 def ultralytics(wrap, folder):
@@ -185,7 +180,7 @@ def ultralytics(wrap, folder):
 
     options = {"batch_size": 8, "num_workers": 2}
     training, validation = (InfiniteDataLoader(wrap(Points(length)), shuffle=length > 16, **options) for length in (64, 16))
-    losses = train(nn.Linear(8, 3), training, validation)
+    losses = losses_of(nn.Linear(8, 3), training, validation)
     training.reset()  # as it does when its last augmentations are switched off
     labels = [labels for _points, labels in training]
     training.close()  # else it kills its workers, and torch's memory stays in /dev/shm
@@ -195,22 +190,16 @@ def ultralytics(wrap, folder):
 
 def steps(wrap, folder):
     """Train for a number of steps, whatever an epoch is, as gsplat's trainer does."""
-    loader = torch.utils.data.DataLoader(
-        wrap(Points(64, as_dict=True)), 8, shuffle=True, num_workers=2, persistent_workers=True
-    )
+    loader = loader_of(wrap(Points(64, as_dict=True)), persistent_workers=True)
     layer, batches, losses = nn.Linear(8, 3), iter(loader), []
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    optimizer = sgd(layer)
     for _step in range(8 * EPOCHS):
         try:
             batch = next(batches)
         except StopIteration:
             batches = iter(loader)
             batch = next(batches)
-        loss = functional.cross_entropy(layer(batch["x"]), batch["labels"])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(step(optimizer, loss_of(layer, batch["x"], batch["labels"])))
     return losses
 
 
@@ -221,6 +210,6 @@ FRAMEWORKS = {
 
 
 def main(wrap, folder, of):
-    random.seed(0)  # timm erases with it, in the main process
+    random.seed(0)  # timm erases with it, in the main process, and Keras takes its seed of it
     torch.manual_seed(0)
     return FRAMEWORKS[of](wrap, folder)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import enum
+import itertools
 import sys
 import types
 from collections.abc import Mapping
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from stocache import SampleError
+from stocache import SampleError, SegmentError
 from stocache.samples.leaves import type_lookup
 from stocache.samples.leaves.texts import TEXTS
-from stocache.samples.leaves.type_lookup import TORCH_DTYPES, Unresolved, find_class, member_of, numpy_dtype, torch_dtype
-from stocache.samples.pytree import Container, check_class, check_image
-from stocache.samples.record_encoder import EncodedSample, write_treedef
+from stocache.samples.leaves.type_lookup import find_class, member_of, numpy_dtype, torch_dtype
+from stocache.samples.pytree import Container, check_image
+from stocache.samples.record_decoder import reader_of_cache
+from stocache.samples.record_encoder import EncodedSample, pack_integers, write_treedef
 
 ran = []
 
@@ -30,6 +32,10 @@ def _runs_nothing(monkeypatch):
     ran.clear()
     yield
     assert ran == []
+
+
+def read(treedef, allow_pickle=False):
+    return reader_of_cache(treedef.encode(), allow_pickle)
 
 
 class Meta(type):
@@ -54,20 +60,6 @@ class Lazy(types.ModuleType):
     def __getattr__(self, name):
         ran.append(name)
         return dict
-
-
-def test_looking_up_runs_no_hooks_and_imports_nothing():
-    assert find_class(f"{__name__}:Outer.Inner") is Outer.__dict__["Inner"]
-    assert find_class("lazy_package:Real") is Outer
-    own = ("Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "", "Outer.__class__", "ran.append")
-    lazy = [f"lazy_package:{path}" for path in ("gone", "Real.gone", "__class__", "__dict__")]
-    others = ["os:system", "builtins:exec", "sys:modules", "os:environ", "os:getcwd", "numpy.random:seed", "os:path.join"]
-    for name in [*(f"{__name__}:{path}" for path in own), *lazy, *others]:
-        assert find_class(name) is None
-    with pytest.raises(Unresolved, match="Import antigravity first") as caught:
-        find_class("antigravity:fly")
-    assert caught.value.module == "antigravity"
-    assert "antigravity" not in sys.modules
 
 
 class Virtual:
@@ -96,13 +88,26 @@ class Disguised(metaclass=Sly):
     __dataclass_fields__ = ()
 
 
-def test_a_nature_is_real():
-    for kind in ("tuple", "namedtuple", "tensor", "image", "dataclass", "dict", "list", "x"):
-        for cls in (Virtual, Disguised, int, type, object, types.ModuleType, print, None, 3):
-            with pytest.raises(Unresolved, match="which is not of kind "):
-                check_class(kind, cls, "name", ())
-    with pytest.raises(Unresolved, match="which is not an enum"):
-        type_lookup.enum_class(f"{__name__}:Disguised")
+NAMES = [
+    *(f"{__name__}:{name}" for name in (
+        "Virtual", "Disguised", "ran", "Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "",
+        "Outer.__class__", "ran.append")),
+    *(f"lazy_package:{name}" for name in ("gone", "Real.gone", "__class__", "__dict__")),
+    *("builtins:int", "builtins:type", "builtins:object", "builtins:print", "builtins:exec", "types:ModuleType", "sys:modules"),
+    *("os:environ", "os:getcwd", "os:system", "os:gone", "os:path.join", "numpy.random:seed", "subprocess:Popen"),
+]  # fmt: skip
+KINDS = "tuple", "namedtuple", "tensor", "image", "dataclass", "dict", "list", "x"
+
+
+def test_a_class_is_of_its_real_kind_and_looking_it_up_runs_no_hooks_and_imports_nothing():
+    assert find_class(f"{__name__}:Outer.Inner") is Outer.__dict__["Inner"]
+    assert find_class("lazy_package:Real") is Outer
+    for kind, name in itertools.product(KINDS, NAMES):
+        with pytest.raises(SegmentError, match=f"made of {name}, which is not of kind {kind}"):
+            read(f"('in', '{kind}', '{name}', (0, 1), (), (('str',), ('str',)))")
+    for name in NAMES:
+        with pytest.raises(SegmentError, match=f"have members of {name}, which is not an enum"):
+            read(f"('enum', '{name}')")
 
 
 class Point(collections.namedtuple("Point", "x y")):
@@ -124,22 +129,28 @@ class Colour(enum.Flag):
         return cls.RED
 
 
-def test_dataclasses_namedtuples_and_members_are_made_without_their_own_code():
-    cls = dataclasses.make_dataclass("Guarded", ["x"], namespace={"y": property(None, lambda self, value: ran.append("set"))})
-    check_class("dataclass", cls, "name", ("x", "another"))
-    for key in ("y", "__class__", "__dict__", 1):
-        with pytest.raises(Unresolved, match=rf"the parts \('x', '?{key}'?\), which it cannot have here"):
-            check_class("dataclass", cls, "name", ("x", key))
-    check_class("namedtuple", Point, "Point", ("x", "y"))
-    make = Container("namedtuple", Point, ("x", "y")).unflatten_fn()
-    assert (type(make([1, 2])), *make([1, 2])) == (Point, 1, 2)
-    with pytest.raises(Unresolved, match=r"Point with the parts \('x',\), which it cannot have here"):
-        check_class("namedtuple", Point, "Point", ("x",))
-    assert member_of(Colour, "RED") is Colour.RED
+@dataclasses.dataclass
+class Guarded:
+    x: int
+    y = property(None, lambda self, value: ran.append("set"))
+
+
+@pytest.mark.parametrize(("kind", "cls", "keys"), [
+    *(("dataclass", Guarded, ("x", key)) for key in ("y", "__class__", "__dict__", 1)),
+    *(("namedtuple", Point, keys) for keys in (("x",), ("x", "y", "z"), ("y", "x"))),
+])  # fmt: skip
+def test_a_class_has_no_other_parts_than_its_own(kind, cls, keys):
+    with pytest.raises(SegmentError, match=r"with the parts .*, which it cannot have here"):
+        read(repr(("in", kind, f"{__name__}:{cls.__name__}", keys, (), (("str",),) * len(keys))))
+
+
+def test_namedtuples_and_members_are_made_without_their_own_code():
+    point = Container("namedtuple", Point, ("x", "y")).unflatten_fn()([1, 2])
+    assert (type(point), *point) == (Point, 1, 2)
+    plain = enum.IntFlag("Plain", "RED BLUE")
+    assert (member_of(Colour, "RED"), member_of(plain, "RED|BLUE|8")) == (Colour.RED, plain(11))
     with pytest.raises(ValueError, match=r"Colour has no member 'RED\|BLUE'"):
         member_of(Colour, "RED|BLUE")
-    plain = enum.IntFlag("Plain", "RED BLUE")
-    assert member_of(plain, "RED|BLUE|8") == plain(11)
 
 
 def test_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
@@ -150,6 +161,47 @@ def test_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
         type_lookup.name_of(Hidden)
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "cannot be read here"),
+    ("__import__('os')", "cannot be read here"),
+    ("('what',)", "what"),
+    (write_treedef(EncodedSample([{1}], allow_pickle=True).treedef).decode(), "partly pickled.*, pass allow_pickle=True"),
+    ("('tensor', 'save', 1)", "is not a dtype of torch"), ("('array', 'f4,O', 1)", "cannot be read here"),
+    ("('scalar', '|O8', 0)", "cannot be read here"),
+    *((text, "is not an order of dimensions") for text in (
+        "('tensor', 'uint8', 2, (0, 0))", "('tensor', 'uint8', 2, (1, 0, 2))", "('array', '|u1', 1, (1,))")),
+    ("('enum', 'collections:OrderedDict')", "have members of collections:OrderedDict, which is not an enum"),
+    ("('enum', 'no_such_module:Kind')", "Import no_such_module first"),
+    ("('in', 'list', 'no_such_module:List', (), (), ())", "Import no_such_module first"),
+    ("('in', 'tuple', 'antigravity:fly', (0,), (), (('str',),))", "Import antigravity first"),
+    ("('in', 'dict', 'builtins:dict', (('enum', 'antigravity:A', 'A'),), (), (('str',),), 'coded')", "Import antigravity"),
+    ("('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')", "which is not an enum"),
+    ("('in', 'dict', 'builtins:dict', (('enum', 'enum:Enum', 'A'),), (), (('str',),), 'coded')", "has no member 'A'"),
+    ("('in', 'dict', 'builtins:dict', ('plain',), (), (('str',),), 'coded')", "cannot be read here"),
+    ("('in', 'dataclass', 'tests.support.samples:Gone', (), (), ())", "Gone"),
+    *((text, "cannot be read here") for depth in (70, 150, 5000, 200_000) for text in (
+        "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth,
+        "(" * depth + ")" * depth, "-" * depth + "1", "9" * max(5000, depth))),
+], ids=lambda value: value[:80])  # fmt: skip
+def test_a_treedef_that_cannot_be_read_says_why_and_imports_nothing(text, message):
+    with pytest.raises(SegmentError, match=message):
+        read(text)
+    assert "antigravity" not in sys.modules
+
+
+def test_modules_of_classes_are_imported_only_if_pickles_are_allowed(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("import enum\nColour = enum.Enum('Colour', 'RED BLUE')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SegmentError, match="Import imported_later first, or pass allow_pickle=True"):
+        read("('enum', 'imported_later:Colour')")
+    assert "imported_later" not in sys.modules
+    data = bytearray(b"BLUE\4")
+    reader = read("('enum', 'imported_later:Colour')", allow_pickle=True)
+    assert reader.read(memoryview(data), 0, 4, pack_integers([4])[1], True) is sys.modules.pop("imported_later").Colour.BLUE
+    with pytest.raises(SegmentError, match="classes of no_such_module, which is not here: No module named"):
+        read("('enum', 'no_such_module:Kind')", allow_pickle=True)
+
+
 NO_DTYPES = [
     *("|O8", "O", "object", "<O8", "f4,O", "(2,)f4", "float", "<V-1", "<U1e3", "<M8[x]", "|T16", "<f3", "p", "P", "", "<f4 "),
     (("a", "|O"),), (("a", "<f4"), ("b", (("c", "|O8"),))), (("a", "|O8", (2,)),), (("a", (("b", "O", (1,)),), (3,)),),
@@ -157,6 +209,7 @@ NO_DTYPES = [
     (("a",),), ("a", "<f4"), ("<f4", (2,)), ((1, "<f4"),), ((("t", "a", "b"), "<f4"),), (("a", "<f4"), ("a", "<f4")),
     (("a", "<i8", (2**30,)),), *(None, 1, {}, True, object, np.dtype("f4"), "|V2147483647", [("a", "<f4")]),
 ]  # fmt: skip
+NO_TORCH_DTYPES = "qint8", "quint8", "quint4x2", "save", "nn", "Tensor", "float", "dtype", "no_such", "", None, 1, ["uint8"]
 
 
 def deep(levels):
@@ -167,21 +220,14 @@ def test_only_dtypes_of_plain_values_are_found():
     for descr in NO_DTYPES:
         with pytest.raises((ValueError, TypeError), match=r"is not a dtype|is a dtype of objects, or of more than|unhashable"):
             numpy_dtype(descr)
-    for descr in ("<f4", "|b1", ">i8", "<c16", "<U7", "|S3", "|V8", "<M8[25ns]", "<m8", deep(16)):
-        assert numpy_dtype(descr).itemsize > 0
-    assert numpy_dtype((("a", "<f4", (2, 3)), ("", "|V3"), (("t", "b"), "<i2"))).itemsize == 24 + 3 + 2
+    assert numpy_dtype((("a", "<f4", (2, 3)), ("", "|V3"), (("t", "b"), "<i2"), ("c", deep(16)))).itemsize == 24 + 3 + 2 + 4
     with pytest.raises(SampleError, match="cannot be written down"):  # Python parses fewer levels
         write_treedef(EncodedSample(np.zeros(1, numpy_dtype(deep(150)))).treedef)
-
-
-def test_only_dtypes_of_torch_with_bytes_of_their_own_are_found():
-    for name in ("qint8", "quint8", "quint4x2", "save", "nn", "Tensor", "float", "dtype", "", None, 1, ["uint8"]):
+    for name in NO_TORCH_DTYPES:
         with pytest.raises(ValueError, match="is not a dtype of torch that can be stored"):
             torch_dtype(name)
     with pytest.raises(ValueError, match=r"is not a dtype"):
         TEXTS["torch.dtype"].from_bytes(b"qint8")
-    assert all(torch_dtype(str(dtype)[6:]) is dtype for dtype in TORCH_DTYPES.values())
-    assert {torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.float8_e5m2} <= set(TORCH_DTYPES.values())
 
 
 def test_images_are_of_sizes_that_can_be_and_time_zones_are_here():

@@ -1,9 +1,9 @@
 """Named caches: who shares one, when it goes, what is left behind and taken over, and what is refused."""
 
-import contextlib
 import dataclasses
 import errno
 import gc
+import multiprocessing
 import os
 import pickle
 import re
@@ -18,7 +18,7 @@ from stocache.shm import layout, registry
 from stocache.shm.locks import ROW_LOCKS
 from stocache.system import limits
 from stocache.tools.cli import listing
-from tests.support.processes import in_child, run_python, stop, stopped
+from tests.support.processes import in_child, run_all, run_python, stopped
 
 N, DIMS = 40, (3, 8, 8)
 HALF = f"{N + N // 2 * 192}B"
@@ -49,41 +49,23 @@ def leave_behind(**options):
     assert path().exists()
 
 
-@pytest.fixture(autouse=True)
-def _removed():
-    yield
-    gc.collect()
-    path().unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        path().parent.rmdir()
-
-
 def test_processes_that_come_at_once_with_the_name_only_get_the_same_cache():
-    go, start = os.pipe()
+    fork, count = multiprocessing.get_context("fork"), 16
+    barrier = fork.Barrier(count, timeout=60)
 
-    pids = []
-    for number in range(16):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            try:
-                os.close(start)
-                os.read(go, 1)  # returns when the parent closes its end
-                kept = make()
-                fill(kept, [number])
-                stop()
-            finally:
-                os._exit(0)
-    os.close(start)
-    for pid in pids:
-        os.waitpid(pid, os.WUNTRACED)
-    (found,) = listing.find()
-    assert {holder["pid"] for holder in found.holders} == set(pids)
-    with make() as cache:
-        assert cache.stats().filled == cache.stats().fills == 16
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    os.close(go)
+    def come(number):
+        barrier.wait()
+        with make() as cache:
+            fill(cache, [number])
+            barrier.wait()
+            if number == 0:
+                (found,) = listing.find()
+                assert len({holder["pid"] for holder in found.holders}) == count
+                assert cache.stats().filled == cache.stats().fills == count
+            barrier.wait()
+
+    run_all(fork, count, come)
+    assert not path().exists()
 
 
 def test_auto_takes_the_cache_that_is_there_and_one_of_auto_knows_its_size(caplog):

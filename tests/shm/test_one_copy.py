@@ -1,14 +1,15 @@
 """Ranks of one job share a cache without a name, if they cache the same; else each is right, within the limit of all."""
 
 import contextlib
+import functools
 import json
 import logging
 import multiprocessing
 import os
 import random
 import re
-import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ from stocache.shm.ring.ring import Ring
 from stocache.system import limits
 from tests.support import lookalikes as vision
 from tests.support.equality import same
-from tests.support.pairs import pairs
-from tests.support.processes import in_child, run_python, stop, wait_until
+from tests.support.processes import in_child, run_python, stopped, wait_until
 
 with contextlib.suppress(ImportError):
     from PIL import Image
 
 N = 64
 RANKS = 3
+LIMIT = f"{RANKS * (N + 20 * 3 * 8 * 8 * 2)}B"  # a part of it is 20 samples
 CONTEXT = multiprocessing.get_context("fork")
 
 
@@ -50,42 +51,30 @@ class Photos(Dataset):
         return torch.full((3, 8, 8 + self.varying * (idx % 5)), idx + self.offset, dtype=torch.int16)
 
 
-def as_rank(rank, target, queue, meet, *arguments):
+def begin(*shared):
+    """Keep in each process what the ranks meet at, and what they run."""
+    global barrier, target, arguments
+    barrier, target, arguments = shared
+
+
+def as_rank(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS), WORLD_SIZE=str(RANKS))
-    records = []
-    handler = logging.Handler()
+    result, records, handler = None, [], logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("stocache").addHandler(handler)
-    try:
-        queue.put((rank, target(rank, meet, *arguments), records))
-        meet()  # else the first to end would leave others without its cache
-    except BaseException as error:
-        queue.put((rank, error, records))
-        raise
-    finally:
-        queue.close()
-        queue.join_thread()
-        os._exit(0)
+    for result in target(rank, *arguments):  # noqa: B007
+        barrier.wait()
+    return result, " ".join(records)
 
 
-def run(target, *arguments, ranks=RANKS):
-    """Return what ``target(rank, meet, *arguments)`` returns in each rank, and what each has logged. ``meet`` waits for all."""
-    queue, barrier = CONTEXT.Queue(), CONTEXT.Barrier(ranks, timeout=50)
-    started = [CONTEXT.Process(target=as_rank, args=(rank, target, queue, barrier.wait, *arguments)) for rank in range(ranks)]
-    for process in started:
-        process.start()
-    found = sorted((queue.get(timeout=60) for _ in started), key=lambda item: item[0])
-    for process in started:
-        process.join(60)
-        process.kill()
-        process.join()
-        process.close()
-    queue.close()
-    queue.join_thread()
-    for _, result, _ in found:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for _, result, _ in found], [" ".join(records) for _, _, records in found]
+def run(target, *arguments):
+    """Run a generator ``target(rank, *arguments)`` in each rank. At each ``yield`` a rank waits for all others.
+
+    Return what each has yielded last, and what each has logged.
+    """
+    shared = CONTEXT.Barrier(RANKS, timeout=50), target, arguments
+    with ProcessPoolExecutor(RANKS, CONTEXT, begin, shared) as ranks:
+        return zip(*ranks.map(as_rank, range(RANKS)), strict=True)
 
 
 def inode_of(cache):
@@ -98,25 +87,21 @@ def read_all(dataset, offset=0, seed=0):
     return sum(int((dataset[idx] != idx + offset).any()) for idx in order)
 
 
-def cached(rank, meet, log, varying, options):
+def cached(rank, log, varying, options):
     dataset = CachedDataset(Photos(log, varying=varying), "10MB", audit=0, **options)
-    meet()
+    yield
     wrong = sum(read_all(dataset, seed=rank + epoch) for epoch in range(2))
-    meet()
+    yield
     stats = dataset.stats()
     if rank == 0 and "fingerprint" in options:
         rows = json.loads(run_python("-m", "stocache", "info", "--json").stdout)["caches_without_a_name"]
         assert RANKS in [row["ranks"] for row in rows if "test_one_copy.py" in row["place"]]
-    result = inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset.cache)
-    meet()
-    return result
+    yield inode_of(dataset.cache), wrong, stats.ranks, stats.total.filled, repr(dataset.cache)
 
 
-@pytest.mark.parametrize(
-    ("varying", "options"),
-    [(False, {}), (True, {}), (True, {"probe": 0, "fingerprint": "v1"}), (False, {"example": Photos()[0]})],
-    ids=repr,
-)
+@pytest.mark.parametrize(("varying", "options"), [
+    (False, {}), (True, {"probe": 0, "fingerprint": "v1"}), (False, {"example": Photos()[0]}),
+], ids=["probed", "fingerprint", "example"])  # fmt: skip
 def test_ranks_have_one_copy_and_read_each_sample_once(varying, options, tmp_path):
     found, logged = run(cached, str(tmp_path / "reads"), varying, options)
     assert len({inode for inode, *_ in found}) == 1
@@ -127,7 +112,7 @@ def test_ranks_have_one_copy_and_read_each_sample_once(varying, options, tmp_pat
     assert not any("different" in text for text in logged)
 
 
-def both_sets(rank, meet):
+def both_sets(rank):
     order = [("training", 0), ("validation", 1000)]
     sets = {}
     for name, offset in reversed(order) if rank == 1 else order:  # in another order; another time
@@ -136,10 +121,9 @@ def both_sets(rank, meet):
     if rank == 2:
         more = [CachedDataset(Photos(), "10MB") for _ in range(2)]  # only here, and in a loop
         assert not any(read_all(each) for each in more)
-    meet()
+    yield
     wrong = read_all(sets["training"]) + read_all(sets["validation"], 1000)
-    meet()
-    return inode_of(sets["training"].cache), inode_of(sets["validation"].cache), wrong
+    yield inode_of(sets["training"].cache), inode_of(sets["validation"].cache), wrong
 
 
 def test_each_cache_is_found_whatever_the_order_and_whoever_makes_more():
@@ -147,22 +131,6 @@ def test_each_cache_is_found_whatever_the_order_and_whoever_makes_more():
     assert len(set(found)) == 1
     assert found[0][0] != found[0][1]
     assert found[0][2] == 0
-
-
-def worker_makes_it(rank, meet):
-    class Lazy(Dataset):
-        cache = None
-
-        def __len__(self):
-            return N
-
-        def __getitem__(self, idx):
-            if self.cache is None:
-                self.cache = SharedCache("1MB", N, (2,), torch.int64)
-            return self.cache.get_or_load(idx, lambda idx: torch.full((2,), idx))
-
-    loader = torch.utils.data.DataLoader(Lazy(), 8, num_workers=2)
-    return [batch[:, 0].tolist() for _ in range(2) for batch in loader]
 
 
 class Flipped(Photos):
@@ -178,79 +146,79 @@ class Flipped(Photos):
         return self.transform(Image.fromarray(pixels))
 
 
-def in_epochs(rank, meet, options, samples):
-    make = Flipped if samples == "split" else Photos
-    dataset = CachedDataset(make(), "10MB", **options)
-    kind = LocalityDistributedSampler if samples == "by place" else DistributedSampler
-    batch_size = {"batch_size": 8} if samples == "by place" else {}
+def in_epochs(rank, options, kind):
+    dataset = CachedDataset(Flipped(), "10MB", cut="latest", **options)  # whatever the times of the ranks
     batches = []
-    for data in (dataset, make()):
-        sampler = kind(data, num_replicas=RANKS, rank=rank, **batch_size)
-        meet()
+    for data in (dataset, Flipped()):
+        sampler = kind(data, num_replicas=RANKS, rank=rank)
         for epoch in range(3):
-            if samples != "without set_epoch":
-                sampler.set_epoch(epoch)
+            yield
+            sampler.set_epoch(epoch)
             torch.manual_seed(epoch)
             batches.append(list(torch.utils.data.DataLoader(data, 8, sampler=sampler)))
-            meet()
+    yield
     stats = dataset.stats()
-    requests = [epoch.hits + epoch.misses for epoch in stats.epochs]
-    result = same(batches[:3], batches[3:]), inode_of(dataset.cache), requests[:3], stats.total.filled
-    meet()
-    return result
+    requests = sum(epoch.hits + epoch.misses for epoch in stats.epochs[:3])
+    yield same(batches[:3], batches[3:]), inode_of(dataset.cache), requests >= 2 * RANKS * -(-N // RANKS), stats.total.filled
 
 
-@pytest.mark.parametrize(("options", "samples"), [
-    ({"admission": "cost"}, "of one size"),
-    ({"codec": "zstd"}, "without set_epoch"),
-    ({"cut": "latest"}, "split"),  # whatever the times of the ranks
-    ({"placement": Placement("scattered")}, "by place"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_admission_codecs_splits_and_samplers_work_on_the_shared_copy(options, samples):
-    if samples == "split":
-        pytest.importorskip("PIL")
-    if "codec" in options:
-        pytest.importorskip("zstandard")
-    found, _ = run(in_epochs, options, samples)
-    assert [equal for equal, *_ in found] == [True] * RANKS
-    assert len({inode for _, inode, *_ in found}) == 1
-    assert all(filled == N for *_, filled in found)
-    in_an_epoch = RANKS * -(-N // RANKS)
-    assert all(sum(requests) >= 2 * in_an_epoch for _, _, requests, _ in found)
+BY_PLACE = functools.partial(LocalityDistributedSampler, batch_size=8)
+OPTIONS = {
+    "cost": ({"admission": "cost"}, DistributedSampler), "codec": ({"codec": "zstd"}, DistributedSampler),
+    "by place": ({"placement": Placement("scattered")}, BY_PLACE),
+}  # fmt: skip
 
 
-def other(rank, meet, what):
-    offset = 1000 * rank if what == "samples" else 0
-    photos = Photos(offset=offset, length=N + rank * (what == "length"))
-    if what == "parts":
-        photos = Subset(Photos(), range(rank, N, RANKS))
-    elif what == "alike":  # all that is probed
-        photos = Photos(offset=rank)
-        one = lambda self, idx: torch.tensor(self.offset * (idx % 9 == 1))
-        photos.__class__ = type("Alike", (Photos,), {"__getitem__": one})
-    elif what == "labels":
-        photos = Photos(offset=-10)
-        photos.__class__ = type("Labels", (Photos,), {"__getitem__": lambda self, idx: torch.tensor(self.labels[idx])})
-        photos.labels = [rank if idx % 9 else 0 for idx in range(N)]
-    if what == "transform" and rank:
-        photos.transform = lambda sample: sample + rank
-        photos.__class__ = type("Transformed", (Photos,), {"__getitem__": lambda s, i: s.transform(Photos.__getitem__(s, i))})
-    with_limit = CachedDataset(photos, "20KB")
-    meet()
-    expected = [photos[idx] for idx in range(len(photos))]
-    wrong = sum(not torch.equal(with_limit[idx], expected[idx]) for idx in list(range(len(photos))) * 2)
-    meet()
-    total = with_limit.stats().total
-    return inode_of(with_limit.cache), wrong, total.reserved_bytes
+@pytest.mark.parametrize("name", OPTIONS)
+def test_splits_admission_codecs_and_samplers_work_on_the_shared_copy(name):
+    for module in ("PIL", "zstandard"):
+        pytest.importorskip(module)
+    found, _ = run(in_epochs, *OPTIONS[name])
+    assert [*found] == [(True, found[0][1], True, N)] * RANKS
 
 
-@pytest.mark.parametrize("what", ["samples", "length", "parts", "labels", "alike", "transform"])
+class Alike(Photos):
+    """Samples that differ between ranks, but for all that are probed."""
+
+    def __getitem__(self, idx):
+        return torch.tensor(self.offset * (idx % 9 == 1))
+
+
+class Labels(Photos):
+    """Samples of a list that differs between ranks."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.labels = [rank if idx % 9 else 0 for idx in range(N)]
+
+    def __getitem__(self, idx):
+        return torch.tensor(self.labels[idx])
+
+
+DIFFERENT = {
+    "samples": lambda rank: Photos(offset=1000 * rank),
+    "length": lambda rank: Photos(length=N + rank),
+    "parts": lambda rank: Subset(Photos(), range(rank, N, RANKS)),
+    "labels": Labels,
+    "alike": lambda rank: Alike(offset=rank),
+}
+
+
+def different(rank, what):
+    photos = DIFFERENT[what](rank)
+    with CachedDataset(photos, "20KB") as dataset:
+        yield
+        expected = [photos[idx] for idx in range(len(photos))]
+        wrong = sum(not torch.equal(dataset[idx], expected[idx]) for idx in list(range(len(photos))) * 2)
+        yield
+        yield inode_of(dataset.cache), wrong, dataset.stats().total.reserved_bytes
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what):
-    found, logged = run(other, what)
+    found, logged = run(different, what)
     inodes, wrong, reserved = zip(*found, strict=True)
     assert wrong == (0,) * RANKS
-    if what == "transform":  # it runs after the cache
-        return
     assert len(set(inodes)) == RANKS
     assert sum(reserved) <= 3 * 64 * 1024  # an extent may be larger than a part of this limit
     assert sum("the ranks of this job cannot share a cache in" in text for text in logged) == RANKS - 1
@@ -258,57 +226,40 @@ def test_ranks_with_other_samples_have_a_cache_each_and_a_part_of_the_limit(what
     assert not re.search("[0-9a-f]{16}", "".join(logged))  # digests
 
 
-def bare(rank, meet, cls, fill):
-    arguments = () if cls is RaggedCache else ((2,), torch.int64)
-    cache = cls("20MB", N, *arguments)
-    value = lambda idx: torch.full((2,), idx + 1000 * rank * (cls is not SharedCacheDDP))
-    meet()
-    if fill == "ahead":
-        for idx in range(N):
-            cache.set_slot(idx, value(idx))
-        meet()  # another rank may still be writing what this one found claimed
-        found = [cache.get_slot(idx, allow_empty_slot=False) for idx in range(N)]
-        rows, mask = cache.get_slots(range(N))
-        assert mask.all()
-        assert all(torch.equal(row, value(idx)) for idx, row in enumerate(rows))
+def bare(rank, cls, options, is_shared):
+    cache = cls("20MB", N, *(() if cls is RaggedCache else ((2,), torch.int64)), **options)
+    value = lambda idx: torch.full((2,), idx + 1000 * rank * (not is_shared))
     loads = []
-    for epoch in range(3):
+    yield
+    for epoch in range(2):
         for idx in random.Random(rank + epoch).sample(range(N), N):
-            sample = cache.get_slot(idx)
-            if sample is None:
-                loads.append(idx)
-                sample = value(idx)
-                cache.set_slot(idx, sample)
-            assert torch.equal(sample, value(idx))
-    found = cache.get_or_load_many(range(N), lambda indices: [value(idx) for idx in indices])
-    assert all(torch.equal(sample, value(idx)) for idx, sample in enumerate(found))
-    meet()
-    result = inode_of(cache), len(loads), cache.ranks, cache.serves_ranks
-    meet()
-    return result
+            assert torch.equal(cache.get_or_load(idx, lambda idx: loads.append(idx) or value(idx)), value(idx))
+    yield
+    assert same(list(cache.get_slots(range(N))[0]), [value(idx) for idx in range(N)])
+    yield inode_of(cache), len(loads), cache.ranks, cache.serves_ranks
 
 
-@pytest.mark.parametrize(("cls", "fill"), [*pairs([SharedCache, RaggedCache, SharedCacheDDP], ["ahead", "as they come"])])
-def test_a_cache_without_a_name_or_a_fingerprint_is_of_one_rank_unless_the_class_says_that_samples_are_equal(cls, fill):
-    found, logged = run(bare, cls, fill)
-    shares = cls is SharedCacheDDP
-    assert len({inode for inode, *_ in found}) == (1 if shares else RANKS)
-    assert [rest for _, _, *rest in found] == [[RANKS if shares else 1, shares]] * RANKS
-    loads = sum(loads for _, loads, *_ in found)
-    assert loads <= (0 if fill == "ahead" else N * (2 if shares else RANKS))  # ranks that miss a sample together all load it
+@pytest.mark.parametrize(("cls", "options", "is_shared"), [
+    (SharedCache, {}, False), (RaggedCache, {}, False), (SharedCache, {"fingerprint": "v1"}, True), (SharedCacheDDP, {}, True),
+])  # fmt: skip
+def test_a_bare_cache_is_of_one_rank_unless_a_fingerprint_or_its_class_says_that_samples_are_equal(cls, options, is_shared):
+    found, logged = run(bare, cls, options, is_shared)
+    inodes, loads, ranks, serves = zip(*found, strict=True)
+    assert len(set(inodes)) == (1 if is_shared else RANKS)
+    assert sum(loads) == (N if is_shared else N * RANKS)
+    assert (ranks, serves) == ((RANKS if is_shared else 1,) * RANKS, (is_shared,) * RANKS)
     assert not any("different samples" in text for text in logged)
 
 
-def without_a_number_of_ranks(rank, meet):
+def without_a_number_of_ranks(rank):
     allocate.job_here = lambda: job.Job(f"of {os.getppid()}", True, 1)
     for turn in range(RANKS):
         if turn == rank:
             cache = RaggedCache("30MB", N)
-        meet()
+        yield
     for idx in range(N):
         cache.set_slot(idx, bytes(1_000_000))
-    meet()
-    return inode_of(cache), cache.stats().reserved_bytes
+    yield inode_of(cache), cache.stats().reserved_bytes
 
 
 def test_caches_of_ranks_alone_are_within_one_limit_also_if_the_number_of_ranks_is_unknown():
@@ -319,40 +270,36 @@ def test_caches_of_ranks_alone_are_within_one_limit_also_if_the_number_of_ranks_
     assert not any("is not shared" in text or "different samples in" in text for text in logged)
 
 
-def with_fingerprint(rank, meet):
-    cache = SharedCache("1MB", N, (2,), torch.int64, fingerprint="v1")
-    meet()
-    if rank == 0:
-        cache.set_slots(range(N), torch.arange(N)[:, None].expand(N, 2).contiguous())
-    meet()
-    result = [cache.get_slot(idx)[0].item() for idx in range(N)]
-    meet()
-    return result
+NOT_SHARED = "The cache is not shared: this process has its own part of the limit"
+ALONE = {  # what a rank does first, the options of its caches, what it says, and how often
+    "share_ranks=False": (int, {"share_ranks": False}, NOT_SHARED, 0),
+    "in containers": (
+        lambda: setattr(allocate, "job_here", lambda: job.Job(f"{os.getpid()}", False, RANKS, alone=True)), {},
+        "run in containers of their own", 1,
+    ),
+    "no directory for the lock": (
+        lambda: setattr(registry, "directory_of", lambda uid=None: "/no/such/place/stocache-0"), {}, NOT_SHARED, 2
+    ),
+    "no list of locks": (lambda: setattr(registry, "listed_locks", lambda: iter(())), {}, NOT_SHARED, 2),
+}  # fmt: skip
 
 
-def changed_in_one(rank, meet):
-    dataset = CachedDataset(Photos(), "1MB", admission="cost")  # keeps no probed samples
-    meet()
-    if rank == 0:
-        dataset.offset = 500
-    meet()
-    wrong = read_all(dataset, 500 * (rank == 0), seed=rank) + read_all(dataset, 500 * (rank == 0))
-    meet()
-    return wrong
+def alone(rank, how):
+    begin, options, _, _ = ALONE[how]
+    begin()
+    sets = [CachedDataset(Photos(offset=offset), LIMIT, **options) for offset in (0, 9)]
+    yield
+    yield [(inode_of(each.cache), len(each.cache), read_all(each, each.offset), each.stats().ranks) for each in sets]
 
 
-def apart(rank, meet):
-    dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 3 * 8 * 8 * 2)}B", share_ranks=False)
-    meet()
-    wrong = read_all(dataset)
-    meet()
-    return inode_of(dataset.cache), len(dataset.cache), wrong, dataset.stats().ranks
-
-
-def test_without_sharing_each_rank_has_its_part_of_the_limit():
-    found, _ = run(apart)
-    assert len({inode for inode, *_ in found}) == RANKS
-    assert [rest for _, *rest in found] == [[20, 0, 1]] * RANKS
+@pytest.mark.parametrize("how", ALONE)
+def test_ranks_that_cannot_or_must_not_share_have_parts_of_the_limit(how):
+    found, logged = run(alone, how)
+    _, _, message, count = ALONE[how]
+    caches = [cache for rank in found for cache in rank]
+    assert len({inode for inode, *_ in caches}) == 2 * RANKS
+    assert [rest for _, *rest in caches] == [[20, 0, 1]] * 2 * RANKS
+    assert [text.count(message) for text in logged] == [count] * RANKS
 
 
 def test_auto_promises_no_more_than_the_machine_has(monkeypatch):
@@ -377,18 +324,52 @@ def test_auto_leaves_room_for_others_where_the_samples_are_small():
         assert second > first / 4
 
 
-def cleared(rank, meet):
+def test_the_ring_of_a_loader_takes_nothing_from_auto():
+    def takes_nothing():
+        before = registry.run_attaching(siblings.promised_bytes)
+        ring = Ring(2, 8)
+        assert ring.begin()
+        return registry.run_attaching(siblings.promised_bytes) == before
+
+    wait_until(takes_nothing)  # another process may make or drop a cache meanwhile
+
+
+def worker_makes_it(rank):
+    class Lazy(Dataset):
+        cache = None
+
+        def __len__(self):
+            return N
+
+        def __getitem__(self, idx):
+            if self.cache is None:
+                self.cache = SharedCache("1MB", N, (2,), torch.int64)
+            return self.cache.get_or_load(idx, lambda idx: torch.full((2,), idx))
+
+    loader = torch.utils.data.DataLoader(Lazy(), 8, num_workers=2)
+    yield [batch[:, 0].tolist() for _ in range(2) for batch in loader]
+
+
+def changed_in_one(rank):
+    dataset = CachedDataset(Photos(), "1MB", admission="cost")  # keeps no probed samples
+    yield
+    if rank == 0:
+        dataset.offset = 500
+    yield
+    yield read_all(dataset, 500 * (rank == 0), seed=rank) + read_all(dataset, 500 * (rank == 0))
+
+
+def cleared(rank):
     cache = SharedCacheDDP("1MB", N, (2,), torch.int64)
-    meet()
+    yield
     if rank == 0:
         with pytest.raises(BusyError, match="clear: other ranks of this job use the cache"):
             cache.clear()
-    meet()
+    yield
 
 
-RIGHT = {  # what runs in each rank, and what it returns
+RIGHT = {  # what runs in each rank, and what it yields at the end
     "workers make caches themselves": (worker_makes_it, [list(range(at, at + 8)) for at in range(0, N, 8)] * 2),
-    "a fingerprint says that samples are the same": (with_fingerprint, list(range(N))),
     "an attribute that one rank sets is not seen by others": (changed_in_one, 0),
     "a cache that other ranks use is not cleared": (cleared, None),
 }
@@ -397,61 +378,47 @@ RIGHT = {  # what runs in each rank, and what it returns
 @pytest.mark.parametrize("claim", RIGHT)
 def test_what_holds_in_each_rank(claim):
     target, expected = RIGHT[claim]
-    assert run(target)[0] == [expected] * RANKS
+    found, _ = run(target)
+    assert [*found] == [expected] * RANKS
 
 
-def holder(rank, queue, log):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2", WORLD_SIZE="2")
-    dataset = CachedDataset(Photos(log), "1MB", audit=0)
-    queue.put((read_all(dataset), inode_of(dataset.cache), dataset.stats().total.filled))
-    signal.pause()
-
-
-def test_a_restart_finds_the_cache_if_one_rank_lived_else_it_begins_anew(tmp_path):
-    queue, log, ranks, found = CONTEXT.Queue(), str(tmp_path / "reads"), [], []
-
-    def start(rank):
-        ranks.append(CONTEXT.Process(target=holder, args=(rank, queue, log)))
-        ranks[-1].start()
-        found.append(queue.get(timeout=60))
-
-    def kill(number):
-        os.kill(ranks[number].pid, signal.SIGKILL)
-        ranks[number].join()
-
-    start(0)
-    start(1)
-    kill(0)
-    start(0)
-    reads = len((tmp_path / "reads").read_text().split())
-    assert found == [(0, found[0][1], N)] * 3
-    assert N <= reads <= N + 3 * 9
-    kill(1)
-    kill(2)
-    start(0)
-    assert found[3][::2] == (0, N)
-    assert len((tmp_path / "reads").read_text().split()) >= reads + N  # nothing was left
-    kill(3)
-    for process in ranks:
-        process.close()
-    queue.close()
-    queue.join_thread()
-
-
-def of_other_version(rank, meet):
+def of_other_version(rank):
     if rank == 1:
         layout._VERSION += 1
     dataset = CachedDataset(Photos(), "1MB")
-    meet()
-    wrong = read_all(dataset)
-    meet()
-    return wrong, inode_of(dataset.cache)
+    yield
+    yield read_all(dataset), inode_of(dataset.cache)
 
 
 def test_a_rank_with_another_version_has_a_copy_of_its_own():
     found, _ = run(of_other_version)
     assert [wrong for wrong, _ in found] == [0] * RANKS
     assert found[0][1] == found[2][1] != found[1][1]
+
+
+def test_a_restart_finds_the_cache_if_one_rank_lived_else_it_begins_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(allocate, "job_here", lambda: job.Job("restarted", True, 2))
+    reads, results = tmp_path / "reads", tmp_path / "results"
+
+    def rank():
+        dataset = CachedDataset(Photos(reads), "1MB", audit=0)
+        with results.open("a") as file:
+            file.write(f"{read_all(dataset)} {dataset.stats().total.filled} {inode_of(dataset.cache)}\n")
+        return dataset
+
+    with contextlib.ExitStack() as first:
+        first.enter_context(stopped(rank))
+        with stopped(rank):
+            first.close()  # which kills it
+            with stopped(rank):
+                before = len(reads.read_text().split())
+    with stopped(rank):
+        pass
+    *found, last = results.read_text().splitlines()
+    assert found == [f"0 {N} {found[0].split()[2]}"] * 3
+    assert N <= before <= N + 3 * 9
+    assert last.startswith(f"0 {N} ")
+    assert len(reads.read_text().split()) >= before + N  # nothing was left
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
@@ -472,53 +439,9 @@ def test_a_file_that_its_process_closes_while_it_is_opened_leaves_no_descriptor(
     def closed_meanwhile(path):
         raise FileNotFoundError(path)
 
-    pid = os.fork()
-    if pid == 0:
-        kept = SharedCache("1MB", N, (2,))  # noqa: F841
-        stop()
-    os.waitpid(pid, os.WUNTRACED)
-    monkeypatch.setattr(registry, "backing_of", closed_meanwhile)
-    before = os.listdir("/proc/self/fd")
-    with registry.attaching, siblings.siblings() as found:
-        assert not found
-    assert os.listdir("/proc/self/fd") == before
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-def in_containers(rank, meet):
-    allocate.job_here = lambda: job.Job(f"{rank}", False, RANKS, alone=True)
-    sets = [CachedDataset(Photos(offset=offset), f"{RANKS * (N + 20 * 384)}B") for offset in (0, 9)]
-    return [len(each.cache) for each in sets]
-
-
-def test_ranks_in_containers_of_their_own_say_so_once():
-    found, logged = run(in_containers)
-    assert found == [[20, 20]] * RANKS
-    assert [text.count("run in containers of their own") for text in logged] == [1] * RANKS
-
-
-def without(rank, meet, what):
-    if what == "a directory":
-        registry.directory_of = lambda uid=None: "/no/such/place/stocache-0"
-    else:
-        registry.listed_locks = lambda: iter(())
-    dataset = CachedDataset(Photos(), f"{RANKS * (N + 20 * 384)}B")
-    return len(dataset.cache), read_all(dataset)
-
-
-@pytest.mark.parametrize("what", ["a directory", "a list of locks"])
-def test_without_a_directory_for_the_lock_or_a_list_of_locks_each_rank_has_its_part(what):
-    found, logged = run(without, what)
-    assert found == [(20, 0)] * RANKS
-    assert all("The cache is not shared: this process has its own part of the limit" in text for text in logged)
-
-
-def test_the_ring_of_a_loader_takes_nothing_from_auto():
-    def takes_nothing():
-        before = registry.run_attaching(siblings.promised_bytes)
-        ring = Ring(2, 8)
-        assert ring.begin()
-        return registry.run_attaching(siblings.promised_bytes) == before
-
-    wait_until(takes_nothing)  # another process may make or drop a cache meanwhile
+    with stopped(lambda: SharedCache("1MB", N, (2,))):
+        monkeypatch.setattr(registry, "backing_of", closed_meanwhile)
+        before = os.listdir("/proc/self/fd")
+        with registry.attaching, siblings.siblings() as found:
+            assert not found
+        assert os.listdir("/proc/self/fd") == before

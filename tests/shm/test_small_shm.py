@@ -5,11 +5,10 @@ import subprocess
 
 import pytest
 
-from benchmark.small_shm import CASES, run
+from benchmark.small_shm import CASES, in_shm, load, run_case
 
 # Samples cached at the least
 LEAST = {"fills up while caching, no memfd": 40, "1 MiB": 256, "full": 256, "read-only, no memfd": 0}
-CASE = {case.name: case for case in CASES}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,7 +21,7 @@ def _needs_root():
 @pytest.mark.parametrize("name", LEAST)
 @pytest.mark.sampled(4)
 def test_a_job_completes_and_caches_what_it_can(name):
-    case, result = CASE[name], run(name, CASE[name].mount)
+    case, result = CASES[name], run_case(name)
     assert result["filled"] >= LEAST[name]
     assert result["hits"] == result["filled"]
     assert result["misses"] == 2 * case.samples - result["filled"]
@@ -33,4 +32,4 @@ def test_a_job_completes_and_caches_what_it_can(name):
 
 @pytest.mark.slow
 def test_large_batches_pass_through_the_64_mib_of_docker():
-    assert run("ours, cached", "size=64m")["batches"] == 20
+    assert in_shm("size=64m", load, True, True)["batches"] == 20

@@ -2,7 +2,6 @@
 
 import os
 import random
-import secrets
 import time
 from typing import Any, NamedTuple
 
@@ -74,9 +73,6 @@ class Setting(Images):
     def set_factor(self, factor):
         self.factor = factor
 
-    def train(self, mode):
-        self.factor = 2 if mode else 1
-
 
 class Transformed(Images):
     """Has a transform, under a name that says so or another."""
@@ -91,24 +87,6 @@ class Transformed(Images):
 
     def set_transform(self, transform):
         setattr(self, self.name, transform)
-
-
-class Used(Images):
-    """Does more with the output of its transform than to pass it on."""
-
-    def __init__(self, use):
-        super().__init__(use=use, transform=Flip())
-
-    def __getitem__(self, idx):
-        return USES[self.use](self.transform(self.image(idx)), idx)
-
-
-USES = {
-    "output indexed": lambda output, idx: (output[None][0], idx),
-    "output converted": lambda output, idx: torch.from_numpy(output.numpy() * 2).float() / 255,
-    "output used twice": lambda output, idx: {"image": output, "mean": output.float().mean()},
-    "output branched on": lambda output, idx: output if output[0, 0] > output[0, -1] else -output,
-}
 
 
 class Buffered(Images):
@@ -140,10 +118,6 @@ class Files(Images):
             np.save(self.folder / f"{idx}.npy", (self.image(idx) * factor).numpy())
 
 
-def flipped(dataset, idx, draw=lambda: torch.rand(()).item()):
-    return dataset.image(idx).flip(-1) if draw() < 0.5 else dataset.image(idx)
-
-
 def mosaic(dataset, idx):
     others = [random.randrange(N) for _ in range(3)]
     return torch.stack([dataset.image(each) for each in (idx, *others)])
@@ -155,18 +129,13 @@ def effect_free(dataset, idx):
 
 
 MAKERS = {
-    "image": Images.image, "flip, torch": flipped, "mosaic": mosaic,
-    "flip, random": lambda dataset, idx: flipped(dataset, idx, random.random),
-    "flip, numpy": lambda dataset, idx: flipped(dataset, idx, np.random.rand),
+    "image": Images.image, "mosaic": mosaic, "without effect": effect_free,
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
-    "without effect": effect_free, "seed set in code": lambda dataset, idx: (random.seed(idx), flipped(dataset, idx))[1],
-    "own Generator": lambda dataset, idx: flipped(dataset, idx, dataset.rng.random),
-    "own RandomState": lambda dataset, idx: flipped(dataset, idx, dataset.rng.rand),
-    "own torch.Generator": lambda dataset, idx: flipped(dataset, idx, lambda: torch.rand((), generator=dataset.rng).item()),
-    "objects, own Generator": lambda dataset, idx: Object(dataset.rng.normal()),
+    "own Generator": lambda dataset, idx: dataset.image(idx) + dataset.rng.random(),
+    "own torch.Generator": lambda dataset, idx: dataset.image(idx) + torch.rand((), generator=dataset.rng).item(),
+    "objects": lambda dataset, idx: Object(dataset.rng.random()),
     "new generator each time": lambda dataset, idx: dataset.image(idx) + np.random.default_rng().integers(1 << 30),
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
-    "secrets": lambda dataset, idx: dataset.image(idx) + secrets.randbelow(1000),
     "time": lambda dataset, idx: (dataset.image(idx), time.time_ns()),
     "factors": lambda dataset, idx: dataset.image(idx) * dataset.factors[idx % len(dataset.factors)],
 }  # fmt: skip
@@ -220,32 +189,21 @@ def scale_in_place(*path):
     return change
 
 
-KINDS = {name: drawing(name) for name in [*MAKERS][1:8]} | {
+KINDS = {
+    **{name: drawing(name) for name in ("mosaic", "without effect", "one sample in 32 draws")},
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
-    "own RandomState": drawing("own RandomState", rng=lambda: np.random.RandomState(0)),
-    "own Random": drawing("own Generator", rng=lambda: random.Random(0)),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
-    "objects": drawing("objects, own Generator", rng=lambda: np.random.default_rng(0), allow_pickle=True),
-    **{name: drawing(name, False) for name in ("new generator each time", "os.urandom", "secrets", "time")},
+    "objects": drawing("objects", rng=lambda: random.Random(0), allow_pickle=True),
+    **{name: drawing(name, False) for name in ("new generator each time", "os.urandom", "time")},
     "recent images": Kind(lambda folder: Buffered()),
-    **{use: Kind(lambda folder, use=use: Used(use)) for use in USES},
-    "seed set in code": drawing("seed set in code"),
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
-    "epoch set": setting(lambda dataset, inner, epoch: setattr(dataset, "epoch", epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),
     "setter": setting(lambda dataset, inner, epoch: dataset.set_factor(epoch + 1)),
-    "setter within": setting(lambda dataset, inner, epoch: inner.set_factor(epoch + 1)),
-    "mode": setting(lambda dataset, inner, epoch: dataset.train(epoch == 1)),
     "transform in place": transformed(scale_in_place("transform", "transforms", 0)),
-    "transform in place, unsplit": transformed(scale_in_place("crop"), "crop", lambda: Scale(1)),
     "steps in place": transformed(scale_in_place("steps", "transforms", 1), "steps", lambda: Compose(Scale(2), Scale(1))),
     "set_transform": transformed(lambda dataset, inner, epoch: dataset.set_transform(Scale(epoch)), "crop", lambda: Scale(0)),
     "set_transform, split": transformed(lambda dataset, inner, epoch: dataset.set_transform(Compose(Scale(epoch), Flip()))),
-    "transform set": transformed(lambda dataset, inner, epoch: setattr(dataset, "transform", Compose(Scale(epoch), Flip()))),
     "files edited": Kind(files, lambda dataset, inner, epoch: inner.write(epoch + 1)),
-    "table in place": Kind(
-        lambda folder: Images("factors", factors=[1]), lambda dataset, inner, epoch: dataset.factors.__setitem__(0, epoch + 1)
-    ),
     "array in place": Kind(
         lambda folder: Images("factors", factors=torch.ones(4)), lambda dataset, inner, epoch: dataset.factors.mul_(2)
     ),

@@ -1,12 +1,46 @@
-"""A GPU that is played: what is called of CUDA, recorded, over the memory of the host."""
+"""Images for a GPU, and a GPU that is played: what is called of CUDA, recorded, over the memory of the host."""
 
 import contextlib
 import threading
 from functools import partial
 
+import numpy as np
 import torch
 
-from stocache.loader.device.tier import _on_out_of_memory
+from stocache import CachedDataset
+
+
+class Images(torch.utils.data.Dataset):
+    """Samples with a large and a small column, and one that no word of 8 bytes divides; others by ``change(sample, idx)``."""
+
+    def __init__(self, length, change=None):
+        self.length, self.change = length, change
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, idx):
+        rng = np.random.default_rng(idx)
+        image = torch.from_numpy(rng.integers(0, 255, (3, 64, 64), np.uint8))
+        sample = {"image": image, "label": idx, "mask": torch.from_numpy(rng.integers(0, 255, 1501, np.uint8))}
+        return sample if self.change is None else self.change(sample, idx)
+
+
+def cached(source, share=1, warm=False):
+    """A cache with room for a share of the images; for all samples of another dataset."""
+    is_plain = isinstance(source, Images) and source.change is None
+    limit = f"{int(share * len(source) * (12288 + 8 + 1501 + 64))}B" if is_plain else 1
+    dataset = CachedDataset(source, limit, share_ranks=False)
+    if warm:
+        dataset.warm(progress=False)
+    return dataset
+
+
+def registered(loader):
+    """Wait until the memory that is reserved by now has been registered."""
+    stage = loader._stocache._stage
+    if stage is not None and stage.gatherer is not None:
+        stage.gatherer.wait()
 
 
 class PlayedRuntime:
@@ -63,12 +97,11 @@ class PlayedDevice:
 
     Attributes:
         reads_host_memory: whether it may read the cache itself.
-        spare: bytes of its memory that are free, and all.
         handed: the numbers of tensors of each batch that was handed over.
         full: raises in place of that many batches that are begun.
     """
 
-    reads_host_memory, spare, full = True, (1 << 40, 1 << 40), 0
+    reads_host_memory, full = True, 0
 
     def __init__(self, device):
         self.device, self.handed, self.begun, self.waited, self.events = torch.device("cpu"), [], 0, 0, []
@@ -78,7 +111,6 @@ class PlayedDevice:
         self.begun += 1
         if self.full:
             type(self).full -= 1
-            _on_out_of_memory(self.device.index)  # as torch's allocator does
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return contextlib.nullcontext()
 
@@ -98,9 +130,6 @@ class PlayedDevice:
 
     def as_current(self):
         return contextlib.nullcontext()
-
-    def spare_bytes(self):
-        return self.spare
 
     def view(self, rows):
         return rows

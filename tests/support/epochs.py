@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import stocache
 from stocache.system import generators
-from stocache.system.describe import describe
+from stocache.system.describe import describe, difference
 
 EPOCHS = 3
 LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -64,6 +64,11 @@ def epochs(dataset: Any, loader: str, batch: int = 4, inner: Any = (), change: A
         own = list(map(generators.read_generator, generators.own_generators(inner)))
         found.append(Epoch(samples, None if "thread" in loader else describe((generators.read(), own)), list(files[before:])))
     return found
+
+
+def difference_of(one: list[Epoch], other: list[Epoch]) -> str | None:
+    """Return where samples or generators of epochs differ; None if nowhere."""
+    return difference(*(describe([epoch[:2] for epoch in each]) for each in (one, other)))
 
 
 @contextlib.contextmanager

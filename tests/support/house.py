@@ -2,19 +2,16 @@
 
 import ast
 import functools
-import io
 import re
-import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
 import stocache
+from tests.support.sources import code_lines as code_lines
+from tests.support.sources import tree_of
 
 PACKAGE = Path(stocache.__file__).parent
 ROOT = PACKAGE.parent
-_NOT_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING,
-}  # fmt: skip
 
 
 class Room(NamedTuple):
@@ -48,19 +45,6 @@ def rooms() -> list[Room]:
     ]
 
 
-@functools.cache
-def code_lines(path: Path) -> int:
-    """Return the lines of a file that hold code: not blank, and more than a comment or a docstring."""
-    source, lines = path.read_text(), set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NOT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, node.end_lineno + 1))
-    return len(lines)
-
-
 def module_of(path: Path) -> str:
     """Return the dotted name of a file, below stocache."""
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -76,7 +60,7 @@ def modules() -> dict[str, Path]:
 def imported(path: Path) -> set[str]:
     """Return the modules below stocache that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "stocache":
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""A small dataset of images for loaders."""
+"""Small datasets: images, and what a function makes."""
 
 import torch
 from torch.utils.data import Dataset
@@ -10,11 +10,20 @@ def image(idx):
     return torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(idx)).to(torch.uint8)
 
 
-class Counted(Dataset):
-    """Pairs of an image, whose size is that of ``size(idx)``, and its index; counts its reads, over all processes."""
+def one_size(idx):
+    return 3, 9, 7
 
-    def __init__(self, n):
-        self.n, self.reads = n, torch.zeros(n, dtype=torch.int64).share_memory_()
+
+def many_sizes(idx):
+    return 3, 9 + idx % 5, 7
+
+
+class Made(Dataset):
+    """Samples that a function makes of the dataset and their index. The dataset holds some attributes."""
+
+    def __init__(self, make, n=N, **attributes):
+        self.make, self.n = make, n
+        vars(self).update(attributes)
 
     def __len__(self):
         return self.n
@@ -22,24 +31,29 @@ class Counted(Dataset):
     def __getitem__(self, idx):
         if not 0 <= idx < self.n:
             raise IndexError(idx)
+        return self.make(self, idx)
+
+
+class Images(Made):
+    """Pairs of an image and its index; counts nothing, draws nothing."""
+
+    def __init__(self, n=N):
+        super().__init__(Images.sample, n)
+
+    def sample(self, idx):
+        return image(idx), idx
+
+
+class Counted(Made):
+    """Pairs of an image, whose size is that of ``size(idx)``, and its index; counts its reads, over all processes."""
+
+    def __init__(self, n=N, size=one_size):
+        super().__init__(Counted.read, n, size=size, reads=torch.zeros(n, dtype=torch.int64).share_memory_())
+
+    def read(self, idx):
         self.reads[idx] += 1
         return self.sample(idx)
 
     def sample(self, idx):
         generator = torch.Generator().manual_seed(idx)
         return torch.randint(0, 256, self.size(idx), generator=generator, dtype=torch.uint8), idx
-
-
-class Images(Dataset):
-    """Pairs of an image and its index; counts nothing, draws nothing."""
-
-    def __init__(self, n=N):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, idx):
-        if not 0 <= idx < self.n:
-            raise IndexError(idx)
-        return image(idx), idx

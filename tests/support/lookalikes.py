@@ -123,12 +123,6 @@ class ToTensor(PILToTensor):
 
 
 @_of(V1)
-class ToPILImage:
-    def __call__(self, tensor):
-        return Image.fromarray(tensor.permute(1, 2, 0).numpy())
-
-
-@_of(V1)
 class Normalize:
     def __init__(self, mean, std):
         self.mean, self.std = mean, std
@@ -155,11 +149,9 @@ class JointCompose(torch.nn.Module):
         self.transforms = transforms
 
     def forward(self, *inputs):
-        several = len(inputs) > 1
         for transform in self.transforms:
-            outputs = transform(*inputs)
-            inputs = outputs if several else (outputs,)
-        return outputs
+            inputs = transform(*inputs)
+        return inputs
 
 
 JointCompose.__name__ = JointCompose.__qualname__ = "Compose"

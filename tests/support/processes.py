@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 
-def in_child(action, *arguments, uid=None, timeout_s=60):
-    """Run an action in a forked child, as another user if one is given; return its exit status, or "hangs".
+def _fork(action, *arguments, uid=None):
+    """Fork a child that runs an action, as another user if one is given; return its pid.
 
     The child ends without any clean-up, as a process does that is killed.
     """
@@ -35,7 +35,12 @@ def in_child(action, *arguments, uid=None, timeout_s=60):
             traceback.print_exc()
         finally:
             os._exit(status)
-    deadline = time.monotonic() + timeout_s
+    return pid
+
+
+def in_child(action, *arguments, uid=None, timeout_s=60):
+    """Run an action in a forked child, as another user if one is given; return its exit status, or "hangs"."""
+    pid, deadline = _fork(action, *arguments, uid=uid), time.monotonic() + timeout_s
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
@@ -113,16 +118,12 @@ def stop():
 def kill_in(run, after_s):
     """Fork a child that runs a function, and kill it when it has run for some seconds. It must not have failed by then."""
     begun, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(tell, b"x")
-            run()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+
+    def act():
+        os.write(tell, b"x")
+        run()
+
+    pid = _fork(act)
     os.read(begun, 1)
     time.sleep(after_s)
     os.kill(pid, signal.SIGKILL)
@@ -133,23 +134,18 @@ def kill_in(run, after_s):
 
 
 @contextlib.contextmanager
-def stopped(action, uid=None):
-    """Fork a child that runs an action and is stopped in it or after it, as another user if one is given; give its pid.
+def stopped(action):
+    """Fork a child that runs an action and is stopped in it or after it; give its pid.
 
     It holds all that it has taken until it is killed, at the end of the context at the latest.
     """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if uid is not None:
-                os.setuid(uid)
-            kept = action()
-            stop()
-            del kept
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+
+    def act():
+        kept = action()
+        stop()
+        del kept
+
+    pid = _fork(act)
     _, status = os.waitpid(pid, os.WUNTRACED)
     try:
         assert os.WIFSTOPPED(status), "the child did not stop"

@@ -102,20 +102,20 @@ def is_foreign(path: str) -> bool:
     return False
 
 
-def holdings() -> dict[str, object]:
-    """Return what this process holds: descriptors (without the one that lists them), mapped segments and children."""
-    if sys.platform != "linux":
-        return {"children": [child.pid for child in multiprocessing.active_children()]}
-    maps = Path("/proc/self/maps").read_text()  # thousands of lines, in most tests without a segment
-    names = [name for name in SEGMENTS if name in maps]
-    return {
-        "descriptors": {fd.name: os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()},
-        "segments mapped": [line for line in maps.splitlines() if any(map(line.count, names))] if names else [],
-        "children": [child.pid for child in multiprocessing.active_children()],
-    }
+def holdings() -> set[str]:
+    """Return what this process holds, as texts: descriptors (without the one that lists them), mapped segments and children."""
+    held = {f"child {child.pid}" for child in multiprocessing.active_children()}
+    if sys.platform == "linux":
+        maps = Path("/proc/self/maps").read_text()  # thousands of lines, in most tests without a segment
+        names = [name for name in SEGMENTS if name in maps]
+        held |= {f"mapped segment {line}" for line in maps.splitlines() if any(map(line.count, names))} if names else set()
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the one that lists them is closed
+                held.add(f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}")
+    return held
 
 
-def changes(before: dict[str, object]) -> list[str]:
+def changes(before: set[str]) -> list[str]:
     """Say what is held now and was not before, and what is not any more. Wait for a while until nothing is: threads may end."""
     deadline = time.monotonic() + PATIENCE_S
     while (found := differences(holdings(), before)) and time.monotonic() < deadline:
@@ -124,27 +124,34 @@ def changes(before: dict[str, object]) -> list[str]:
     return found
 
 
-def differences(now: dict[str, object], before: dict[str, object]) -> list[str]:
+def differences(now: set[str], before: set[str]) -> list[str]:
     """Say what is held now and was not before, and what is not any more."""
-    if now == before:
-        return []
-    new, gone = _named(now) - _named(before), _named(before) - _named(now) - LEFT
-    return sorted(f"new {item}" for item in new) + sorted(f"gone {item}" for item in gone)
+    return sorted(f"new {item}" for item in now - before) + sorted(f"gone {item}" for item in before - now - LEFT)
 
 
-def _named(holdings: dict[str, object]) -> set[str]:
-    return {f"{kind}: {item}" for kind, held in holdings.items() for item in _items(held)}
+held: set[str] | None = None
+"""What was held after the last test; None if that is not known, or may have changed since."""
 
 
-def _items(held: object) -> list[object]:
-    return list(held.items()) if isinstance(held, dict) else list(held)  # type: ignore[call-overload]
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    """Forget what was held if a fixture of several tests begins."""
+    global held
+    if fixturedef.scope != "function":
+        held = None
+
+
+pytest_fixture_post_finalizer = pytest_fixture_setup  # or ends
 
 
 @pytest.fixture(autouse=True)
 def leaves_no_trace(request: pytest.FixtureRequest):
     """Compare what is held after the test with what was held before it."""
-    gc.collect()
-    before, names, threads = holdings(), shm_names(), {*threading.enumerate()}
+    global held
+    if held is None:
+        gc.collect()
+        held = holdings()
+    before, names, threads = held, shm_names(), {*threading.enumerate()}
+    held = None
     gc.freeze()  # or each collection after the test would walk through all that has been imported
     yield
     request.node.funcargs.clear()  # pytest would keep the fixtures' values until later
@@ -153,7 +160,9 @@ def leaves_no_trace(request: pytest.FixtureRequest):
         if thread.name.startswith(("QueueFeederThread", "stocache worker")):  # one that was stopped may have a task still
             thread.join(20)
     if request.node.get_closest_marker("leaves_descriptors"):
-        LEFT.update(_named(holdings()) - _named(before))
+        LEFT.update(holdings() - before)
+    elif (now := holdings()) == before:
+        held = now
     else:
         assert not changes(before)
     assert not names_that_stay(names)

@@ -1,6 +1,5 @@
 """Formats and options of `StreamLoader`: what they read, what they refuse, and the flat arguments they stand for."""
 
-import json
 import pickle
 import sys
 
@@ -99,21 +98,3 @@ def test_without_pyarrow_there_is_no_loader(numbered, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
     with pytest.raises(StreamError, match=r"needs pyarrow .*: pip install 'stocache\[text\]'"):
         StreamLoader(numbered, 10, 20)
-
-
-ROWS = "".join(f"{n}\t{n}\t{n}\n" for n in range(40))
-HEADED = CsvFormat(",", skip_header=1, columns=["b", "a"], label_columns="c", nan="keep", dtype=torch.float64)
-OBJECTS = "".join(f'{{"a": {n}, "b": {n}, "c": {n}}}\n' for n in range(40))
-STATES = {  # identities, as of the version that had flat arguments alone
-    "113d44f457556a93": (ROWS, {"rank": 0, "world_size": 2, "format": CsvFormat("\t", on_error="skip", max_line_bytes=1000)}),
-    "8a45d0eb17c1d87f": ("a,b,c\n" + ROWS.replace("\t", ","), {"format": HEADED}),
-    "b38c95050299f03c": (OBJECTS, {"format": JsonLinesFormat(columns=["b", "a"], label_columns="c", comments=None)}),
-    "e0c11619489987c5": (ROWS, {"format": CustomFormat(json.loads, max_line_bytes=999)}),  # which counts for "skip" alone
-}
-
-
-def test_the_identities_of_states_stay(tmp_path):
-    for identity, (text, options) in STATES.items():
-        (tmp_path / "rows").write_text(text)
-        with StreamLoader(tmp_path / "rows", 5, 10, **options) as loader:
-            assert loader.state_dict()["identity"] == {"checksum": identity}

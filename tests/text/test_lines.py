@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import pickle
 import random
-import re
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stocache import DamagedError, StreamError
+from stocache import StreamError
 from stocache.text import lines
 from stocache.text.files import find_files
 from stocache.text.lines import Lines
@@ -145,7 +144,7 @@ def test_pieces_are_of_bounded_size_hold_rows_alone_and_know_their_lines(tmp_pat
     assert got == [f"{path}, line {number}" for number in wanted]
 
 
-def test_a_forked_child_reads_at_its_own_place(tmp_path):
+def test_a_forked_child_and_a_pickle_read_at_their_own_place(tmp_path):
     (path,) = write(tmp_path, b"".join(b"%06d\n" % n for n in range(50_000)))
     found = lines_of(path, 1000)
     _, position = found.read(found.begin)
@@ -157,15 +156,6 @@ def test_a_forked_child_reads_at_its_own_place(tmp_path):
     child.close()
     assert got == [b"".join(b"%06d\n" % n for n in range(1000, 2000))] * 49
     assert buffers_of(opening(pickle.loads(pickle.dumps(found)))) == buffers_of(found)
-
-
-def test_a_line_that_is_too_long_is_an_error_and_what_comes_before_is_good(tmp_path):
-    (path,) = write(tmp_path, b"1\n" + b"y" * 1000 + b"\n# 3\n" + b"x" * 1001 + b"\n5\n")  # the second is as long as the limit
-    found = lines_of(path, 100, max_line_bytes=1000)
-    for read in (lambda: found.read(found.begin), found.count):
-        with pytest.raises(StreamError, match=r"000\.txt, line 4: the line is longer than 1000 bytes\. Raise max_line_bytes"):
-            read()
-    assert [piece.rows for piece in found.read(found.begin, 2)[0]] == [2]
 
 
 def test_a_header_and_the_end_of_a_share_have_the_limit_too(tmp_path):
@@ -180,41 +170,11 @@ def test_a_header_and_the_end_of_a_share_have_the_limit_too(tmp_path):
 
 
 @pytest.mark.parametrize("compression", ["gz", "bz2", "zst"])
-def test_compressed_text_is_read_anywhere_and_says_why_it_ends_too_early(tmp_path, compression):
-    rows = [random.randbytes(8).hex().encode() for _ in range(20_000)]
-    content = b"\n".join(rows)
-    (path,) = write(tmp_path, content, compression=compression)
-    file = open_file(path)
+def test_compressed_text_is_read_anywhere(tmp_path, compression):
+    content = random.randbytes(170_000).hex().encode()
+    file = open_file(*write(tmp_path, content, compression=compression))
     for offset in (0, 300_000, 100, 339_990, 7, 7, len(content), 400_000, 200_001):  # going back begins again
         assert file.read_at(offset, 20) == content[offset : offset + 20]
-    data = COMPRESSIONS[compression](content)
-    for keep in (len(data) // 2, len(data) * 97 // 100, len(data) - 1):
-        found = lines_of(write(tmp_path, data[:keep]), 1000)
-        got, position, damage = [], found.begin, None
-        while damage is None:
-            pieces, position = found.read(position)
-            got += [row for piece in pieces for row in piece.data.split(b"\n")[:-1]]
-            damage = pieces[-1].damage
-        assert got == rows[: len(got)]
-        assert compression == "bz2" or len(got) > keep / len(data) * len(rows) / 2  # bzip2 has large blocks
-        assert re.match({"gz": "its gzip", "bz2": "its bz2", "zst": "its zstd"}[compression] + " data is cut: ", damage)
-
-
-def test_zstd_frames_of_any_kind_are_read_as_they_were_written(tmp_path):
-    zstandard, text = zstd(), b"".join(b"%d,%d\n" % (n, n * n) for n in range(40_000))
-    stream, flush = zstandard.ZstdCompressor(write_checksum=True).compressobj(), zstandard.COMPRESSOBJ_FLUSH_BLOCK
-    blocks = b"".join(stream.compress(text[at : at + 999]) + stream.flush(flush) for at in range(0, len(text), 999))
-    raw, same, skippable = random.randbytes(300_000), b"7" * 10_000_000, b"\x53\x2a\x4d\x18\x05\0\0\0hello"
-    data = blocks + stream.flush() + b"".join(map(zstandard.compress, (raw, same, b""))) + skippable
-    (tmp_path / "all.zst").write_bytes(data)
-    file = open_file(tmp_path / "all.zst")
-    assert file.read_at(0, 1 << 28) == text + raw + same
-    assert file.damage is None
-    for cut in range(1, 20):
-        (tmp_path / "cut.zst").write_bytes(data[:-cut] if cut < 13 else blocks[:-cut])
-        file = open_file(tmp_path / "cut.zst")
-        file.read_at(0, 1 << 28)
-        assert file.damage == "its zstd data is cut: the last frame is not complete"
 
 
 def test_damaged_compressed_text_and_a_zstd_frame_that_wants_much_memory_are_refused(tmp_path):
@@ -251,19 +211,3 @@ def test_files_that_cannot_be_read_are_errors(tmp_path):
     ):
         with pytest.raises(error, match=message):
             find_files(paths)
-
-
-def test_a_file_that_changes_is_seen(tmp_path):
-    (path,) = write(tmp_path, b"1\n" * 200_000)
-    before, facts = find_files(path), os.stat(path)
-    for at in (0, 399_998):  # at either end, and as if it had not been written
-        with open(path, "r+b") as file:
-            file.seek(at)
-            file.write(b"2")
-        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
-        assert find_files(path) != before
-        before = find_files(path)
-    found = lines_of(path)
-    os.unlink(path)
-    with pytest.raises(DamagedError, match=r"000\.txt is gone"):
-        found.check(found.begin, found.read(found.begin)[1])

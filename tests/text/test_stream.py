@@ -12,24 +12,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from benchmark.support.shuffling import shuffle_quality
 from stocache import CacheOptions, CustomFormat, ReadOptions, StreamLoader
 from stocache.errors import CacheNameError, ClosedError, DamagedError, StateError, StreamError
 from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
+from tests.support.shuffling import same_block
 from tests.support.texts import N, Watch, epochs, in_workers, numbers, ours, parse, rows, run_ranks
 
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def test_the_length_is_known_when_rows_are_counted(numbered, capsys):
-    for drop_last, batches in ((True, 42), ("batch", 43), (False, 44)):
-        for options in ({"count_rows": True}, {"shuffle": "buffers"}):
-            read = ReadOptions(progress="count_rows" in options)
-            with StreamLoader(numbered, 10, 20, drop_last=drop_last, read=read, **options) as loader:
-                assert len(loader) == batches == len(list(loader))
-            shown = capsys.readouterr().err
-            assert ("counting rows" in shown, "epoch 0: " in shown) == (read.progress, read.progress)
+def firsts(loader):
+    """The first numbers of the rows of an epoch, of batches of one tensor."""
+    return torch.cat(list(loader)).flatten().tolist()
 
 
 @pytest.mark.linux
@@ -86,7 +81,7 @@ def keeping_time(path, content):
 
 CHANGES = [
     lambda path: path.write_bytes(rows(0, N + 20)),
-    lambda path: keeping_time(path, rows().replace(b"1\t", b"2\t", 1)),  # of the same size and time
+    *(lambda path, end=end: keeping_time(path, rows()[:end] + b"2" + rows()[end:][1:]) for end in (0, -2)),  # of the same size
     lambda path: os.utime(path, ns=(0, 0)),
     lambda path: path.with_name("z.tsv").write_bytes(rows(0, 20)),  # one more file of the glob
 ]
@@ -97,10 +92,10 @@ def test_a_file_that_changed_is_never_served_stale(numbered):
     paths = numbered.with_name("*.tsv")
     for change in CHANGES:
         numbered.write_bytes(rows())
-        with StreamLoader(paths, 1, 20, drop_last=False, size_limit_gib=0.01) as loader:
-            assert len(list(loader)) == len(list(loader)) == N
+        with StreamLoader(paths, 20, 20, drop_last=False, size_limit_gib=0.01) as loader:
+            assert len(list(loader)) == len(list(loader)) == 22
             change(numbered)
-            with StreamLoader(paths, 1, 20, drop_last=False) as fresh:
+            with StreamLoader(paths, 20, 20, drop_last=False) as fresh:
                 assert same(list(loader), list(fresh))
                 assert len(loader) == len(fresh)
 
@@ -116,19 +111,27 @@ def test_a_change_in_the_middle_of_an_epoch_is_an_error_also_for_what_is_cached(
             delivered.extend(batches)
         assert len(delivered) < 30  # of 42: what was read ahead
         assert numbers(loader)[0] == 1
+        batches = iter(loader)
+        next(batches)
+        numbered.unlink()
+        with pytest.raises(DamagedError, match=r"numbered\.tsv is gone"):
+            list(batches)
 
 
-@pytest.mark.parametrize("shuffle", [False, True, "buffers"])
-def test_from_the_second_epoch_on_what_is_cached_is_neither_read_nor_parsed(numbered, monkeypatch, shuffle):
-    watch = Watch(monkeypatch)
-    options = {"shuffle": shuffle, "drop_last": False, "size_limit_gib": 0.01}
-    with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False), **options) as loader:
-        for _ in range(3):
-            assert sorted(torch.cat(list(loader)).flatten().tolist()) == list(range(N))
-            assert watch.rows == N
-            watch.bytes, before = 0, watch.bytes
-            assert before == 0 or before >= numbered.stat().st_size
-        assert loader.stats().cache.hits == 2 * 22
+@pytest.mark.parametrize(("shuffle", "window", "drop_last"), [(False, 1, False), (True, 2, "batch"), ("buffers", 2, True)])
+def test_epochs_are_those_without_a_cache_and_what_is_cached_is_neither_read_nor_parsed(
+    numbered, monkeypatch, shuffle, window, drop_last
+):
+    options, watch = {"shuffle": shuffle, "window": window, "drop_last": drop_last}, Watch(monkeypatch)
+    expected = epochs(numbered, 3, **options)
+    assert epochs(numbered, 3, size_limit_gib="6KB", **options) == expected
+    form = CustomFormat(watch.parse, audit=False)
+    with StreamLoader(numbered, 10, 20, format=form, size_limit_gib=0.01, **options) as loader:
+        for epoch in range(3):
+            watch.bytes = watch.rows = 0
+            assert firsts(loader) == expected[epoch]
+            assert (watch.rows >= 420, watch.bytes >= numbered.stat().st_size) == (epoch == 0,) * 2
+        assert (watch.rows, watch.bytes) == (0, 0)
 
 
 def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
@@ -140,30 +143,30 @@ def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
         assert 3 < cached < 20
         assert loader.stats().cache.capacity_bytes <= 4000
         watch.rows = watch.bytes = 0
-        assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
+        assert firsts(loader) == list(range(N))
         assert watch.rows == N - 20 * cached
         assert whole <= watch.bytes <= whole + 22 * 400  # and a bit beyond each buffer
     with StreamLoader(numbered, 10, 20, size_limit_gib=0) as loader:
         assert loader.stats().cache is None
 
 
-def named_job(number, path, parsed):
+@pytest.mark.linux
+@pytest.mark.usefixtures("_removed")
+def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
+    watch, parsed = Watch(monkeypatch), CONTEXT.Value("q", 0)
+
     def parse(found):
         with parsed.get_lock():
             parsed.value += len(found)
         return np.array([[int(row.split("\t")[0])] for row in found])
 
-    cache = CacheOptions(0.01, name="texts", persist=True)
-    with StreamLoader(path, 10, 20, format=CustomFormat(parse, audit=False), drop_last=False, cache=cache) as loader:
-        assert [torch.cat(list(loader)).flatten().tolist() for _ in range(2)] == [list(range(N))] * 2
+    def run(_):
+        form, cache = CustomFormat(parse, audit=False), CacheOptions(0.01, name="texts", persist=True)
+        with StreamLoader(numbered, 10, 20, format=form, drop_last=False, cache=cache) as loader:
+            assert [firsts(loader) for _ in range(2)] == [list(range(N))] * 2
 
-
-@pytest.mark.linux
-@pytest.mark.usefixtures("_removed")
-def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
-    watch, parsed = Watch(monkeypatch), CONTEXT.Value("q", 0)
-    run_all(CONTEXT, 3, named_job, numbered, parsed)
-    named_job(0, numbered, parsed)
+    run_all(CONTEXT, 3, run)
+    run(0)
     assert parsed.value == N
     assert watch.bytes < len(rows()) / 4  # the first row, to know what the columns are
 
@@ -180,9 +183,8 @@ def test_it_reads_ahead_while_the_trainer_works(numbered, monkeypatch):
 
 COUNTED, BUFFERS = {"count_rows": True}, {"shuffle": "buffers", "size_limit_gib": 0.01}
 RANKS = [
-    (True, gzip.compress, COUNTED), ("batch", gzip.compress, COUNTED), ("batch", bytes, COUNTED),
-    (True, bytes, BUFFERS), ("batch", bytes, BUFFERS), (False, bytes, BUFFERS), (False, bytes, {}),
-    (False, gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}), (False, gzip.compress, {}),
+    (True, gzip.compress, COUNTED), ("batch", bytes, COUNTED), (True, bytes, BUFFERS), ("batch", bytes, BUFFERS),
+    (False, bytes, {}), (False, gzip.compress, {"size_limit_gib": 0.01, "shuffle": True}),
 ]  # fmt: skip
 
 
@@ -222,8 +224,8 @@ def test_ranks_without_a_batch_and_caches_of_unknown_functions_are_refused_at_on
         StreamLoader(numbered, 10, 20, format=form, cache=CacheOptions(0, disk=tmp_path / "disk", disk_limit="4MB"))
 
 
-@pytest.mark.parametrize("buffer_size", [10, 40, 430, 440])
-def test_what_is_left_out_and_the_length_after_a_first_pass(numbered, buffer_size, caplog):
+@pytest.mark.parametrize("buffer_size", [20, 430, 440])
+def test_what_is_left_out_and_the_length_after_a_first_pass_or_if_rows_are_counted(numbered, buffer_size, caplog, capsys):
     whole, full = N - N % buffer_size, N - N % 10
     for drop_last, wanted in ((False, N), ("batch", full), (True, whole)):
         with StreamLoader(numbered, 10, buffer_size, drop_last=drop_last) as loader:
@@ -240,11 +242,16 @@ def test_what_is_left_out_and_the_length_after_a_first_pass(numbered, buffer_siz
             assert len(batches) == len(loader)
             assert loader.stats().rows == (wanted if drop_last is True else N)
             list(loader)
+        for options in ({"count_rows": True, "read": ReadOptions(progress=True)}, {"shuffle": "buffers"}):
+            with StreamLoader(numbered, 10, buffer_size, drop_last=drop_last, **options) as loader:
+                assert len(loader) == len(batches) == len(list(loader))
+            shown = capsys.readouterr().err
+            assert ("counting rows" in shown, "epoch 0: " in shown) == ("read" in options,) * 2
     left_out = f"the last {N % buffer_size} of {N} rows do not fill a buffer of {buffer_size} and are left out of each epoch"
-    assert caplog.text.count(left_out) == bool(whole)
+    assert caplog.text.count(left_out) == 3 * bool(whole)  # once for each loader
 
 
-@pytest.mark.parametrize(("shuffle", "window"), [(True, 1), (True, 3), ("buffers", 1), ("buffers", 3)])
+@pytest.mark.parametrize(("shuffle", "window"), [(True, 1), (True, 3), ("buffers", 3)])
 def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
     options = {"shuffle": shuffle, "window": window, "drop_last": False}
     before = torch.get_rng_state()
@@ -261,25 +268,8 @@ def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
     windows = [set(order[start : start + 20 * window]) for start in range(0, len(order), 20 * window)]
     assert {len(buffers) for buffers in windows} == {window}
     assert (sorted(windows, key=min) == windows) == (shuffle is True)
-    mixed = [shuffle_quality(np.array(order), 20, batch_size=10).same_block for order in first]
+    mixed = [same_block(order, 20, 10) for order in first]
     assert all(share < 1.2 / window for share in mixed)
-
-
-WAYS = {"partly cached": {"size_limit_gib": "6KB"}, "cached": {"size_limit_gib": 0.01}, "on a disk": {}}
-
-
-@pytest.mark.linux
-@pytest.mark.parametrize("way", WAYS)
-def test_the_order_is_the_same_whatever_is_cached(numbered, tmp_path, way):
-    options = dict(WAYS[way])
-    if way == "on a disk":
-        options["cache"] = CacheOptions("2KB", disk=tmp_path / "disk", disk_limit="4MB")
-    kinds = [(True, 2, "batch"), (False, 1, False), ("buffers", 2, True)]
-    for shuffle, window, drop_last in kinds[: 1 if way == "on a disk" else None]:
-        order = {"shuffle": shuffle, "window": window, "drop_last": drop_last}
-        with StreamLoader(numbered, 10, 20, **order, **options) as loader:
-            assert [numbers(loader) for _ in range(3)] == epochs(numbered, 3, **order)
-            assert way != "on a disk" or loader.stats().disk.hits > 20
 
 
 def test_two_iterators_at_once_are_two_epochs(numbered):
@@ -325,8 +315,7 @@ def test_in_a_dataloader_of_torch_each_row_comes_once_in_an_order_by_torchs_seed
         assert set_once[0] == set_once[1]
         assert set_once[0] not in epochs
         numbered.write_bytes(rows(3, N))
-        for _ in range(2):
-            assert sorted(numbers(torchs)) == list(range(3, N))
+        assert sorted(numbers(torchs)) == list(range(3, N))
 
 
 def nth_state(loader, count):
@@ -342,7 +331,7 @@ def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypa
     with StreamLoader(numbered, 10, 20, format=CustomFormat(watch.parse, audit=False)) as loader:
         loader.load_state_dict(state)
         watch.bytes = 0
-        assert torch.cat(list(loader)).flatten().tolist() == list(range(400, 420))
+        assert firsts(loader) == list(range(400, 420))
         assert len(loader) == 42
     assert watch.rows <= 40
     assert watch.bytes < len(rows()) / 3

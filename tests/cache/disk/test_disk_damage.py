@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -23,50 +25,75 @@ from stocache.cache.disk.formats import Rows
 from stocache.cache.disk.samples_file import DATA_OFFSET, index_bytes, room_of
 from stocache.samples.record_decoder import Records
 from stocache.samples.spec import Structure
-from stocache.system import background
+from stocache.system import background, limits
 from stocache.system.platform import here, many_reads
 from tests.support.disks import COUNT, KINDS, Samples, after_power_cut, contents, flip, loaded, open_disk, put, row, sample
 from tests.support.equality import same
 from tests.support.pairs import pairs
-from tests.support.processes import in_child, wait_until
+from tests.support.processes import in_child, run_all, wait_until
 
 
-def entries(folder):
-    return np.frombuffer(Path(folder, "index").read_bytes(), "<u8").reshape(-1, 2).astype(object)
+def entry(at, nbytes):
+    return at.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
 
 
 def enter(folder, idx, at, nbytes):
     """Have the index say something else of a sample."""
     with open(folder / "index", "r+b") as file:
         file.seek(16 * idx)
-        file.write(at.to_bytes(8, "little") + nbytes.to_bytes(8, "little"))
+        file.write(entry(at, nbytes))
 
 
-@pytest.mark.parametrize(("flips", "rounds"), [(1, 8), (10, 2)])
-def test_flipped_bits_are_misses_or_harmless(kind, filled, flips, rounds):
-    rng = random.Random(26)
-    files = contents(filled)
-    found = 0
-    for number in range(rounds):
-        damaged = dict(files)
-        for place in range(flips):
-            name = ("samples", "index")[(number + place) % 2]
-            damaged[name] = flip(rng, damaged[name])
-        put(filled, damaged)
+WILD = [
+    0, 1, 8, DATA_OFFSET - 8, DATA_OFFSET, DATA_OFFSET + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8,
+    (1 << 64) - 1,
+]  # fmt: skip
+
+
+def damages(rng, other, samples, index):
+    """Yield files that are damaged, which samples have to be missing then, and how many may be."""
+    for flips in (1, 1, 1, 1, 10):
+        for name, data in (("samples", samples), ("index", index)):
+            yield {name: functools.reduce(lambda data, _: flip(rng, data), range(flips), data)}, set(), 2 * flips
+    for files in ({"samples": bytes(len(samples))}, {"index": bytes(len(index))}, {"samples": b""}, other):
+        yield files, {*range(COUNT)}, COUNT
+    for at, nbytes in itertools.chain(zip(WILD, WILD[1:] + WILD[:1], strict=True), itertools.product(WILD[::3], [8])):
+        yield {"index": index[: 16 * 7] + entry(at, nbytes) + index[16 * 8 :]}, {7}, 2  # the room of another may be taken
+    yield {"index": index[: 16 * 7] + index[16 * 8 : 16 * 9] + index[16 * 8 :]}, set(), 2  # the place of another
+    yield {"index": index[: 16 * 50 + 9]}, {*range(51, COUNT)}, COUNT - 50
+
+
+def test_what_is_damaged_or_of_another_folder_is_a_miss_and_is_written_again(kind, filled, tmp_path):
+    with open_disk(kind, tmp_path / "other", fingerprint="2") as cache:
+        loaded(cache, kind)
+    files, missing = contents(filled), 0
+    for damaged, lost, most in damages(random.Random(26), contents(tmp_path / "other"), **files):
+        put(filled, files | damaged)
         with open_disk(kind, filled) as cache:
             missed = loaded(cache, kind)
-            assert len(missed) <= 2 * flips
-            assert cache.stats().damaged <= len(missed)
+            assert lost <= {*missed}
+            assert cache.stats().damaged <= len(missed) <= most
         with open_disk(kind, filled) as cache:
             assert loaded(cache, kind) == []
-        found += len(missed)
-    assert found > rounds // 2
+        missing += len(missed)
+    assert missing > 4 * COUNT + len(WILD)
+
+
+def test_an_index_with_wild_numbers_takes_no_memory(kind, filled):
+    os.truncate(filled / "samples", 1 << 42)
+    for nbytes in (1 << 31, 1 << 36, 1 << 41):
+        enter(filled, 7, 1 << 30, nbytes)
+        with open_disk(kind, filled) as cache:
+            tracemalloc.start()
+            assert loaded(cache, kind, [7]) == [7]
+            assert tracemalloc.get_traced_memory()[1] < 1 << 24
+            tracemalloc.stop()
 
 
 def test_batches_have_no_row_that_is_damaged(filled):
     with open_disk("rows", filled) as cache:
         with open(filled / "samples", "r+b") as file:
-            file.seek(int(entries(filled)[5][0]) + 100)
+            file.seek(int.from_bytes((filled / "index").read_bytes()[16 * 5 : 16 * 5 + 8], "little") + 100)
             file.write(b"\xff\xfe")
         items = [torch.zeros(8, 6001, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)]
         there = cache.fill(np.arange(8), np.arange(8), items).tolist()
@@ -85,8 +112,7 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
         before = contents(tmp_path) if (tmp_path / "index").exists() else {}
         with open_disk(kind, tmp_path, count, limit) as cache:
             loaded(cache, kind, rng.sample(range(count), 40))
-            if rng.random() < 0.5:
-                before = contents(tmp_path)
+            before = contents(tmp_path) if rng.random() < 0.5 else before
             loaded(cache, kind, rng.sample(range(count), 40))
         put(tmp_path, after_power_cut(rng, before, contents(tmp_path)))
         with open_disk(kind, tmp_path, count, limit) as cache:
@@ -94,58 +120,6 @@ def test_after_a_power_cut_what_is_not_there_is_loaded_and_written_again(kind, s
     for again in range(2):
         with open_disk(kind, tmp_path, count, limit) as cache:
             assert loaded(cache, kind) == [] or not again
-
-
-def test_files_of_zeros_or_of_another_folder_hold_nothing(kind, filled, tmp_path):
-    with open_disk(kind, tmp_path / "other", fingerprint="2") as cache:
-        loaded(cache, kind)
-    zeros = [{"samples": bytes(len(contents(filled)["samples"]))}, {"index": bytes(16 * COUNT)}, {"samples": b""}]
-    for files in (*zeros, contents(tmp_path / "other")):
-        put(filled, files)
-        with open_disk(kind, filled) as cache:
-            assert loaded(cache, kind) == list(range(COUNT))
-
-
-WILD = [
-    0, 1, 8, DATA_OFFSET - 8, DATA_OFFSET, DATA_OFFSET + 1, 1 << 20, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 8,
-    (1 << 64) - 1,
-]  # fmt: skip
-
-
-def test_an_index_with_wild_numbers_is_a_miss_and_takes_no_memory(kind, filled):
-    for number, at in enumerate(WILD):
-        for nbytes in (WILD[number - 1], 8):
-            enter(filled, 7, at, nbytes)
-            with open_disk(kind, filled) as cache:
-                assert loaded(cache, kind, [7]) == [7]
-                assert len(loaded(cache, kind)) <= 1  # of another one, the room may be taken
-                assert loaded(cache, kind) == []
-    os.truncate(filled / "samples", 1 << 42)
-    for nbytes in (1 << 31, 1 << 36, 1 << 41):
-        enter(filled, 7, 1 << 30, nbytes)
-        with open_disk(kind, filled) as cache:
-            tracemalloc.start()
-            assert loaded(cache, kind, [7]) == [7]
-            assert tracemalloc.get_traced_memory()[1] < 1 << 24
-            tracemalloc.stop()
-
-
-def test_entries_that_were_cut_or_have_the_place_of_another_harm_no_sample(kind, filled):
-    files = contents(filled)
-    enter(filled, 7, *map(int, entries(filled)[8]))
-    for _ in range(2):
-        with open_disk(kind, filled) as cache:
-            missed = loaded(cache, kind)
-            assert set(missed) <= {7, 8}
-            assert loaded(cache, kind) == []
-    assert missed == []
-    put(filled, files)
-    enter(filled, 50, *map(int, entries(filled)[7]))
-    put(filled, {"index": (filled / "index").read_bytes()[: 16 * 50 + 9]})
-    for missing in ([55, 56, 57, 58, 59], []):
-        with open_disk(kind, filled) as cache:
-            assert loaded(cache, kind, range(40)) == []
-            assert loaded(cache, kind, range(55, 60)) == missing
 
 
 class Named:
@@ -207,28 +181,9 @@ def behind(kind, folder):
 def epoch(dataset, kind):
     """Read all samples in batches, and demand that they are right."""
     for first in range(0, COUNT, 8):
-        indices = list(range(first, first + 8))
-        assert all(same(*pair) for pair in zip(dataset.__getitems__(indices), map(sample, [kind] * 8, indices), strict=True))
+        batch = dataset.__getitems__(list(range(first, first + 8)))
+        assert all(same(value, sample(kind, idx)) for idx, value in enumerate(batch, first))
         dataset.disk_cache.flush()
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_takes_no_more_is_warned_of_once(tmp_path, kind, code, monkeypatch, warnings):
-    with open_disk(kind, tmp_path) as cache:
-        with monkeypatch.context() as broken:
-            failing(broken, "pwritev", cache, after(20, error(code)))
-            assert loaded(cache, kind) == list(range(COUNT))
-            assert loaded(cache, kind) == list(range(20, COUNT))
-            for first in (10, 40):
-                indices = list(range(first, first + 20))
-                found = cache.get_or_load_many(indices, lambda indices: [sample(kind, idx) for idx in indices])
-                assert all(same(*pair) for pair in zip(found, map(sample, [kind] * 20, indices), strict=True))
-        (warning,) = warnings()
-        assert f"takes no more samples: {os.strerror(code)}. The others come from the dataset" in warning
-        assert cache.stats().damaged == 0
-    with open_disk(kind, tmp_path) as cache:
-        assert loaded(cache, kind) == list(range(20, COUNT))
-        assert loaded(cache, kind) == []
 
 
 def half(real, at, parts, place):
@@ -236,55 +191,63 @@ def half(real, at, parts, place):
     return real(at, [b"".join(parts)[:100]], place)
 
 
-@pytest.mark.parametrize("rest", [0, errno.ENOSPC])
-def test_a_write_that_ends_early_is_not_a_sample(tmp_path, kind, rest, monkeypatch, warnings):
+FULL, BROKEN = error(errno.ENOSPC), error(errno.EIO)
+
+
+@pytest.mark.parametrize(("first", "rest", "problem"), [
+    (FULL, FULL, errno.ENOSPC), (BROKEN, BROKEN, errno.EIO), (half, FULL, errno.ENOSPC), (half, lambda *_: 0, errno.ENOSPC),
+], ids=["no space", "an error", "no space for the rest", "nothing of the rest"])  # fmt: skip
+def test_a_disk_that_takes_no_more_is_warned_of_once(tmp_path, kind, first, rest, problem, monkeypatch, warnings):
     with open_disk(kind, tmp_path) as cache:
         with monkeypatch.context() as broken:
-            failing(broken, "pwritev", cache, half)
-            failing(broken, "pwrite", cache, error(rest) if rest else lambda *_: 0)
-            assert loaded(cache, kind)[10:] == list(range(10, COUNT))
-        assert len(warnings()) == 1
+            failing(broken, "pwritev", cache, after(20, first))
+            failing(broken, "pwrite", cache, rest)
+            assert loaded(cache, kind) == list(range(COUNT))
+            assert loaded(cache, kind) == list(range(20, COUNT))
+            found = cache.get_or_load_many(range(COUNT), lambda indices: [sample(kind, idx) for idx in indices])
+            assert all(same(value, sample(kind, idx)) for idx, value in enumerate(found))
+        (warning,) = warnings()
+        assert f"takes no more samples: {os.strerror(problem)}. The others come from the dataset" in warning
         assert cache.stats().damaged == 0
-    with open_disk(kind, tmp_path) as cache:
-        assert len(loaded(cache, kind)) > COUNT // 2
+    for missing in (list(range(20, COUNT)), []):  # what was written in part is not a sample
+        with open_disk(kind, tmp_path) as cache:
+            assert loaded(cache, kind) == missing
 
 
-@pytest.mark.parametrize("names", [["pwritev"], ["preadv", "pread", "pwritev", "pwrite", "posix_fadvise"]])
-def test_a_dataset_goes_on_when_its_disk_takes_no_more_or_is_unplugged(tmp_path, kind, names, monkeypatch, warnings):
+def test_a_dataset_goes_on_when_its_disk_is_unplugged(tmp_path, kind, monkeypatch, warnings):
     with behind(kind, tmp_path) as dataset, monkeypatch.context() as broken:
-        if len(names) > 1:
-            epoch(dataset, kind)
-        for name in names:
-            failing(broken, name, dataset.disk_cache, error(errno.EIO))
+        epoch(dataset, kind)
+        for name in ("preadv", "pread", "pwritev", "pwrite", "posix_fadvise"):
+            failing(broken, name, dataset.disk_cache, BROKEN)
         for _ in range(2):
             epoch(dataset, kind)
         assert len(warnings()) == 1
         assert dataset.disk_cache.stats().filled < COUNT
-    for again in (False, True):
-        with behind(kind, tmp_path) as dataset:  # it is there again
-            epoch(dataset, kind)
-            assert dataset.stats().disk.hits == COUNT or (names == ["pwritev"] and not again)
+    with behind(kind, tmp_path) as dataset:  # it is there again
+        epoch(dataset, kind)
+        assert dataset.stats().disk.hits == COUNT
 
 
-def test_samples_that_are_lost_or_cannot_be_read_are_written_again(kind, filled, monkeypatch, warnings):
+@pytest.mark.parametrize("lost", [True, False])
+def test_samples_that_are_lost_or_cannot_be_read_are_written_again(kind, filled, lost, monkeypatch, warnings):
     rng, files = random.Random(30), contents(filled)
-    for lost in (True, False):
-        with open_disk(kind, filled) as cache:
-            assert loaded(cache, kind) == []
-            with monkeypatch.context() as broken:
-                if lost:
-                    put(filled, {"samples": files["samples"][: len(files["samples"]) // 2]})
-                else:
-                    failing(broken, "preadv", cache, lambda *_: error(errno.EIO)() if rng.random() < 0.2 else None)
-                missed = loaded(cache, kind)
-            assert 0 < len(missed) < COUNT
-            assert cache.stats().damaged == len(missed)
-            assert loaded(cache, kind) == []
-            assert ["has lost samples" in warning for warning in warnings()] == [True]
-            assert contents(filled) == files
+    with open_disk(kind, filled) as cache:
+        with monkeypatch.context() as broken:
+            if lost:
+                put(filled, {"samples": files["samples"][: len(files["samples"]) // 2]})
+            else:
+                failing(broken, "preadv", cache, lambda *_: BROKEN() if rng.random() < 0.2 else None)
+            missed = loaded(cache, kind)
+        assert 0 < len(missed) == cache.stats().damaged < COUNT
+        assert loaded(cache, kind) == []
+        assert ["has lost samples" in warning for warning in warnings()] == [True]
+        assert contents(filled) == files
+
+
+def test_reads_that_end_early_are_completed(kind, filled, monkeypatch):
     with open_disk(kind, filled) as cache:
         failing(monkeypatch, "preadv", cache, lambda real, at, parts, *rest: real(at, [memoryview(parts[0])[:1000]], *rest))
-        assert loaded(cache, kind) == []  # reads that end early are completed
+        assert loaded(cache, kind) == []
 
 
 @pytest.mark.linux
@@ -311,17 +274,15 @@ def test_rows_that_worker_threads_cannot_read_come_from_the_dataset(tmp_path, mo
         assert ["has lost samples" in warning for warning in warnings()] == [True]
 
 
-def read_damaged(number, cache, log):
-    logging.getLogger("stocache").addHandler(logging.FileHandler(log))
-    loaded(cache, "rows", random.Random(number).sample(range(COUNT), COUNT))
-
-
 @pytest.mark.linux
-@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
-def test_all_processes_together_warn_once(tmp_path, filled, run_processes):
+def test_all_processes_together_warn_once(tmp_path, filled):
+    def read(number):
+        logging.getLogger("stocache").addHandler(logging.FileHandler(tmp_path / "log"))
+        loaded(cache, "rows", random.Random(number).sample(range(COUNT), COUNT))
+
     with open_disk("rows", filled) as cache:
         put(filled, {"samples": bytes(len(contents(filled)["samples"]))})
-        run_processes(2, read_damaged, cache, tmp_path / "log")
+        run_all(multiprocessing.get_context("fork"), 2, read)
         assert loaded(cache, "rows") == []
     assert (tmp_path / "log").read_text().count("has lost samples") == 1
 
@@ -330,31 +291,28 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fill_and_die(kind, folder, opened, name, act):
-    """Fill a disk cache, which may be open already, and be killed at a write of the samples, or of the index."""
-    with pytest.MonkeyPatch.context() as patch, opened or open_disk(kind, folder) as cache:
-        if name == "index":
-            failing(patch, "pwrite", cache, after(10, act), cache._folder.index)
-        else:
-            failing(patch, "pwritev", cache, after(3, act))
-        loaded(cache, kind)
-
-
-KILLS = {"before": ("samples", die), "within": ("samples", lambda *call: die(half(*call))), "index": ("index", die)}
+KILLS = {"before": ("pwritev", die), "within": ("pwritev", lambda *call: die(half(*call))), "index": ("pwrite", die)}
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize(("kind", "way", "kill"), [*pairs(KINDS, ["shared", "alone"], [*KILLS])], indirect=["kind"])
 def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, kill):
-    name, act = KILLS[kill]
+    def fill_and_die():
+        name, act = KILLS[kill]
+        with pytest.MonkeyPatch.context() as patch, shared or open_disk(kind, tmp_path) as cache:
+            failing(patch, name, cache, after(5, act), cache._folder.index if kill == "index" else None)
+            loaded(cache, kind)
+
     with open_disk(kind, tmp_path) if way == "shared" else contextlib.nullcontext() as shared:
-        assert in_child(fill_and_die, kind, tmp_path, shared, name, act) == signal.SIGKILL
+        assert in_child(fill_and_die) == signal.SIGKILL
         if shared:
             assert 0 < len(loaded(shared, kind)) < COUNT
             assert loaded(shared, kind) == []
     with open_disk(kind, tmp_path) as cache:
         assert len(loaded(cache, kind)) < (1 if shared else COUNT)
         assert cache.stats().damaged == 0
+    key = json.loads((tmp_path / "cache.json").read_text())["key"]
+    assert not list(Path(limits.SHM_DIR).rglob(f"disk.{key}"))  # what killed processes leave in shared memory goes, too
 
 
 def test_a_folder_that_is_deleted_goes_on_where_it_is_open(tmp_path, kind, warnings):
@@ -396,7 +354,7 @@ def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch
 
 
 def test_samples_of_more_parts_than_one_call_takes(tmp_path):
-    parts = {f"part {number}": torch.tensor([number]) for number in range(1500)}
+    parts = {f"part {number}": torch.tensor([number]) for number in range(1100)}
     with DiskCache(tmp_path, "1GB", 3, structure=Structure.of(parts), fingerprint="1") as cache:
         for _ in range(2):
             assert same(cache.get_or_load(1, lambda idx: parts), parts)

@@ -1,5 +1,6 @@
 """What decoders of libraries return for the same content comes from memory, equal to what they return without it."""
 
+import contextlib
 import errno
 import io
 import os
@@ -15,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import stocache
 from stocache import CachedDataset, cached_decoders
 from stocache.datasets.decoders import cache, patches
 from stocache.datasets.decoders.table import DECODERS
 from stocache.system.describe import describe
+from tests.support.images import Made
 
 Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,21 +45,17 @@ def image(folder, name="a.jpg", pixels=PIXELS, **options):
     return str(folder / name)
 
 
+def images(folder, count, ending="jpg"):
+    return [image(folder, f"{number}.{ending}", np.roll(PIXELS, number, 0)) for number in range(count)]
+
+
 def looked_at(path):
     """Return all that users read of an image, after it is loaded."""
     picture = Image.open(path)
     picture.load()
     its = {name: getattr(picture, name) for name in ("mode", "size", "format", "info", "readonly", "fp", "tile")}
-    text = getattr(picture, "text", None)
-    return (
-        type(picture),
-        its,
-        text,
-        dict(picture.getexif()),
-        picture.getpalette(),
-        np.asarray(picture).tobytes(),
-        picture.tobytes(),
-    )
+    its |= {"class": type(picture), "text": getattr(picture, "text", None), "exif": dict(picture.getexif())}
+    return its, picture.getpalette(), np.asarray(picture).tobytes(), picture.tobytes()
 
 
 def twice(function, *args, **kwargs):
@@ -74,26 +72,16 @@ def twice(function, *args, **kwargs):
     return hits
 
 
-def exif(orientation):
-    made = Image.Exif()
-    made[274], made[271] = orientation, "camera"
-    return made
-
-
-def png_with_text():
-    from PIL.PngImagePlugin import PngInfo
-
-    info = PngInfo()
-    info.add_text("before", "pixels")
-    return info
-
-
+EXIF = Image.Exif()
+EXIF[274], EXIF[271] = 6, "camera"
+TEXT = pytest.importorskip("PIL.PngImagePlugin").PngInfo()
+TEXT.add_text("before", "pixels")
 PICTURES = {
-    "jpeg": ("a.jpg", PIXELS, {}), "grey": ("a.jpg", PIXELS[..., 0], {}), "exif": ("a.jpg", PIXELS, {"exif": exif(6)}),
+    "jpeg": ("a.jpg", PIXELS, {}), "grey": ("a.jpg", PIXELS[..., 0], {}), "exif": ("a.jpg", PIXELS, {"exif": EXIF}),
     "progressive": ("a.jpg", PIXELS, {"progressive": True, "quality": 95}), "png": ("a.png", PIXELS, {}),
-    "text": ("a.png", PIXELS, {"pnginfo": png_with_text()}), "16 bits": ("a.png", PIXELS[..., 0].astype(np.uint16) * 257, {}),
+    "text": ("a.png", PIXELS, {"pnginfo": TEXT}), "16 bits": ("a.png", PIXELS[..., 0].astype(np.uint16) * 257, {}),
     "alpha": ("a.png", np.dstack([PIXELS, PIXELS[..., :1]]), {}), "bmp": ("a.bmp", PIXELS, {}),
-    "tiff": ("a.tiff", PIXELS, {"compression": "tiff_lzw"}), "turned": ("a.tiff", PIXELS, {"exif": exif(6)}),
+    "tiff": ("a.tiff", PIXELS, {"compression": "tiff_lzw"}), "turned": ("a.tiff", PIXELS, {"exif": EXIF}),
     "gif": ("a.gif", PIXELS[..., 0], {}), "webp": ("a.webp", PIXELS, {}),
 }  # fmt: skip
 SERVED = {"jpeg", "grey", "exif", "progressive", "png", "text", "16 bits", "alpha", "tiff"}
@@ -117,24 +105,11 @@ def drafted(path):
     return picture.size, picture.mode, np.asarray(picture).copy()
 
 
-def thumbnail(path):
-    picture = Image.open(path)
-    picture.thumbnail((16, 16))
-    return np.asarray(picture).copy()
-
-
 def from_bytes(path):
     stream = io.BytesIO(Path(path).read_bytes())
     picture = Image.open(stream)
     picture.load()
     return picture.tobytes(), stream.tell() if picture.format != "JPEG" else None, stream.closed
-
-
-def from_open_file(path):
-    with open(path, "rb") as file:
-        picture = Image.open(file)
-        picture.load()
-        return picture.tobytes(), file.closed
 
 
 def from_zip(path):
@@ -152,7 +127,7 @@ def drawn_on(path):
     return before, picture.tobytes()
 
 
-@pytest.mark.parametrize("way", [palette, drafted, thumbnail, from_bytes, from_open_file, from_zip, drawn_on])
+@pytest.mark.parametrize("way", [palette, drafted, from_bytes, from_zip, drawn_on])
 def test_pillow_is_served_however_an_image_is_read(way, tmp_path):
     path = image(tmp_path)
     if way is palette:
@@ -161,154 +136,106 @@ def test_pillow_is_served_however_an_image_is_read(way, tmp_path):
     assert twice(way, path)
 
 
-def made_of(folder, name):
-    """Return a call of a decoder of a library that is installed: the function, its arguments."""
-    rng, path = np.random.default_rng(1), str(folder / "file")
-    wave = (rng.integers(-9999, 9999, 800)).astype(np.int16)
-    volume = rng.random((4, 5, 6)).astype(np.float32)
-    if name in ("cv2 imread", "cv2 imdecode"):
-        cv2, path = pytest.importorskip("cv2"), image(folder)
-        return (lambda: cv2.imread(path)) if "imread" in name else (lambda: cv2.imdecode(np.fromfile(path, np.uint8), 1))
-    if name == "npz":
-        np.savez_compressed(f"{path}.npz", volume=volume)
-        return lambda: np.load(f"{path}.npz")["volume"]
-    if name in ("loadtxt", "genfromtxt"):
-        np.savetxt(path, volume[0])
-        return lambda: getattr(np, name)(path)
-    if name in ("soundfile", "wavfile", "librosa"):
-        wavfile = pytest.importorskip("scipy.io.wavfile")
-        wavfile.write(f"{path}.wav", 8000, wave)
-        if name == "wavfile":
-            return lambda: wavfile.read(f"{path}.wav")
-        module = pytest.importorskip(name)
-        return lambda: (module.read if name == "soundfile" else module.load)(f"{path}.wav")
-    if name == "loadmat":
-        scipy_io = pytest.importorskip("scipy.io")
-        scipy_io.savemat(f"{path}.mat", {"volume": volume})
-        return lambda: scipy_io.loadmat(f"{path}.mat")
-    if name in ("nibabel", "nibabel slice"):
-        nibabel = pytest.importorskip("nibabel")
-        nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), f"{path}.nii.gz")
-        opened = lambda: nibabel.load(f"{path}.nii.gz").dataobj
-        return (lambda: np.asarray(opened())) if name == "nibabel" else (lambda: opened()[..., 2])
-    if name == "h5py":
-        h5py = pytest.importorskip("h5py")
-        with h5py.File(path, "w") as file:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Write a file of each format; return their path without an ending."""
+    at = tmp_path_factory.mktemp("files") / "a"
+    volume = np.random.default_rng(1).random((4, 5, 6)).astype(np.float32)
+    for ending in (".jpg", ".tiff"):
+        image(at.parent, f"a{ending}")
+    np.savetxt(f"{at}.txt", volume[0])
+    np.savez_compressed(f"{at}.npz", volume=volume)
+    with contextlib.suppress(ImportError):
+        from scipy.io import savemat, wavfile
+
+        savemat(f"{at}.mat", {"volume": volume})
+        wavfile.write(f"{at}.wav", 8000, (volume.ravel() * 9999).astype(np.int16))
+    with contextlib.suppress(ImportError):
+        import nibabel
+
+        nibabel.save(nibabel.Nifti1Image(volume, np.eye(4)), f"{at}.nii.gz")
+    with contextlib.suppress(ImportError):
+        import h5py
+
+        with h5py.File(f"{at}.h5", "w") as file:
             file.create_dataset("rows", data=volume, chunks=True, compression="gzip")
-        os.utime(path, (1, 1))
-        file = h5py.File(path)
-        return lambda: (file["rows"][1], file["rows"][2, :3])
-    if name == "pydicom":
-        pydicom = pytest.importorskip("pydicom")
-        from pydicom.data import get_testdata_file
-
-        return lambda: pydicom.dcmread(get_testdata_file("MR_small_RLE.dcm")).pixel_array
-    module = pytest.importorskip(
-        {"imageio": "imageio.v3", "skimage": "skimage.io", "tifffile": "tifffile", "rasterio": "rasterio"}[name]
-    )
-    path = image(folder, "a.tiff")
-    os.utime(path, (1, 1))
-    if name == "rasterio":
-        opened = module.open(path)
-        return lambda: opened.read(1)
-    return lambda: module.imread(path)
+    for path in at.parent.iterdir():
+        os.utime(path, (1, 1))  # one that was written just now is not known by its time
+    return at
 
 
-LIBRARIES = (
-    "cv2 imread", "cv2 imdecode", "npz", "loadtxt", "genfromtxt", "soundfile", "wavfile", "librosa", "loadmat", "nibabel",
-    "nibabel slice", "h5py", "pydicom", "imageio", "skimage", "tifffile", "rasterio",
-)  # fmt: skip
+@pytest.mark.parametrize(("library", "read"), [
+    ("cv2", lambda its, at: its.imread(f"{at}.jpg")), ("numpy", lambda its, at: its.load(f"{at}.npz")["volume"]),
+    ("cv2", lambda its, at: its.imdecode(np.fromfile(f"{at}.jpg", np.uint8), 1)),
+    ("numpy", lambda its, at: its.loadtxt(f"{at}.txt")), ("numpy", lambda its, at: its.genfromtxt(f"{at}.txt")),
+    ("soundfile", lambda its, at: its.read(f"{at}.wav")),
+    pytest.param("librosa", lambda its, at: its.load(f"{at}.wav"), marks=pytest.mark.slow),  # compiles for seconds
+    ("scipy.io.wavfile", lambda its, at: its.read(f"{at}.wav")), ("scipy.io", lambda its, at: its.loadmat(f"{at}.mat")),
+    ("nibabel", lambda its, at: np.asarray(its.load(f"{at}.nii.gz").dataobj)),
+    ("nibabel", lambda its, at: its.load(f"{at}.nii.gz").dataobj[..., 2]),
+    ("h5py", lambda its, at: its.File(f"{at}.h5")["rows"][2, :3]),
+    ("pydicom.data", lambda its, at: sys.modules["pydicom"].dcmread(its.get_testdata_file("MR_small_RLE.dcm")).pixel_array),
+    *((name, lambda its, at: its.imread(f"{at}.tiff")) for name in ("imageio.v3", "skimage.io", "tifffile")),
+    ("rasterio", lambda its, at: its.open(f"{at}.tiff").read(1)),
+])  # fmt: skip
+def test_a_library_is_served(library, read, files):
+    assert twice(read, pytest.importorskip(library), files)
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_library_is_served(name, tmp_path):
-    assert twice(made_of(tmp_path, name))
-
-
-@pytest.mark.parametrize("module", ["torchvision.io.image", "torchaudio"])
-def test_a_library_that_is_not_installed_is_served_as_it_would_be(module, tmp_path, monkeypatch):
-    if module in sys.modules:
+def test_a_library_that_is_not_installed_is_served_as_it_would_be(tmp_path, monkeypatch):
+    if "torchvision" in sys.modules:
         pytest.skip("it is installed")
-    calls, row = [], next(row for row in DECODERS if row.module == module)
-
-    def decode(source):
-        calls.append(source)
-        return torch.arange(6).reshape(2, 3)
-
-    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    monkeypatch.setitem(sys.modules, module.partition(".")[0], types.ModuleType("root"))
-    setattr(sys.modules[module], row.name, decode)
+    for module in ("torchvision", "torchvision.io", "torchvision.io.image"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    calls, library = [], sys.modules["torchvision.io.image"]
+    library.read_image = lambda source: calls.append(source) or torch.arange(6).reshape(2, 3)
     (tmp_path / "file").write_bytes(b"content")
     with cached_decoders("64MB", audit=0):
-        results = [getattr(sys.modules[module], row.name)(str(tmp_path / "file")) for _ in range(3)]
+        results = [library.read_image(str(tmp_path / "file")) for _ in range(3)]
     assert len(calls) == 1
     assert all(torch.equal(each, results[0]) for each in results)
 
 
-class Mixed(Dataset):
-    """Reads two random images."""
-
-    def __init__(self, paths):
-        self.paths = paths
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, idx):
-        one, other = (np.asarray(Image.open(random.choice(self.paths))) for _ in range(2))
-        return one.astype(np.float32) + other * random.random(), idx
+def mixed(its, idx):
+    """Read two random images."""
+    one, other = (np.asarray(Image.open(random.choice(its.paths))) for _ in range(2))
+    return one.astype(np.float32) + other * random.random(), idx
 
 
-def epochs(dataset, workers, **options):
+def rarely_random(its, idx):
+    picture = np.asarray(Image.open(its.paths[idx]))
+    return picture + (random.random() if idx == 4 else 0), idx  # not probed
+
+
+def epochs(dataset, workers, ours=False, **options):
     random.seed(1)
-    loader = (stocache.DataLoader if options.pop("ours", False) else DataLoader)(
+    loader = (stocache.DataLoader if ours else DataLoader)(
         dataset, 4, num_workers=workers, collate_fn=list, generator=torch.Generator().manual_seed(2), **options
     )
     return [describe(sample) for _ in range(3) for batch in loader for sample in batch], random.random()
 
 
-@pytest.mark.linux
-@pytest.mark.parametrize(
-    ("workers", "options"),
-    [
-        (0, {}),
-        (2, {}),
-        (2, {"persistent_workers": True}),
-        (2, {"ours": True}),
-        (2, {"multiprocessing_context": "spawn", "persistent_workers": True}),  # each start imports torch
-    ],
-    ids=["here", "workers", "persistent", "ours", "spawn"],
-)
-def test_samples_that_cannot_be_cached_are_decoded_once(workers, options, tmp_path):
-    paths = [image(tmp_path, f"{number}.jpg", np.roll(PIXELS, number, 0)) for number in range(12)]
-    expected = epochs(Mixed(paths), workers, **dict(options))
-    with CachedDataset(Mixed(paths), 1) as cached:
-        assert epochs(cached, workers, **dict(options)) == expected
-        if "multiprocessing_context" not in options:  # where `_WORTH` is as it is
-            (requests, hits) = cached._decoders.stats()["Pillow"]
-            assert requests >= 60
-            assert hits > requests // 2
-            assert f"of {requests} from memory" in cached.stats().decoders
-    with CachedDataset(Mixed(paths), 1, decoders=False) as cached:
-        assert epochs(cached, workers, **dict(options)) == expected
-        assert cached.stats().decoders == ""
-
-
-class Rarely(Mixed):
-    def __getitem__(self, idx):
-        picture = np.asarray(Image.open(self.paths[idx]))
-        return picture + (random.random() if idx == 4 else 0), idx  # not probed
+PERSISTENT = {"persistent_workers": True}
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("workers", "options"), [(0, {}), (2, {}), (2, {"persistent_workers": True})])
-def test_decoders_are_served_also_if_samples_are_found_to_be_random_later(workers, options, tmp_path):
-    paths = [image(tmp_path, f"{number}.jpg", np.roll(PIXELS, number, 0)) for number in range(12)]
-    expected = epochs(Rarely(paths), workers, **options)
-    with CachedDataset(Rarely(paths), 1, probe=2) as cached:
+@pytest.mark.parametrize(("make", "workers", "options"), [
+    (mixed, 0, {}), (mixed, 2, PERSISTENT), (mixed, 2, {"ours": True}), (rarely_random, 0, {}), (rarely_random, 2, {}),
+    (mixed, 2, {"multiprocessing_context": "forkserver"} | PERSISTENT),
+])  # fmt: skip
+def test_samples_that_cannot_be_cached_are_decoded_once(make, workers, options, tmp_path):
+    dataset = Made(make, 12, paths=images(tmp_path, 12))
+    expected = epochs(dataset, workers, **options)
+    with CachedDataset(dataset, 1, probe=2) as cached:
         assert epochs(cached, workers, **options) == expected
         assert cached.is_left
-        assert cached._decoders.stats()["Pillow"][1] > 0
+        if "multiprocessing_context" not in options:  # where `_WORTH` is as it is
+            (requests, hits) = cached._decoders.stats()["Pillow"]
+            assert hits > (0 if make is rarely_random else max(30, requests // 2))
+            assert f"of {requests} from memory" in cached.stats().decoders
+    with CachedDataset(dataset, 1, probe=2, decoders=False) as cached:
+        assert epochs(cached, workers, **options) == expected
+        assert cached.stats().decoders == ""
 
 
 def test_a_file_that_changes_is_decoded_again(tmp_path):
@@ -322,24 +249,6 @@ def test_a_file_that_changes_is_decoded_again(tmp_path):
         assert decoders.stats()["OpenCV"] == (3, 1)
 
 
-def test_a_file_that_changes_while_it_is_decoded_is_not_cached(tmp_path, monkeypatch):
-    module = types.ModuleType("torchaudio")
-    (tmp_path / "file").write_bytes(b"one")
-
-    def load(uri):
-        found = (tmp_path / "file").read_bytes()
-        (tmp_path / "file").write_bytes(b"two")
-        return np.frombuffer(found, np.uint8).copy()
-
-    module.load = load
-    monkeypatch.setitem(sys.modules, "torchaudio", module)
-    with cached_decoders("64MB", audit=0) as decoders:
-        assert bytes(module.load(str(tmp_path / "file"))) == b"one"
-        (tmp_path / "file").write_bytes(b"one")
-        assert bytes(module.load(str(tmp_path / "file"))) == b"one"
-        assert decoders.stats()["torchaudio"] == (2, 0)
-
-
 @pytest.fixture
 def decoder(monkeypatch):
     """Return a stand-in for a library, whose decoder returns what a test sets."""
@@ -347,6 +256,22 @@ def decoder(monkeypatch):
     module.results, module.load = iter(()), lambda uri: next(module.results)
     monkeypatch.setitem(sys.modules, "torchaudio", module)
     return module
+
+
+def test_a_file_that_changes_while_it_is_decoded_is_not_cached(decoder, tmp_path):
+    path = tmp_path / "file"
+
+    def load(uri):
+        found = path.read_bytes()
+        path.write_bytes(b"two")
+        return np.frombuffer(found, np.uint8).copy()
+
+    decoder.load = load
+    with cached_decoders("64MB", audit=0) as decoders:
+        for _ in range(2):
+            path.write_bytes(b"one")
+            assert bytes(decoder.load(str(path))) == b"one"
+        assert decoders.stats()["torchaudio"] == (2, 0)
 
 
 def test_a_decoder_with_other_results_or_that_draws_is_off(decoder, caplog):
@@ -390,20 +315,6 @@ def test_a_stream_is_left_where_the_decoder_leaves_it(decoder):
         assert decoders.stats()["torchaudio"] == (4, 1)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 not an image", "truncated"])
-def test_a_damaged_file_is_the_library_s_own_error(content, tmp_path):
-    path = image(tmp_path)
-    good = Path(path).read_bytes()
-    (tmp_path / "a.jpg").write_bytes(good[: len(good) // 2] if content == "truncated" else content)
-    with cached_decoders("64MB", audit=0) as decoders:
-        for _ in range(2):
-            with pytest.raises(OSError, match=r"(?i)cannot identify|truncated|broken"):
-                looked_at(path)
-        assert all(hits == 0 for _, hits in decoders.stats().values())
-        (tmp_path / "a.jpg").write_bytes(good)
-        assert looked_at(path)[-1] == Image.open(io.BytesIO(good)).tobytes()
-
-
 def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monkeypatch):
     true, user = decoder.load, types.ModuleType("user")
     user.read = true
@@ -417,9 +328,13 @@ def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monke
         assert decoder.load(b"x")[0] == 2
     assert (decoder.load, user.read) == (patched, true)
     assert decoder.load(b"x")[0] == 2
+    decoder.load = true
     with cached_decoders("64MB") as decoders:
+        before = user.read
+        before(b"x")
         decoders.close()
         assert user.read is true
+        assert (before(b"x")[0], decoders.stats()) == (1, {"torchaudio": (1, 0)})  # what was found before the close decodes
     with pytest.raises(stocache.LimitError, match="size_limit_gib"), cached_decoders("many"):
         pass
 
@@ -466,7 +381,7 @@ def test_a_decoder_that_a_signal_handler_calls_at_any_moment_returns_what_it_dec
 
 
 def test_threads_are_served_together(tmp_path):
-    paths = [image(tmp_path, f"{number}.png", np.roll(PIXELS, number, 0)) for number in range(8)]
+    paths = images(tmp_path, 8, "png")
     read = lambda path: np.asarray(Image.open(path)).tobytes()
     expected = [read(path) for path in paths * 40]
     with cached_decoders("64MB") as decoders, ThreadPoolExecutor(8) as pool:
@@ -484,7 +399,7 @@ def test_a_child_of_a_child_is_served_and_one_that_is_killed_harms_nobody(decode
             os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert decoders.stats()["torchaudio"] == (5, 4)
-        for killed in range(10):
+        for killed in range(5):
             if (child := os.fork()) == 0:
                 for number in range(10**9):
                     decoder.load(b"%d %d" % (killed, number))
@@ -493,16 +408,6 @@ def test_a_child_of_a_child_is_served_and_one_that_is_killed_harms_nobody(decode
             os.waitpid(child, 0)
             for name in (b"%d %d" % (killed, number) for number in range(300)):
                 assert bytes(decoder.load(name)) == name * 1000
-
-
-def test_what_was_found_before_the_close_decodes_after_it(decoder):
-    decoder.load = content
-    with cached_decoders("64MB") as decoders:
-        ours = decoder.load
-        assert ours(b"x")[0] == ours(b"x")[0] == ord("x")
-        requests = decoders.stats()
-    assert bytes(ours(b"x")) == b"x" * 1000
-    assert decoders.stats() == requests
 
 
 @pytest.mark.linux
@@ -520,20 +425,26 @@ def test_memory_that_ends_and_results_that_are_larger_than_it_leave_the_decoder_
             assert decoder.load(name)[0] == name[0]
         assert bytes(decoder.load(b"before")) == b"before" * 1000
     assert asked
-    np.savez_compressed(tmp_path / "bomb.npz", zeros=np.zeros(1 << 26, np.uint8))
+    np.savez_compressed(tmp_path / "bomb.npz", zeros=np.zeros(1 << 24, np.uint8))
     with cached_decoders("8MB") as decoders:
         assert [int(np.load(tmp_path / "bomb.npz")["zeros"].sum()) for _ in range(2)] == [0, 0]
         assert decoders.stats()["numpy"] == (2, 0)
 
 
-def test_a_decompression_bomb_and_a_file_that_is_no_image_are_as_without_a_cache(tmp_path, monkeypatch):
+def test_files_that_are_damaged_or_too_large_are_errors_as_without_a_cache(tmp_path, monkeypatch):
     cv2, path = pytest.importorskip("cv2"), image(tmp_path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with cached_decoders("64MB") as decoders:
+    good = Path(path).read_bytes()
+    with cached_decoders("64MB", audit=0) as decoders:
+        for damaged in (b"", b"\xff\xd8\xff\xe0 not an image", good[:100], good[: len(good) // 2]):
+            (tmp_path / "b.jpg").write_bytes(damaged)
+            for _ in range(2):
+                with pytest.raises(OSError, match=r"(?i)cannot identify|truncated|broken"):
+                    looked_at(tmp_path / "b.jpg")
+                assert len(damaged) > 100 or cv2.imread(str(tmp_path / "b.jpg")) is None
+        assert all(hits == 0 for _, hits in decoders.stats().values())
+        (tmp_path / "b.jpg").write_bytes(good)
+        assert looked_at(tmp_path / "b.jpg")[-1] == Image.open(io.BytesIO(good)).tobytes()
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
         for _ in range(2):
             with pytest.raises(Image.DecompressionBombError):
                 looked_at(path)
-        for damaged in (b"", b"no image", Path(path).read_bytes()[:100]):
-            (tmp_path / "b.jpg").write_bytes(damaged)
-            assert [cv2.imread(str(tmp_path / "b.jpg")) for _ in range(2)] == [None, None]
-        assert all(hits == 0 for _, hits in decoders.stats().values())

@@ -135,7 +135,7 @@ def hits_of(ours, held):
     return [[sum(sample in its for sample in batch) for batch, its in zip(step, held, strict=True)] for step in steps_of(ours)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_an_epoch_in_strata_has_every_sample_once_and_the_cached_ones_where_they_are(data):
     nodes, per_node = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
@@ -250,13 +250,10 @@ def test_options_that_do_not_go_together_are_errors(monkeypatch):
         stocache.DataLoader(range(40), batch_size=8, sampler=LocalityDistributedSampler(range(40), 4, num_replicas=2, rank=0))
 
 
-def test_a_state_of_another_order_is_an_error():
-    options = {"dataset": range(40), "batch_size": 4, "num_replicas": 2, "rank": 0}
-    sampler = LocalityDistributedSampler(**options)
-    state = sampler.state_dict()
-    for change in ({"seed": 1}, {"shuffle": False}, {"drop_last": True}, {"batch_size": 8}):
-        with pytest.raises(StateError, match=f"of another order .*{next(iter(change))}="):
-            LocalityDistributedSampler(**options | change).load_state_dict(state)
+def test_a_state_of_another_order_or_within_a_batch_is_an_error():
+    sampler = LocalityDistributedSampler(range(40), 4, num_replicas=2, rank=0)
+    with pytest.raises(StateError, match=r"of another order .*seed="):
+        LocalityDistributedSampler(range(40), 4, num_replicas=2, rank=0, seed=1).load_state_dict(sampler.state_dict())
     next(iter(sampler))
     with pytest.raises(StateError, match="within a batch of 4"):
         LocalityDistributedSampler(range(40), 8, num_replicas=1, rank=0).load_state_dict(sampler.state_dict())

@@ -1,4 +1,4 @@
-"""Orders: permutations, of a BlockSampler and how well it mixes, and of a StatefulDistributedSampler."""
+"""Orders: permutations, of torch's samplers, of a BlockSampler and how well it mixes, of a StatefulDistributedSampler."""
 
 import itertools
 import math
@@ -9,14 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
 import stocache
-from benchmark.support.shuffling import shuffle_quality
 from stocache import BlockSampler, LimitError, StatefulDistributedSampler
 from stocache.errors import SampleIndexError, StateError
+from stocache.loader import order as loader_order
 from stocache.loader.samplers.permutation import Permutation
 from tests.support.edits import through_json
+from tests.support.shuffling import same_block
 
 
 @st.composite
@@ -28,30 +29,34 @@ def orders(draw):
         indices = range(start, start + len(indices))
     options = {"block_size": draw(st.integers(1, 30)), "shuffle": draw(st.booleans()), "window": draw(st.integers(1, 8))}
     options |= {"seed": draw(st.integers(0, 3)), "drop_last": draw(st.booleans())}
-    return indices, options, draw(st.integers(1, 5))
+    return indices, options, draw(st.integers(1, 5)), draw(st.integers(0, 200))
 
 
-def shares_of(indices, options, world_size):
-    """The shares of all ranks; each reads only blocks that it has announced."""
+def shares_of(indices, options, world_size, taken):
+    """The shares of all ranks; each reads only blocks that it has announced. A state after ``taken`` samples goes on there."""
     for rank in range(world_size):
         announced, read, share = [], set(), []
         ranks = {"rank": rank, "world_size": world_size, "prefetch": announced.extend}
-        sampler = BlockSampler(indices, **options, **ranks)
+        sampler, again = (BlockSampler(indices, **options, **ranks) for _ in range(2))
         for local in sampler:
             share.append(local)
+            if len(share) == taken:
+                again.load_state_dict(sampler.state_dict())
             read.add(indices[local] // options["block_size"])
             assert read <= set(announced)
         assert len(announced) == len(set(announced))
         assert len(set(announced) - read) <= 2 * options["window"]  # of the windows that are shared with other ranks
         assert list(BlockSampler(list(indices), **options, **ranks)) == share
+        if taken < len(share):
+            assert [list(again), list(again)] == [share[taken:], list(sampler)]
         assert len(share) == len(sampler)
         yield share
 
 
 @given(orders())
 def test_ranks_share_all_samples_and_read_each_block_once_within_its_window(order):
-    indices, options, world_size = order
-    shares = list(shares_of(indices, options, world_size))
+    indices, options, world_size, taken = order
+    shares = list(shares_of(indices, options, world_size, taken))
     together = list(itertools.chain(*shares))
     assert len(set(together)) == len(together)
     if options["drop_last"]:
@@ -66,29 +71,6 @@ def test_ranks_share_all_samples_and_read_each_block_once_within_its_window(orde
         assert max(open_at, default=0) <= options["window"]
     else:
         assert blocks == sorted(blocks)
-
-
-@given(orders(), st.data())
-def test_a_state_goes_on_where_it_was_taken_and_plays_the_next_epoch(order, data):
-    indices, options, world_size = order
-    rank = data.draw(st.integers(0, world_size - 1))
-    make = lambda: BlockSampler(indices, **options, rank=rank, world_size=world_size)
-    epochs = data.draw(st.integers(0, 2))
-    sampler = make()
-    for _ in range(epochs):
-        list(sampler)
-    running = iter(sampler)
-    taken = list(itertools.islice(running, data.draw(st.integers(0, len(sampler)))))
-    state = sampler.state_dict()
-    rest = list(running)
-    again, whole = make(), make()
-    again.load_state_dict(state)
-    resumed = list(again)
-    whole.set_epoch(epochs)
-    assert taken + rest == list(whole)
-    assert resumed == rest or (rest == [] and resumed == list(whole) == list(sampler))
-    if rest:
-        assert list(again) == list(sampler)
 
 
 def test_epochs_differ_depend_on_seed_and_epoch_alone_and_draw_nothing():
@@ -171,22 +153,8 @@ def test_windows_of_k_among_n_blocks_have_n_over_k_times_the_pairs_of_a_full_shu
     shuffled = np.random.default_rng(0).permutation(64 * 256)
     orders = {window: list(BlockSampler(range(64 * 256), 64, True, window=window)) for window in (1, 16, 64)} | {256: shuffled}
     for window, order in orders.items():
-        quality = shuffle_quality(order, 64, batch_size=64)
-        assert quality.same_block_ratio == pytest.approx(256 / window, rel=0.1)
-        assert quality.design_effect == pytest.approx(1 + 63 * quality.same_block)
-
-
-@pytest.mark.parametrize("classes", [10, 100, 10.0])
-def test_correlation_tells_sorted_labels_from_random_ones(classes):
-    labels = np.repeat(np.arange(classes), 640)
-    order = list(range(len(labels)))
-    assert shuffle_quality(order, 64, labels).correlation == pytest.approx(1)
-    assert shuffle_quality(order, 64, np.random.default_rng(0).permutation(labels)).correlation < 0.02
-    assert shuffle_quality(order, 64, labels, batch_size=32).design_effect == pytest.approx(32)
-    wrong = {"two indices": ([0], 2), "block_size >= 1": (order, 0), "1 labels, and indices up to 3": (range(4), 2, [0])}
-    for message, arguments in wrong.items():
-        with pytest.raises(LimitError, match=message):
-            shuffle_quality(*arguments)
+        ratio = same_block(order, 64, 64) / same_block(order, 64, len(order))
+        assert ratio == pytest.approx(256 / window, rel=0.1)
 
 
 @st.composite
@@ -318,10 +286,32 @@ def test_neighbours_and_places_are_as_frequent_as_in_randperm():
     assert excess(counts, np.full((32, 32), 1000 / 32)) < 5
 
 
-def test_keys_that_differ_little_make_orders_that_have_nothing_in_common():
-    n = 10_000
-    made = [Permutation(n, *key).at(np.arange(n)) for key in [(0, 0), (0, 1), (1, 0), (0, 0, 0), (2**32,)]]
-    for number, one in enumerate(made):
-        for other in made[:number]:
-            assert (one == other).sum() < 12  # one is expected
-            assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
+class Reversed(RandomSampler):
+    def __iter__(self):
+        return iter(range(len(self))[::-1])
+
+
+OURS = [RandomSampler(range(count)) for count in (2, 9, 10)]
+OTHERS = [
+    RandomSampler(range(7), True), RandomSampler(range(7), generator=torch.Generator()),
+    RandomSampler(range(7), num_samples=20), RandomSampler(range(7), num_samples=4), Reversed(range(7)),
+    SequentialSampler(range(7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("sampler", [*OURS, *OTHERS])
+def test_batches_are_those_of_torch_and_nothing_is_drawn_before_the_first(sampler, drop_last, monkeypatch):
+    batches = BatchSampler(sampler, 3, drop_last)
+    generator = getattr(sampler, "generator", None) or torch.default_generator
+    for seed, as_arrays in itertools.product(range(5), (False, True)):
+        before = generator.manual_seed(seed).get_state()
+        expected, after = list(batches), generator.get_state()
+        generator.set_state(before)
+        found = loader_order.begin(batches, as_arrays)
+        assert (getattr(found, "gi_code", None) is loader_order._shuffled.__code__) == (sampler in OURS)
+        assert torch.equal(generator.get_state(), before)
+        assert [list(batch) for batch in found] == expected
+        assert torch.equal(generator.get_state(), after)
+    monkeypatch.setattr(RandomSampler, "__iter__", Reversed.__iter__)  # patched by the user
+    assert list(loader_order.begin(batches)) == list(batches)

@@ -160,22 +160,6 @@ def test_what_is_more_than_bytes_goes_the_way_of_torch(memory):
         assert memory.used == 0
 
 
-def test_what_came_keeps_the_memory_and_nothing_else_does():
-    memory = Memory()
-    (payload,), places = pack([torch.arange(5), np.arange(5)], memory.place)
-    owner = memory.array.copy()
-    gone = weakref.ref(owner)
-    tensor, array = unpack(payload, owner.data, places)
-    del owner
-    part = tensor[2:].numpy()
-    del tensor
-    assert part.tolist() == [2, 3, 4]
-    del part
-    assert gone() is not None
-    del array
-    assert gone() is None
-
-
 def test_a_packer_that_failed_packs_the_next_batch_and_keeps_nothing_of_either(memory):
     packer = RingPickler()
     for _ in range(2):

@@ -1,7 +1,6 @@
 """The ring: a buffer has one owner at a time, the receiver until the last tensor over it is dead, whoever is killed."""
 
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,7 +16,7 @@ from stocache.shm.ring import ring as ring_module
 from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO_SMALL, Ring, fallback, ring_of
 from stocache.system import limits
 from tests.support.equality import same
-from tests.support.processes import in_child, stopped, wait_until
+from tests.support.processes import in_child, stop, stopped, wait_until
 from tests.support.rings import filling, free, numbers, states
 
 
@@ -178,13 +177,7 @@ def test_what_does_not_unpickle_frees_its_buffer_and_what_does_not_pickle_is_an_
 def from_child(action, then=os.getpid):
     """Return what an action returns in a forked child that has ended."""
     with tempfile.TemporaryFile() as file:
-
-        def work():
-            pickle.dump(action(), file)
-            file.flush()
-            then()
-
-        in_child(work)
+        in_child(lambda: (pickle.dump(action(), file), file.flush(), then()))
         file.seek(0)
         return pickle.load(file)
 
@@ -251,19 +244,18 @@ def descriptors():
 
 
 def test_a_batch_that_a_forked_child_has_inherited_is_not_overwritten_until_it_ends(ring):
-    fork = multiprocessing.get_context("fork")
-    go, batch = fork.Event(), through(ring, numbers(0))
-    look_later = lambda batch: os._exit(not (go.wait(60) and torch.equal(batch, numbers(0))))
-    child = fork.Process(target=look_later, args=(batch,))
-    child.start()
-    del batch
-    assert free(ring) == 5
-    for start in range(1, 20):
-        assert same(through(ring, numbers(start)), numbers(start))
-    go.set()
-    child.join(60)
-    assert child.exitcode == 0
-    child.close()
+    def look_later():
+        stop()
+        assert same(held, [numbers(0)])
+
+    held = [through(ring, numbers(0))]
+    with stopped(look_later) as pid:
+        held.clear()
+        assert free(ring) == 5
+        for start in range(1, 20):
+            assert same(through(ring, numbers(start)), numbers(start))
+        os.kill(pid, signal.SIGCONT)
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])  # it has looked
     through(ring, numbers(1))
     through(ring, numbers(1))
     assert free(ring) == 6

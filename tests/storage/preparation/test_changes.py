@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from stocache.errors import DamagedError, StorageError
 from stocache.storage.inspection import find_damage
 from stocache.storage.manifest import block_name
 from stocache.storage.preparation.sources import open_source
-from tests.support.preparing import content, damage, failing, prepare_quietly, prepared
+from tests.support.equality import same
+from tests.support.preparing import damage, failing, prepare_quietly, prepared
 
 ROWS, BLOCK = 100, 10
 
@@ -72,14 +75,6 @@ def test_each_change_of_a_folder_of_images_is_one_of_its_files(tmp_path):
     assert all(one != other for one, other in itertools.combinations(facts, 2))
 
 
-def test_an_interrupted_preparation_of_another_source_starts_again(table, tmp_path, monkeypatch):
-    with failing(monkeypatch, "finish"):
-        prepare_quietly(open_source(table), tmp_path / "out")
-    write_table(table, factor=3, time=1)
-    with prepare_quietly(open_source(table), tmp_path / "out") as storage:
-        assert [storage.load_sample(row) for row in (0, 99)] == [0, 297]
-
-
 @pytest.mark.parametrize("change", [lambda table: table.write_text("edited"), lambda table: table.unlink()])
 def test_a_source_that_changes_while_it_is_prepared_is_an_error(table, tmp_path, monkeypatch, change):
     source = open_source(table)
@@ -91,54 +86,56 @@ def test_a_source_that_changes_while_it_is_prepared_is_an_error(table, tmp_path,
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_a_folder_of_an_earlier_version_without_facts_about_files_is_prepared_already(table, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr("stocache.storage.preparation.prepare._files_of", lambda source: None)
-        before = prepared(open_source(table), tmp_path / "out")
-    assert prepared(open_source(table), tmp_path / "out") == before
+def rewrite(change):
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-DAMAGE = {
-    "value": damage, "header": lambda folder, name: damage(folder, name, at=20),
-    "length of the header": lambda folder, name: damage(folder, name, at=3),
-    "cut": lambda folder, name: os.truncate(folder / name, 100), "empty": lambda folder, name: os.truncate(folder / name, 0),
-    "missing": lambda folder, name: (folder / name).unlink(),
-}  # fmt: skip
+def flip(at):
+    return lambda path: damage(path.parent, path.name, at=at)
 
 
-def test_damaged_blocks_are_listed_and_the_folder_is_prepared_again(tmp_path):
-    folder = tmp_path / "out"
-    before = prepared(dataset(), folder, block_size=BLOCK)
-    for number, spoil in enumerate(DAMAGE.values()):
-        spoil(folder, block_name(number))
-    with OnDiskBlockDataStorage(folder) as storage:
+def cut(path):
+    os.truncate(path, 100)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+DAMAGE = [  # what is done to a block, and what is said about it
+    (flip(-9), r"is damaged \(sample"), (flip(20), r"is damaged \(its header is not one of a block"),
+    (rewrite(lambda data: b"\0" * 7 + b"\x10" + data[8:]), r"is damaged \(its header claims 115292150460"),
+    (cut, r"is damaged \(its header claims .* the file has 100"), (empty, r"is damaged \(it is truncated"),
+    (rewrite(lambda data: data.replace(b'\\"version\\": 2', b'\\"version\\": 9')), ": it has version 9"),
+    (lambda path: shutil.copy(path.with_name("000009.safetensors"), path), "is not the block in the index"),
+    (os.unlink, "is missing"),
+]  # fmt: skip
+
+
+def test_damaged_blocks_are_named_the_others_are_read_and_the_folder_is_prepared_again(tmp_path):
+    before = prepared(dataset(), tmp_path, block_size=BLOCK)
+    for number, (spoil, _) in enumerate(DAMAGE):
+        spoil(tmp_path / block_name(number))
+    with OnDiskBlockDataStorage(tmp_path) as storage:
         problems = find_damage(storage, 0)
-        assert len(problems) == len(DAMAGE)
         assert not any("stocache check" in problem or "codec" in problem for problem in problems)
-        for number in range(len(DAMAGE)):
-            with pytest.raises(DamagedError, match=r"lists all damage\. Prepare the folder again: .* --again'"):
-                [storage.load_sample(row) for row in range(number * BLOCK, (number + 1) * BLOCK)]
-    assert prepared(dataset(), folder, block_size=BLOCK, again=True) == before
+        for number, ((_, message), problem) in enumerate(zip(DAMAGE, problems, strict=True)):
+            assert re.search(f"{block_name(number)}.*{message}", problem)
+            remedy = "Update stocache" if "version" in message else r"lists all damage\. Prepare the folder again: .* --again'"
+            with pytest.raises(StorageError, match=f"{block_name(number)}.*{message}.*{remedy}"):
+                storage.load_block(number)
+        for row in range(len(DAMAGE) * BLOCK, ROWS):
+            assert same(storage.load_sample(row), dataset()[row])
+    assert prepared(dataset(), tmp_path, block_size=BLOCK, again=True) == before
 
 
-@pytest.mark.parametrize("how", ["value", "cut", "empty"])
-def test_a_damaged_index_is_an_error_and_the_folder_is_prepared_again(tmp_path, how):
+@pytest.mark.parametrize("spoil", [flip(-9), cut, empty])
+def test_a_damaged_index_is_an_error_and_the_folder_is_prepared_again(tmp_path, spoil):
     before = prepared(Numbers(), tmp_path)
-    DAMAGE[how](tmp_path, "index.json")
+    spoil(tmp_path / "index.json")
     with pytest.raises(DamagedError, match=r"index\.json is damaged.* Prepare the folder again: .*again=True"):
         prepare_quietly(Numbers(), tmp_path)
     assert prepared(Numbers(), tmp_path, again=True) == before
-
-
-def test_a_damaged_info_does_not_hide_that_the_source_has_changed(table, tmp_path):
-    folder, info = tmp_path / "out", torch.ones(3)
-    prepare_quietly(open_source(table), folder, info=info).close()
-    damage(folder, "info.safetensors")
-    write_table(table, factor=3, time=1)
-    before = content(folder)
-    with pytest.raises(StorageError, match="is prepared in another way: last change of the source"):
-        prepare_quietly(open_source(table), folder, info=info)
-    assert content(folder) == before
 
 
 def test_preparing_again_that_is_killed_does_not_keep_damaged_blocks(tmp_path, monkeypatch):

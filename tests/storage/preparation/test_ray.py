@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import stocache.storage.preparation
-from stocache import OnDiskBlockDataStorage, SampleError, StorageError
+from stocache import SampleError, StorageError
 from stocache.errors import WorkerError
 from stocache.tools.cli.app import app
 from tests.support.preparing import Faulty, FaultyTogether, Images, Locks, Preparer, content, prepared, written
@@ -149,35 +149,26 @@ def only_here(dataset, idx):
         raise FileNotFoundError(f"photo {idx} is on another machine")
 
 
-def test_a_worker_that_sees_no_sample_or_dies_and_an_error_that_does_not_pickle_are_named(tmp_path, ray):
-    with pytest.raises(FileNotFoundError, match="is on another machine"):
-        by_ray(Faulty(at=only_here), tmp_path, on_error="skip")
-    assert not (tmp_path / "skipped.json").exists()
-    with pytest.raises(WorkerError, match="OddError: this and that"):
-        by_ray(Faulty(at=odd), tmp_path)
-    ray.dead = {9}
-    with pytest.raises(WorkerError, match=r"block 9 was not written: its Ray worker died, .*\(RayError: the worker died\)\."):
-        by_ray(Faulty(), tmp_path)
-    assert not OnDiskBlockDataStorage(tmp_path).is_prepared()
+FAULTS = [
+    (Faulty(at=only_here), {"on_error": "skip"}, {}, FileNotFoundError, "is on another machine"),
+    (Faulty(at=odd), {}, {}, WorkerError, "OddError: this and that"),
+    (Faulty(), {}, {"dead": {9}}, WorkerError, r"block 9 was not written: its Ray worker died, .*RayError: the worker died"),
+    (Locks(), {}, {}, SampleError, "sample 100: value is a lock, which has no bytes of its own"),
+    (Faulty([60]), {}, {}, ValueError, "photo 60 cannot\nbe read"),
+    (Faulty([60]), {}, {"stubborn": True}, ValueError, "photo 60 cannot\nbe read"),
+]
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_an_error_of_the_dataset_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, stubborn):
-    ray.stubborn = stubborn
-    with pytest.raises(ValueError, match="photo 60 cannot\nbe read") as raised:
-        by_ray(Faulty([60]), tmp_path)
-    assert type(raised.value.__cause__) is RayTaskError
-    assert set(ray.cancelled) == ({False, True} if stubborn else {False})
-    assert len(written(tmp_path)) == 8
-
-
-def test_a_sample_that_does_not_pickle_is_named_as_elsewhere_and_an_interrupted_preparation_goes_on(tmp_path, ray):
-    with pytest.raises(SampleError, match="sample 100: value is a lock, which has no bytes of its own"):
-        by_ray(Locks(), tmp_path / "locks")
-    with pytest.raises(KeyboardInterrupt, match="by the user"):
-        by_ray(Preparer(stop_at=60), tmp_path / "ray")
-    by_ray(Preparer(), tmp_path / "ray")
-    assert content(tmp_path / "ray") == prepared(Preparer(), tmp_path / "here")
+@pytest.mark.parametrize(("source", "options", "rays", "error", "message"), FAULTS)
+def test_a_fault_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, source, options, rays, error, message):
+    vars(ray).update(rays)
+    with pytest.raises(error, match=message) as raised:
+        by_ray(source, tmp_path, **options)
+    assert not {"index.json", "skipped.json"} & set(os.listdir(tmp_path))
+    if error is ValueError:
+        assert type(raised.value.__cause__) is RayTaskError
+        assert set(ray.cancelled) == ({False, True} if ray.stubborn else {False})
+        assert len(written(tmp_path)) == 8
 
 
 LOCAL = {"include_dashboard": False}
@@ -212,20 +203,15 @@ def test_a_ray_that_is_not_there_or_not_installed_is_an_error(tmp_path, monkeypa
         by_ray(Images(), tmp_path / "a")
 
 
-@pytest.mark.parametrize(("arguments", "wanted"), [
-    (["--ray"], "20 samples in 7 blocks of 3"), (["--ray", "auto"], "20 samples in 7 blocks of 3"),
-    (["auto"], "auto is one argument too many, or the address of a Ray: then give --ray too."),
-    (["--ray", "127.0.0.1:1"], "Ray cannot be connected to at 127.0.0.1:1: ConnectionRefusedError"),
-])  # fmt: skip
-def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray, arguments, wanted):
+def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray.initialized, ray.connected = False, ()
-    table = tmp_path / "table.npy"
-    np.save(table, np.arange(20))
-    result = CliRunner().invoke(app, ["prepare", str(table), str(tmp_path / "out"), *arguments, "--block-size", "3"])
-    assert wanted in " ".join(result.output.split())
-    assert (result.exit_code == 0) == ("20 samples" in wanted) == (tmp_path / "out" / "index.json").exists()
-    assert ray.connected[:1] == (("local" if arguments == ["--ray"] else "auto"),) or result.exit_code
+    np.save(tmp_path / "table.npy", np.arange(20))
+    for arguments, address in (["--ray"], "local"), (["--ray", "auto"], "auto"):
+        ray.initialized, ray.connected = False, ()
+        prepare = ["prepare", str(tmp_path / "table.npy"), str(tmp_path / address), *arguments, "--block-size", "3"]
+        result = CliRunner().invoke(app, prepare)
+        assert "20 samples in 7 blocks of 3" in " ".join(result.output.split())
+        assert (result.exit_code, ray.connected[0]) == (0, address)
 
 
 @pytest.mark.slow

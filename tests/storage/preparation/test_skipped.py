@@ -9,14 +9,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from stocache import DamagedError, OnDiskBlockDataStorage, StorageError, WorkerError
 from stocache.storage.inspection import find_damage
 from stocache.storage.local import LocalStore
 from stocache.storage.manifest import BlockFolderWriter
-from stocache.storage.preparation.blocks import DatasetBlocks
 from tests.support import preparing
 from tests.support.equality import same
 from tests.support.pairs import pairs
@@ -87,30 +84,6 @@ def test_random_samples_do_not_depend_on_workers_or_on_what_failed_before(tmp_pa
     assert prepared(source, tmp_path / "0") == prepared(source, tmp_path / "2", num_workers=2)
 
 
-def test_the_size_of_blocks_is_estimated_from_samples_that_can_be_loaded(tmp_path):
-    for name, broken in (("a", [0, 99]), ("b", range(1, 100))):
-        with prepare_quietly(Faulty(broken), tmp_path / name, block_size=None, block_bytes=500) as storage:
-            assert storage.index.skipped == len(broken)
-            assert storage.block_size < 50
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 40), st.integers(1, 9), st.data())
-def test_only_blocks_with_other_samples_change(length, size, data):
-    subsets = st.sets(st.integers(0, length - 1))
-    plan = {"shuffle_seed": data.draw(st.sampled_from([None, 5])), "block_size": size, "block_bytes": 1}
-    blocks = DatasetBlocks(range(length), plan, None, None, False, {})
-    before = dense(length, (), plan["shuffle_seed"])
-    for left_out in data.draw(st.lists(subsets, max_size=4)):
-        now = dense(length, left_out, plan["shuffle_seed"])
-        cut = [[order[at : at + size] for at in range(0, length, size)] for order in (before, now)]
-        assert blocks.leave_out(left_out) == [number for number, (old, new) in enumerate(zip(*cut, strict=True)) if old != new]
-        assert len(blocks) == -(-len(now) // size)
-        some = data.draw(subsets)
-        assert blocks.numbers_of(some) == {now.index(idx) // size for idx in some if idx in now}
-        before = now
-
-
 class _KilledError(BaseException):
     pass
 
@@ -133,43 +106,35 @@ def kill_after(changes, patched):
         patched.setattr(LocalStore, name, counted(getattr(LocalStore, name)))
 
 
-def killed_at_each_change(tmp_path, monkeypatch, source, first, second, every):
-    """Demand that it goes on to the same bytes when the second preparation is killed at every n-th change of the folder."""
-    whole = prepared(source, tmp_path / "whole", block_size=4)
-    for changes in itertools.count(every // 2, every):  # of three, the one at which the order of the last two matters
-        folder, killed = tmp_path / str(changes), False
-        first(folder)
-        with monkeypatch.context() as patched:
-            kill_after(changes, patched)
-            try:
-                second(folder)
-            except (_KilledError, WorkerError):
-                killed = True
-        assert prepared(source, folder, block_size=4) == whole, changes
-        if not killed:
-            return changes
+KILLS = [("alone", 13, 3), slow("alone", 13, 2), slow("alone", 5, 2), ("after another", 13, 3), slow("after another", 13, 2)]
 
 
-@pytest.mark.parametrize(("last", "every"), [(13, 3), slow(13, 2), slow(5, 2)])  # at the end, too, or not
-def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, last, every):
-    source = Faulty([2, 3, last], length=14)
-    prepare = lambda folder: prepare_quietly(source, folder, block_size=4).close()
-    changes = killed_at_each_change(tmp_path, monkeypatch, source, lambda folder: None, prepare, every)
-    assert changes > 10  # there are 4 blocks, of which some are written later, and the lists
-    assert "starting again" not in caplog.text
-
-
-@pytest.mark.parametrize("every", [3, slow(2)])
-def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on(tmp_path, monkeypatch, caplog, every):
-    source = Faulty([2, 3, 13], length=14)
-
-    def interrupted(method, folder, **options):
+@pytest.mark.parametrize(("way", "last", "every"), KILLS)  # the last sample that fails is at the end, or not
+def test_killed_before_any_change_of_the_folder_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, caplog, way, last, every):
+    def interrupted(method, **options):
         with preparing.failing(monkeypatch, method):
             prepare_quietly(source, folder, block_size=4, **options)
 
-    one = functools.partial(interrupted, "finish")
-    other = functools.partial(interrupted, "write_encoded", fingerprint="another")
-    assert killed_at_each_change(tmp_path, monkeypatch, source, one, other, every) > 5  # blocks, the lists and the plan
+    source = Faulty([2, 3, last], length=14)
+    whole, killed = prepared(source, tmp_path / "whole", block_size=4), True
+    for changes in itertools.count(every // 2, every):  # of three, the one at which the order of the last two matters
+        folder = tmp_path / str(changes)
+        if way == "after another":
+            interrupted("finish")
+        with monkeypatch.context() as patched:
+            kill_after(changes, patched)
+            try:
+                if way == "alone":
+                    prepare_quietly(source, folder, block_size=4).close()
+                else:  # it takes the folder, and is interrupted itself
+                    interrupted("write_encoded", fingerprint="another")
+                killed = False
+            except (_KilledError, WorkerError):
+                pass
+        assert prepared(source, folder, block_size=4) == whole, changes
+        if not killed:
+            break
+    assert changes > (10 if way == "alone" else 5)  # blocks, of which some are written later, the lists and the plan
     assert "starting again" not in caplog.text
 
 
@@ -177,8 +142,7 @@ def test_killed_while_another_preparation_takes_the_folder_the_first_one_goes_on
 def test_samples_that_failed_are_not_loaded_again_when_it_goes_on(tmp_path, monkeypatch, options):
     log, folder, broken = tmp_path / "log", tmp_path / "out", {0, *SOME}
     with preparing.failing(monkeypatch, "finish"):
-        prepare_quietly(Faulty(broken, log), folder, **options)
-    assert broken <= set(loaded(log))
+        prepare_quietly(Faulty(broken), folder, **options)
     prepare_quietly(Faulty(broken, log), folder, **options).close()
     assert not broken & set(loaded(log))
     prepare_quietly(Faulty(broken, log), folder, **options).close()
@@ -246,9 +210,8 @@ def test_a_folder_that_lacks_samples_is_refused_unless_one_skips_or_prepares_it_
     assert set(os.listdir(folder)) == {"blocks", "index.json"}
 
 
-@pytest.mark.parametrize("options", [{"resume": False}, {"fingerprint": "another"}, {"block_size": 9}])
-def test_another_preparation_does_not_know_the_samples_that_failed(unfinished, options):
-    assert len(prepare_quietly(Faulty(), unfinished, **options)) == N
+def test_another_preparation_does_not_know_the_samples_that_failed(unfinished):
+    assert len(prepare_quietly(Faulty(), unfinished, fingerprint="another")) == N
     assert not (unfinished / "skipped.json").exists()
 
 
@@ -295,71 +258,59 @@ def test_an_unfinished_folder_with_a_damaged_list_starts_again_on_demand(unfinis
         assert labels(storage) == dense(N, SOME)
 
 
-@pytest.mark.parametrize("size", [None, BLOCK])
-def test_a_source_of_which_no_sample_can_be_loaded_is_an_error(tmp_path, size):
-    message = r"Not one of the 100 samples of the source can be loaded\. The last one: ValueError: photo"
-    with pytest.raises(StorageError, match=message):
-        prepare_quietly(Faulty(range(N)), tmp_path, block_size=size)
-    assert not (tmp_path / "skipped.json").exists()
-    assert len(prepare_quietly(Faulty(), tmp_path, block_size=size)) == N
+def flagged(dataset):
+    return dataset.log.with_name("flag")
 
 
-def test_a_source_of_which_no_sample_can_be_loaded_any_more_is_an_error(tmp_path):
-    log = tmp_path / "log"
-
-    def fail_at_the_second(dataset, idx):  # with its block: the first one is tried before
-        with log.open("a") as file:
-            file.write("x")
-        if log.read_text() == "xx":
-            raise OSError("a loose cable")
-
-    with pytest.raises(StorageError, match=r"out: no sample of the source can be loaded any more\."):
-        prepare_quietly(Faulty(length=1, at=fail_at_the_second), tmp_path / "out")
-    assert not (tmp_path / "out" / "skipped.json").exists()
+def loose(dataset, idx):
+    """The second load is an error: with its block, as the first sample is tried before."""
+    if dataset.log.exists() and not flagged(dataset).exists():
+        flagged(dataset).touch()
+        raise OSError("a loose cable")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_is_gone_or_a_full_disk_stops_the_preparation_and_nothing_is_skipped(tmp_path, monkeypatch, workers):
-    def go(dataset, idx):
-        if idx == 50:
-            (tmp_path / "gone").touch()
-        if (tmp_path / "gone").exists():
-            raise FileNotFoundError(f"{idx} is on a disk that is gone")
-
-    real, full = BlockFolderWriter.write_encoded, mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    for error, message, at, write in ((FileNotFoundError, "is gone", go, real), (OSError, "No space left", None, full)):
-        folder = tmp_path / message
-        with monkeypatch.context() as patched:
-            patched.setattr(BlockFolderWriter, "write_encoded", write)
-            with pytest.raises(error, match=message):
-                prepare_quietly(Faulty(at=at), folder, num_workers=workers)
-        assert not (folder / "skipped.json").exists()
-        assert len(prepare_quietly(Faulty(), folder)) == N
+def gone(dataset, idx):
+    if idx == 50:
+        flagged(dataset).touch()
+    if flagged(dataset).exists():
+        raise FileNotFoundError(f"{idx} is on a disk that is gone")
 
 
-def test_a_dataset_that_becomes_shorter_is_an_error_and_nothing_is_skipped(tmp_path, monkeypatch):
-    log, folder = tmp_path / "log", tmp_path / "out"
-    monkeypatch.setattr(Faulty, "__len__", lambda dataset: N - 10 * (log.exists() and "\n50\n" in log.read_text()))
-    with pytest.raises(StorageError, match=r"the source was changed while .* was prepared: samples: 100, now 90\. Prepare"):
-        prepare_quietly(Faulty([95], log), folder)
-    assert set(os.listdir(folder)) == {"blocks", "preparing.json"}
+def die_at_60(dataset, idx):
+    if idx == 60:
+        os._exit(7)
+
+
+class Shrinking(Faulty):
+    def __len__(self):
+        return N - 10 * (self.log.exists() and "\n50\n" in self.log.read_text())
+
+
+NONE = r"Not one of the 100 samples of the source can be loaded\. The last one: ValueError: photo"
+FAULTS = {
+    "none can be loaded": (lambda log: Faulty(range(N)), {}, StorageError, NONE),
+    "none to estimate a size from": (lambda log: Faulty(range(N)), {"block_size": None}, StorageError, NONE),
+    "none can be loaded any more": (
+        lambda log: Faulty((), log, 1, at=loose), {}, StorageError, "no sample of the source can be loaded any more",
+    ),
+    "the disk is gone": (lambda log: Faulty((), log, at=gone), {"num_workers": 2}, FileNotFoundError, "is gone"),
+    "the disk is full": (lambda log: Faulty(), {"num_workers": 2}, OSError, "No space left"),
+    "the dataset becomes shorter": (
+        lambda log: Shrinking([95], log), {}, StorageError, r"changed while .* was prepared: samples: 100, now 90\. Prepare",
+    ),
+    "a process dies": (lambda log: Faulty(at=die_at_60), {}, WorkerError, "which loads samples, exited with code 7"),
+}  # fmt: skip
 
 
 @pytest.mark.linux
-def test_a_dataset_that_loads_in_one_process_only_is_not_taken_for_broken(tmp_path, caplog):
-    home = os.getpid()
-
-    def only_at_home(dataset, idx):
-        if os.getpid() != home:
-            raise RuntimeError("cannot initialize CUDA in a forked process")
-
-    with prepare_quietly(Faulty(SOME, at=only_at_home), tmp_path) as storage:
-        assert labels(storage) == dense(N, SOME)
-        assert [sample.index for sample in storage.load_skipped()] == SOME
-    assert "cannot be loaded in a child process" in caplog.text
-
-
-@pytest.mark.linux
-def test_a_sample_that_kills_its_process_stops_the_preparation(tmp_path):
-    with pytest.raises(WorkerError, match="which loads samples, exited with code 7"):
-        prepare_quietly(Faulty(SOME, at=lambda dataset, idx: os._exit(7) if idx == 60 else None), tmp_path)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_the_fault_of_samples_stops_the_preparation_and_nothing_is_skipped(tmp_path, monkeypatch, fault):
+    make, options, error, message = FAULTS[fault]
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with monkeypatch.context() as patched:
+        if fault == "the disk is full":
+            patched.setattr(BlockFolderWriter, "write_encoded", full)
+        with pytest.raises(error, match=message):
+            prepare_quietly(make(tmp_path / "log"), tmp_path / "out", **options)
+    assert not {"index.json", "skipped.json"} & set(os.listdir(tmp_path / "out"))
+    assert len(prepare_quietly(Faulty(), tmp_path / "out")) == N
