@@ -139,7 +139,7 @@ class LoaderEngine(ResumableEngine):
     def iterate(self) -> Any:
         """Return an iterator over the batches. After `load_state_dict` the first one continues where the state was taken."""
         order = self._order()
-        if not any(map(takes_epoch, samplers_in(self._index_source))):
+        if not any(map(takes_epoch, samplers_in(self.index_source))):
             return self.begin()
         if self._promised:
             self._leave_resumed_epoch()  # the earlier iterator has resumed it, as with torchdata
@@ -176,7 +176,7 @@ class LoaderEngine(ResumableEngine):
         self._worker_states.begin(progress.delivered, progress.turn)
         epoch.ring, epoch.threads = group.ring, self._uses_threads
         if not self._is_iterable:
-            length = known_length(self._index_source)
+            length = known_length(self.index_source)
             epoch.expected = None if length is None else length - progress.delivered
         group.busy = False
         source = batches

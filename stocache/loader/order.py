@@ -116,7 +116,7 @@ class Order:
         endless: whether the dataset is iterable: its indices are not numbers, and do not end.
         progress: the epoch that begins next.
         context: sent to the workers with each batch of indices; None without workers.
-        at_once: how many batches an `AheadIterator` asks for at a time; 0 for a different iterator.
+        at_once: how many batches an `AheadIterator` asks for at a time; 0 for any other iterator.
         arrays: whether batches of indices may be arrays.
         error: the error of the sampler; None without one.
         begun: an iterator that was begun already, for the next ``iter``; None without one.

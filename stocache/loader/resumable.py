@@ -85,15 +85,16 @@ class ResumableEngine:
         self._workers_made: dict[str, Any] | None = None  # states of the generators when these were made
 
     @property
-    def _index_source(self) -> Any:
+    def index_source(self) -> Any:
+        """The sampler that the loader asks: for batches, or for single indices."""
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 
     def _order(self) -> Order:
         """Return the order of the batches, with the generators that the loader and its samplers own."""
-        of_samplers = (value for sampler in samplers_in(self._index_source) for value in vars_of(sampler).values())
+        of_samplers = (value for sampler in samplers_in(self.index_source) for value in vars_of(sampler).values())
         owned = self.loader.generator, *of_samplers
         generators = {id(value): value for value in owned if isinstance(value, torch.Generator)}
-        return Order(self._index_source, list(generators.values()), endless=self._is_iterable)
+        return Order(self.index_source, list(generators.values()), endless=self._is_iterable)
 
     @property
     def _is_iterable(self) -> bool:
@@ -111,8 +112,9 @@ class ResumableEngine:
     @property
     def foresees(self) -> bool:
         """Whether worker processes begin the next epoch; see NOTE [ The next epoch ]."""
-        known = self.loader.persistent_workers and not self._keeps_states and self._order().may_run_ahead
-        return self.prefetch_epochs and bool(known)
+        if not (self.prefetch_epochs and self.loader.persistent_workers) or self._keeps_states:
+            return False
+        return self._order().may_run_ahead
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy. It begins an epoch, or continues from a state that was loaded last."""
@@ -143,7 +145,7 @@ class ResumableEngine:
     def _next_sample_epoch(self) -> int:
         """Return the epoch from which the samples of the next iterator are seeded."""
         saved = None if self._loaded is None else self._loaded["position"]["sample_epoch"]
-        set_by_user = (self._epoch, *(epoch_of(sampler) for sampler in samplers_in(self._index_source)))
+        set_by_user = (self._epoch, *(epoch_of(sampler) for sampler in samplers_in(self.index_source)))
         return next((epoch for epoch in (saved, *set_by_user) if epoch is not None), self._iterations)
 
     def _leave_resumed_epoch(self) -> None:
@@ -174,7 +176,7 @@ class ResumableEngine:
     def set_epoch(self, epoch: int) -> None:
         """See `DataLoader.set_epoch`."""
         self._epoch = epoch
-        for sampler in samplers_in(self._index_source):
+        for sampler in samplers_in(self.index_source):
             if takes_epoch(sampler):
                 sampler.set_epoch(epoch)
         set_epoch(self.loader.dataset, epoch)
@@ -276,7 +278,7 @@ class ResumableEngine:
     @property
     def _world_size(self) -> int:
         """The number of ranks that the samplers share the samples among."""
-        counts = (getattr(sampler, "num_replicas", None) for sampler in samplers_in(self._index_source))
+        counts = (getattr(sampler, "num_replicas", None) for sampler in samplers_in(self.index_source))
         return next((count for count in counts if type(count) is int), 1)
 
     def _identity(self) -> dict[str, Any]:
@@ -293,11 +295,11 @@ class ResumableEngine:
         return {
             "fingerprint": next((value for value in fingerprints if isinstance(value, str)), None),
             "samples": None if self._is_iterable else length_of(self.loader.dataset),
-            "batches": length_of(self._index_source),
+            "batches": length_of(self.index_source),
             "batch_size": batch_size,
             "drop_last": self.loader.drop_last,
             "sample_seed": None if self.sample_seed is None else self.sample_seed.seed,
-            "samplers": [_description(value) for value in samplers_in(self._index_source) if isinstance(value, Sampler)],
+            "samplers": [_description(value) for value in samplers_in(self.index_source) if isinstance(value, Sampler)],
         }
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 import time
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -205,6 +206,39 @@ def test_one_limit_is_for_all_datasets_together():
         served = [loader._stocache.served for loader in loaders if loader._stocache.served is not None]
         assert 0 < sum(cached.cache.stats().capacity_bytes for cached in served) <= 1000
         assert len(everywhere.lines()) == 3
+
+
+class Opened(Squares):
+    """Samples of a file that a process may open once, as LMDB's."""
+
+    paths: ClassVar[set[str]] = set()
+
+    def __init__(self, path):
+        super().__init__(8)
+        assert path not in self.paths, f"{path} is already open"
+        self.paths.add(path)
+        self.path = path
+
+    def __del__(self):
+        self.paths.discard(self.path)
+
+
+def test_a_dataset_is_gone_with_its_loader_if_the_program_does_not_hold_it_and_is_kept_cached_if_it_does():
+    def states():
+        return [line.state for line in everywhere.lines()]
+
+    with stocache.use_everywhere("1MB") as everywhere:
+        loaders = [data.DataLoader(Opened(str(number)), shuffle=True) for number in range(caching._KEPT + 2)]
+        for loader in loaders:
+            assert [len(list(loader)) for _ in range(3)] == [8] * 3
+        assert len(Opened.paths) == len(loaders)
+        del loader, loaders
+        assert not Opened.paths
+        assert all(state.startswith("cached: 8 of 8 samples") for state in states()), states()
+        held = Opened("a file")
+        for _ in range(3):
+            list(data.DataLoader(held, shuffle=True))
+        assert held.loads < 2 * 8
 
 
 class Refuses(Squares):

@@ -69,9 +69,9 @@ class ProgramDataset:
 
     def state(self) -> str:
         """Return what is cached, or why it is not."""
-        cached = self.cached()
         if self.last:
             return self.last
+        cached = self.cached()
         if cached is None or self.problem:
             return f"not cached: {self.problem or 'it was iterated once'} {decoders_of(cached)}".rstrip()
         stats = cached.cache.stats()
@@ -89,6 +89,7 @@ class ProgramDatasets:
         self._options, self._tried = options, tried
         self._known: dict[int, ProgramDataset] = {}
         self._kept: list[CachedDataset] = []  # the last one is the newest
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()  # engines of the loaders whose end is noticed
 
     def of(self, dataset: object) -> ProgramDataset:
         """Return what is known of a dataset."""
@@ -111,7 +112,8 @@ class ProgramDatasets:
         first = keeps_iterator or loader.persistent_workers or not _reads_in_order(loader)
         if known.cached() is None and not known.problem and (first or known.iterations > 1):
             known.problem = _why_not(loader.dataset, loader, own_way, self._options) or self._cache(loader, known)
-        if known.cached() is not None:
+        if known.cached() is not None and engine_of(loader) not in self._watched:
+            self._watched.add(engine_of(loader))
             weakref.finalize(loader, self._let_go, known, _references_of(loader)).atexit = False
         return None if known.problem else known.cached()
 
@@ -123,7 +125,7 @@ class ProgramDatasets:
         dataset, cached = known.reference(), known.cached()
         if dataset is not None and cached is not None and sys.getrefcount(dataset) <= _OWN + known.references + references:
             known.last, known.cached = known.state(), lambda: None
-            self._kept.remove(cached)
+            self._kept = [each for each in self._kept if each is not cached]
 
     def _cache(self, loader: DataLoader[Any], known: ProgramDataset) -> str:
         """Cache the dataset of a loader; return why that is of no use, or ""."""
@@ -140,7 +142,7 @@ class ProgramDatasets:
         if problem and not has_decoders(cached):
             cached.close()
             return problem
-        known.cached, known.references = weakref.ref(cached), sys.getrefcount(dataset) - before
+        known.cached, known.references, known.last = weakref.ref(cached), sys.getrefcount(dataset) - before, ""
         self._kept.append(cached)
         del self._kept[:-_KEPT]
         return problem
@@ -204,10 +206,8 @@ _OWN = 2  # references to an object while `sys.getrefcount` counts them: of a va
 
 def _references_of(loader: DataLoader[Any]) -> int:
     """Return how many references to its dataset a loader has, with its samplers."""
-    return 1 + sum(
-        getattr(sampler, "data_source", None) is loader.dataset
-        for sampler in samplers_in(loader.batch_sampler or loader.sampler)
-    )
+    samplers = samplers_in(engine_of(loader).index_source)
+    return 1 + sum(getattr(sampler, "data_source", None) is loader.dataset for sampler in samplers)
 
 
 def _saves_nothing(costs: tuple[float, float], length: int, starts_s: float) -> str:
@@ -231,7 +231,7 @@ def _takes_none(cached: CachedDataset) -> bool:
 
 def _reads_in_order(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads its dataset from the first sample to the last, as far as its samplers are known."""
-    sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = engine_of(loader).index_source
     for _ in range(_SAMPLERS):
         if isinstance(sampler, SequentialSampler):
             return True
