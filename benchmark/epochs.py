@@ -1,23 +1,20 @@
 """The gap between two epochs: the wait for the first batch of an epoch, beside the waits for the others."""
 
-import random
 import statistics
 import time
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from benchmark.support.datasets import Made
 from benchmark.support.harness import Figures, Run, experiment
-from stocache import BlockSampler, DataLoader
-from stocache.system import generators
+from stocache import DataLoader
+from tests.support.disturbed import SAMPLERS, play
 
 CLAIM = "With prefetch_epochs the loop waits for the first batch of an epoch no longer than for the others."
 
-EPOCHS, SIZE, LENGTH = 20, 16, 24
+EPOCHS, SIZE = 20, 16
 WORKERS: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
 STEPS_MS = {
     "10 ms a step, 1 ms a sample": (10, 1),
@@ -69,57 +66,12 @@ def gap(run: Run) -> None:
         del loaders
 
 
-class Draws(Made):
-    """Samples of random numbers of all kinds, and the epoch."""
-
-    def __init__(self) -> None:
-        super().__init__(LENGTH, self.draw)
-        self.epoch, self.own = 0, np.random.default_rng(3)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch."""
-        self.epoch = epoch
-
-    def draw(self, idx: int) -> torch.Tensor:
-        """Return a sample."""
-        drawn = random.random(), float(np.random.rand()), float(torch.rand(1)), float(self.own.random())
-        return torch.tensor([idx, self.epoch, *drawn], dtype=torch.float64)
-
-
-def samplers(data: Draws) -> list[dict[str, Any]]:
-    """Return the arguments of loaders by which samples come in several orders."""
-    weighted, ranks = WeightedRandomSampler([1.0] * LENGTH, LENGTH), DistributedSampler(data, 2, 1, seed=4)
-    blocks = BlockSampler(range(LENGTH), 5, shuffle=True, seed=4)
-    return [{"shuffle": True}, {}, {"sampler": weighted}, {"sampler": ranks}, {"sampler": blocks}]
-
-
-def play(seed: int, epochs: int, **options: Any) -> list[Any]:
-    """Return the batches, random states and positions of a program; half of them disturb the loader between two epochs."""
-    generators.seed_all([7, 7, 7])
-    chance, data, found = random.Random(seed), Draws(), list[Any]()
-    seeded = {"sample_seed": 3} if seed % 2 else {}
-    loader = DataLoader(data, 4, **WORKERS, **samplers(data)[seed % 5], **seeded, **options)
-    disturbs = chance.random() < 0.5
-    for epoch in range(epochs):
-        if not disturbs or chance.random() < 0.8:
-            loader.set_epoch(epoch)
-        stop = chance.randrange(1, 7) if disturbs and chance.random() < 0.1 else 7
-        for number, batch in enumerate(loader, 1):
-            found.append(batch.tolist())
-            if number == stop:
-                break
-        found.append((generators.states([]), loader.state_dict()["position"]))
-        way = chance.choice(["draw", "state", "nothing", "nothing", "nothing"]) if disturbs else "nothing"
-        if way == "draw":
-            torch.rand(1)
-        elif way == "state":
-            loader.load_state_dict(loader.state_dict())
-    return found
-
-
 @experiment(rounds=100, quick=2)
 def disturbed(run: Run) -> None:
     """Programs of 100 epochs with and without prefetch_epochs: batches, random numbers and states are equal."""
-    wrong = sum(play(seed, 100) != play(seed, 100, prefetch_epochs=True) for seed in run.seeds())
+    wrong, samplers = 0, list(SAMPLERS)
+    for seed in run.seeds():
+        program = partial(play, samplers[seed // 2 % len(samplers)], seed, 100, sample_seed=None if seed % 4 < 2 else 3)
+        wrong += program() != program(prefetch_epochs=True)
     run.table("epochs", "programs that differ").row(100 * run.rounds, wrong)
     run.claim("nothing differs", wrong == 0)
