@@ -99,7 +99,7 @@ class CachedDataset(DatasetProxy[_T]):
             samples have no such part; the dataset raises an error that cannot leave the child process; samples depend on more
             than their index, and ``on_change`` is "raise".
         WorkerError: the child process ended while it loaded a sample.
-        LimitError: an option is not a size or share, is too small, unknown, or contradicts a different one.
+        LimitError: an option is not a size or share, is too small, unknown, or contradicts a second one.
         SampleError: with ``variable=False``, the samples differ in shape, or are not tensors, arrays and numbers.
         CodecError, CacheNameError, MismatchError, SegmentError: as for the caches.
 

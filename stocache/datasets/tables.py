@@ -39,7 +39,7 @@ def table_digests(dataset: object) -> dict[str, str]:
 
 
 def table_text(value: Any, whole: int) -> str | None:
-    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for a different value.
+    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for any other value.
 
     Args:
         whole: bytes of a table that are read; of a larger one, entries evenly spread.

@@ -15,7 +15,7 @@ from stocache.cache.stats import MISSING
 
 
 class CachedStore(WrapperStore[Store]):
-    """A store in front of a different one. What is written through it is not cached any more; other writers are not noticed."""
+    """A store in front of yours. What is written through it is not cached any more; other writers are not noticed."""
 
     def __init__(self, store: Store, cache: KeyedCache[Any, bytes]) -> None:
         super().__init__(store)

@@ -167,7 +167,7 @@ class _Records:
         allow_pickle: as for `Block`.
 
     Raises:
-        ValueError: a record begins within a different one.
+        ValueError: two records overlap.
     """
 
     def __init__(self, texts: list[str], offsets: memoryview, allow_pickle: bool) -> None:

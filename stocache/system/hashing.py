@@ -55,11 +55,11 @@ def callable_text(function: Any) -> str:
     """Return a text that identifies a callable, the same in all processes with one version of Python.
 
     For a function of a module it is the name. For a lambda, a nested function and a function of the main script it also holds a
-    checksum of the code and of the values that the function closes over. For a different callable object it is the class.
+    checksum of the code and of the values that the function closes over. For any other callable object it is the class.
     """
     if isinstance(function, partial):
         return f"partial({callable_text(function.func)}, {function.args!r}, {function.keywords!r})"
-    named = function if hasattr(function, "__qualname__") else type(function)  # a function, or a different callable
+    named = function if hasattr(function, "__qualname__") else type(function)  # a function, or any other callable
     text, code = f"{named.__module__}.{named.__qualname__}", getattr(named, "__code__", None)
     if code is None or not ("<" in named.__qualname__ or named.__module__ in ("__main__", "__mp_main__")):
         return text

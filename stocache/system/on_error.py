@@ -143,7 +143,7 @@ def parse_on_error(value: Any) -> tuple[Retry | None, Skip | None]:
 
 
 def of_word(on_error: Any) -> Any:
-    """Return what a word of a user stands for: "skip" leaves out whatever fails, a different word nothing. Objects stay."""
+    """Return what a word of a user stands for: "skip" leaves out whatever fails, any other word nothing. Objects stay."""
     return (Skip(at_most=1.0) if on_error == "skip" else None) if isinstance(on_error, str) else on_error
 
 

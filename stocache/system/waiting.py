@@ -52,7 +52,7 @@ def status_of(pid: int) -> list[str]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that has started a different one; 0 if that has ended, or is not visible from here."""
+    """Return the parent of a process; 0 if that has ended, or is not visible from here."""
     fields = status_of(pid)
     return int(fields[1]) if fields else 0
 

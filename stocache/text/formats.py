@@ -114,7 +114,7 @@ class TextFormat(ABC):
         """A text that is equal only for formats that parse rows alike.
 
         A function of a module is identified by its name. A lambda, a function within a function and one of the main script
-        are identified by their code and by the values they close over. A different callable is identified by its class.
+        are identified by their code and by the values they close over. Any other callable is identified by its class.
         """
         values = {name: getattr(self, name, default) for name, default in _IDENTITY.items()}
         if values["parse"] is not None:

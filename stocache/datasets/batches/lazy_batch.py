@@ -1,4 +1,4 @@
-"""Gather a batch in one step, if default_collate would stack sample by sample."""
+"""Gather a batch in one step: default_collate would stack sample by sample."""
 
 import itertools
 import operator
@@ -76,7 +76,7 @@ class LazyBatch:
         return all(part.find() for part in self.parts)
 
     def load_all(self) -> dict[SharedCache, dict[int, Any]]:
-        """Return the samples, by cache and index, without asking the caches. A different `LazyBatch` has claimed them."""
+        """Return the samples, by cache and index, without asking the caches. A second `LazyBatch` has claimed them."""
         loaded: dict[SharedCache, dict[int, Any]] = {}
         for part in self.parts:
             part.load_ahead(loaded)
@@ -102,7 +102,7 @@ class LazyBatch:
             part.load_with(load, self._length)
 
     def load_as(self, other: "LazyBatch") -> None:
-        """Load missing samples as a different batch of the same samples does."""
+        """Load missing samples as a second batch of the same samples does."""
         for part, own in zip(self.parts, other.parts, strict=True):
             part.load_as(own)
 

@@ -189,7 +189,7 @@ class ShardingRoundRobinDispatcherIterDataPipe(IterDataPipe[Any]):
         sharding_group_filter: SHARDING_PRIORITIES.MULTIPROCESSING, or None, which means the same.
 
     Raises:
-        GraphError: ``sharding_group_filter`` is a different group.
+        GraphError: ``sharding_group_filter`` is any other group.
     """
 
     def __init__(self, source_datapipe: IterDataPipe[Any], sharding_group_filter: SHARDING_PRIORITIES | None = None) -> None:

@@ -46,7 +46,7 @@ class SharedSequence(Sequence[Any]):
 
     @classmethod
     def of(cls, items: Sequence[Any]) -> "SharedSequence":
-        """Return the items in shared memory. Raises SampleError: they are of several types, or of a different one."""
+        """Return the items in shared memory. Raises SampleError: they are of several types, or of one that is not shared."""
         types = set(map(type, items))
         kind = _NAMES.get(next(iter(types), str)) if len(types) < 2 else None
         if kind is None:

@@ -136,7 +136,7 @@ def use_everywhere(
 
     Raises:
         LimitError: ``cache`` is not a size.
-        ValueError: a different argument is unknown, or ``disk`` is given without ``disk_limit`` or ``cache``.
+        ValueError: an argument is unknown, or ``disk`` is given without ``disk_limit`` or ``cache``.
 
     With ``STOCACHE_RUN=off`` in the environment, nothing is changed. Modules that have torch's class under a name of their own
     keep it; they are named in a warning on the logger "stocache".
