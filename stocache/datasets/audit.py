@@ -45,7 +45,7 @@ from stocache.cache.disk.tiers import LoadMany
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.cut.tree import CONVENTIONAL
-from stocache.datasets.tables import table_digests, used_by_loads
+from stocache.datasets.tables import attributes_set, small_attributes, table_digests, used_by_loads
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
@@ -54,7 +54,7 @@ from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.system.loading.children import in_children
 from stocache.system.objects import vars_of
 from stocache.system.platform import here
-from stocache.system.walking import attribute_in, parts_of, walk
+from stocache.system.walking import attribute_in, walk
 
 logger = logging.getLogger("stocache")
 
@@ -63,8 +63,6 @@ _VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes sha
 _STRIDE = 5  # samples of a batch, by which the one that is compared moves on
 _MANY = 8  # samples that are audited if an attribute was set
 _EXTRA = 20  # samples in an epoch, besides the first
-_SMALL = (int, float, str, bool, bytes, type(None))
-_LONGEST = 200  # characters of a text that is looked at
 
 _live: "weakref.WeakSet[Audit]" = weakref.WeakSet()
 
@@ -90,21 +88,21 @@ class Audit:
     share: float
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
-        attributes, tables = (_small_attributes(dataset), table_digests(dataset)) if options.audit else ({}, {})
+        attributes, tables = (small_attributes(dataset), table_digests(dataset)) if options.audit else ({}, {})
         shared = _SharedWords(Segment.create(_WORDS * 8, 0))
-        self.__setstate__((dataset, length, options.audit, options.on_change, shared, attributes, tables, []))
+        self.__setstate__((dataset, length, options.audit, options.on_change, shared, attributes, tables, [], set()))
         self.hold_transforms()
 
     def __getstate__(self) -> tuple[Any, ...]:
         state = self._dataset, self._length, self.share, self.on_change, self._shared, self._attributes, self._tables
-        return *state, self._held
+        return *state, self._held, self._set_by_loads
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._dataset, self._length, self.share, on_change, self._shared, self._attributes, self._tables, self._held = state
+        self._dataset, self._length, self.share, on_change, self._shared, self._attributes, self._tables, *notes = state
         self.on_change: OnChange = on_change
+        self._held, self._set_by_loads = notes  # names of attributes that loads set, such as counters
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
-        self._set_by_loads: set[str] = set()  # names of attributes, such as counters
         self._said: set[str] = set()  # kinds of messages
         self._looks_left = 3  # at loads that seem to draw
         self._enter_process()
@@ -135,6 +133,10 @@ class Audit:
     def compared(self) -> int:
         """Samples that all processes have loaded to compare them; a few less if two counted at one moment."""
         return int(self._shared.words[_COMPARED])
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Take attributes of the dataset that were set as no change of it: loads set them."""
+        self._set_by_loads |= {*names}
 
     def begin_epoch(self) -> None:
         """Have each process audit before it serves the next sample."""
@@ -222,7 +224,8 @@ class Audit:
             self._left, self._began, self._took_s = 1, began, 0.0
         elif not self._left and (self._has_time() or (doubted and self._extra < _EXTRA)):
             self._left, self._extra = 1, self._extra + 1
-        if (begins or doubted) and self._set_attributes():
+        was_set = (begins or doubted) and bool(self._set_attributes())
+        if was_set:
             self._left = _MANY
         self._doubted = False
         at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
@@ -231,7 +234,7 @@ class Audit:
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
         finding = self._changed_table(indices) if begins or self._has_time() else None
         for idx in chosen:
-            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
+            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset), was_set)
         self._took_s += time.monotonic() - began
         if finding is not None:
             self.change(finding)
@@ -256,15 +259,19 @@ class Audit:
         kind = type(self._dataset).__name__
         return f"{names[0]} of {kind} was changed in place: its samples are made with it" if names else None
 
-    def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
-        """Return how a sample differs from the one that is cached; None if it does not."""
+    def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object], was_set: bool) -> str | None:
+        """Return how a sample differs from the one that is cached; None if it does not.
+
+        ``was_set``: attributes of the dataset are not as before, maybe because loads set them.
+        """
         with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
                 self._shared.words[_COMPARED] += 1
-                before = _small_attributes(self._dataset)
+                before = small_attributes(self._dataset) if was_set or not self._has_loaded else {}
                 fresh = load(idx)
                 self._note_first_load()
-                self._set_by_loads |= {_holder_of(name) for name in _differing(before, _small_attributes(self._dataset))}
+                if before:
+                    self.ignore(attributes_set(before, self._dataset))
             except Exception as error:
                 text = "sample %d of %s, which is cached, cannot be loaded any more: %s"
                 self._say_once(logging.WARNING, text, idx, type(self._dataset).__name__, repr(error))
@@ -307,8 +314,7 @@ class Audit:
 
     def _set_attributes(self) -> list[str]:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as before."""
-        names = _differing(self._attributes, _small_attributes(self._dataset))
-        return [name for name in names if _holder_of(name) not in self._set_by_loads]
+        return sorted(attributes_set(self._attributes, self._dataset) - self._set_by_loads)
 
     def watch(self, load_many: LoadMany, indices: list[int]) -> Iterable[Any]:
         """Load samples for the cache, and notice if they depend on random numbers."""
@@ -399,23 +405,6 @@ def _cached_among(indices: Sequence[int], cache: Any, count: int) -> list[int]:
     states = cache.aux_array.numpy()
     known = (int(idx) for idx in indices if isinstance(idx, int | np.integer) and 0 <= idx < len(states))
     return list(islice((idx for idx in known if states[idx] == 1), count))
-
-
-def _small_attributes(dataset: object) -> dict[str, Any]:
-    """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
-    found = {}
-    for name, part in parts_of(dataset):
-        if isinstance(part, _SMALL) and not (isinstance(part, str | bytes) and len(part) > _LONGEST):
-            found[name] = part
-    return found
-
-
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
-
-
-def _holder_of(name: str) -> str:
-    return name.partition("[")[0]
 
 
 def _enter_child() -> None:

@@ -173,6 +173,8 @@ class CachedDataset(DatasetProxy[_T]):
             for sample in list(probe.named.values())[:1]:
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self.cache.counts())
+        if self._split is not None:
+            self._audit.ignore(self._split.sets)
         if probe.finding is not None:
             self._audit.change(probe.finding)
         if self.cache.dataset_len < self._len:  # it has no table of so many

@@ -12,22 +12,24 @@ from stocache.samples.indices import spread
 from stocache.system.generators import Kept, own_generators
 from stocache.system.loading.children import in_children
 
-_TIMED_S, _ROUNDS, _PATIENCE_S = 0.05, 16, 20.0  # to time samples; to wait for one
+_TIMED_S, _ROUNDS, _PATIENCE_S = 0.03, 16, 20.0  # to time samples; to wait for them
 _DECODED = 4  # samples
 
 
 def costs_of(cached: Any) -> tuple[float, float] | None:
     """Return the seconds that a cached sample of a `CachedDataset` takes at least: made by its dataset, and served.
 
-    Child processes time it. None if they cannot.
+    A child process times it. None if it cannot.
     """
-    indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
-    jobs = [partial(_time_each, load, indices) for load in (cached.dataset.__getitem__, partial(_serve, cached))]
     try:
-        made_s, served_s = (min(in_children([job], cached.dataset, _PATIENCE_S)) for job in jobs)
+        return next(in_children([partial(_least_seconds, cached)], cached.dataset, _PATIENCE_S), None)
     except Exception:  # whatever a dataset raises in a child process; or no sample is cached
         return None
-    return made_s, served_s
+
+
+def _least_seconds(cached: Any) -> Iterator[tuple[float, float]]:
+    indices = np.flatnonzero(cached.cache.aux_array.numpy() == SlotState.SET).tolist()
+    yield min(_time_each(cached.dataset.__getitem__, indices)), min(_time_each(partial(_serve, cached), indices))
 
 
 def _serve(cached: Any, idx: int) -> Any:
@@ -38,13 +40,14 @@ def _serve(cached: Any, idx: int) -> Any:
 
 def _time_each(load: Callable[[int], object], indices: list[int]) -> Iterator[float]:
     """Yield the seconds that each sample takes, several times; fewer if they are slow, but two: the first call may compile."""
-    until = time.monotonic() + _TIMED_S
-    for number, idx in enumerate(_ROUNDS * indices):
+    until = None
+    for idx in _ROUNDS * indices:
         began = time.perf_counter()
         load(idx)
-        yield time.perf_counter() - began
-        if number and time.monotonic() > until:
+        yield (took_s := time.perf_counter() - began)
+        if until is not None and time.perf_counter() > until:
             return
+        until = until or began + took_s + _TIMED_S
 
 
 def decoded_again(cached: Any) -> str:

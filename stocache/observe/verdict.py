@@ -264,8 +264,8 @@ class _Parts:
             each = self._each(stats.batches, "batch", self.collate_s)
             return "collate", f"collating {each} is the limit; {self.more or 'only cheaper batches would remove it'}"
         each = f"handing over {self._each(stats.batches, 'batch', self.hand_over_s)} is the limit"
-        remedy = "larger batches, or worker_method='thread', cost less"
-        return "hand-over", f"{each}; {self._alone() if stats.seconds > _FASTER * self.alone_s else remedy}"
+        remedy = self._alone() if stats.seconds > _FASTER * self.alone_s else "worker_method='thread' hands over nothing"
+        return "hand-over", f"{each}; {remedy}"
 
     def _period_s(self, work_s: float, workers: int) -> float:
         """Return the predicted seconds from one batch to the next, with ``work_s`` of work in an epoch."""
@@ -336,8 +336,7 @@ class _Parts:
             return "source", f"{each}; {limit} {self._brings(rest_s, self.facts.workers)}"
         if self._stalls():
             what = f"some samples take {format_seconds(load.p99_s)}, half of them at most {format_seconds(load.p50_s)}"
-            remedy = "worker_method='thread', or a larger prefetch_factor, lets others go on meanwhile"
-            return "stalls", f"{what}, and batches come in order; {remedy}"
+            return "stalls", f"{what}, and batches come in order; a larger prefetch_factor lets others go on meanwhile"
         missing, found = max(0.0, 1 - cache.room_bytes / needed), load.count / max(1, stats.samples)
         brings = self._brings(rest_s + self.load_s * min(1.0, missing / found if found else 1.0), self.facts.workers)
         disk = "" if cache.disk else "; disk= keeps the rest on a local disk"

@@ -76,7 +76,7 @@ UNEVEN = (0.001,) * 400 + (0.5,) * 8
     (facts(make_s=0.1, first_wait_s=3.0), "start", "took 3 s; persistent_workers=True would do it once"),
     (facts(make_s=0.1, first_wait_s=3.0, waited_s=3.0, steps_s=1.0), "start", "took 9 s; without workers .* would take 1.1 s"),
     (facts(make_s=0.1, waited_s=0.2, steps_s=9.0), "start", "waited 2% .*took 898 ms; persistent_workers"),
-    (facts(make_s=3.0, hand_over_s=6.0), "hand-over", "thread', cost less"),
+    (facts(make_s=3.0, hand_over_s=6.0), "hand-over", "thread' hands over nothing"),
     (facts(make_s=0.1, hand_over_s=6.0, waited_s=8.0), "hand-over", r"without workers \(num_workers=0\) .* would take 2.1 s"),
     (facts(make_s=0.1, first_wait_s=7.0, waited_s=7.0, persistent=True), "start", "the next epochs use the same workers"),
     (facts(UNEVEN, cache=room(1)), "stalls", r"some samples take (49|50|51)\d ms, half of them at most 1(.0\d)? ms, and"),

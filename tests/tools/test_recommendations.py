@@ -194,6 +194,44 @@ def take_the_number_of_workers_that_the_verdict_names(follow, test):
     return verdict is not None and verdict.limit == "collate"
 
 
+def limit_of(loader):
+    """What the trainer waits for in an epoch."""
+    collections.deque(loader, maxlen=0)
+    return getattr(loader.stats().verdict, "limit", None)
+
+
+@case("start")
+def take_no_workers(follow, test):
+    return limit_of(DataLoader(range(8), batch_size=4, num_workers=0 if follow else 2)) == "start"
+
+
+@case("GIL")
+def take_processes_for_code_that_holds_the_gil(follow, test):
+    class Python(Numbers):
+        def __len__(self):
+            return 60
+
+        def load(self, idx):
+            return sum(range(300_000))
+
+    return limit_of(DataLoader(Python(), num_workers=2, worker_method="multiprocessing" if follow else "thread")) == "GIL"
+
+
+@case("stalls")
+def raise_the_prefetch_factor_for_slow_samples(follow, test):
+    class Uneven(Numbers):
+        def __len__(self):
+            return 200_000  # of 800 KB: the memory of no machine holds them
+
+        def load(self, idx):
+            time.sleep(0.001 if idx % 7 else 0.1)
+            return torch.full((200_000,), float(idx))
+
+    with CachedDataset(Uneven(), 0.016, audit=0) as cached:
+        loader = DataLoader(cached, sampler=range(64), num_workers=2, prefetch_factor=16 if follow else 1)
+        return limit_of(loader) == "stalls"
+
+
 class Pictures(Numbers):
     """Random pictures, which are decoded: two of them."""
 

@@ -26,6 +26,7 @@ from stocache.datasets.cut.source import PREFIX, CannotCut
 from stocache.datasets.cut.split import CutPlan, Split
 from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
+from stocache.datasets.tables import attributes_set, small_attributes
 from stocache.errors import SampleError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedSample
@@ -308,13 +309,13 @@ def _may_change(value: object) -> bool:
 
 
 def finish_parts(
-    split: Split, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
-) -> Iterator[tuple[Example, int, Any, frozenset[str]]]:
+    split: Split, dataset: object, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
+) -> Iterator[tuple[Example, int, Any, frozenset[str], set[str]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
-    Yield their descriptions, and the attributes of the dataset that were read.
+    Yield their descriptions, the attributes of the dataset that were read, and the small ones that are set now.
     """
-    tree = split.bind()
+    tree, before = split.bind(), small_attributes(dataset)
     for example, part in parts:
         leaf = tree.leaves[tree.locate(example.idx)[0]]
         for again in range(counts[example]):
@@ -323,4 +324,4 @@ def finish_parts(
                     description = _described(split.finish(example.idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
-            yield example, again, description, frozenset(reads)
+            yield example, again, description, frozenset(reads), attributes_set(before, dataset)

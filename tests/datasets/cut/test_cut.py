@@ -112,6 +112,24 @@ def test_what_comes_before_the_first_random_number_is_made_once(make):
     assert "cached: line" in check(make)
 
 
+class Noting(Numbers):
+    """Notes in itself what it has drawn, as random transforms of MONAI do."""
+
+    def __getitem__(self, idx):
+        image = self.read(idx)
+        self.number = random.random()
+        return image * self.number
+
+
+def test_attributes_that_the_rest_of_the_program_sets_are_no_change_of_the_dataset():
+    with CachedDataset(Noting(number=0.0), 1, audit=1e-9) as cached:
+        loader = DataLoader(cached, batch_size=4, num_workers=1, persistent_workers=True)
+        for _ in range(6):
+            list(loader)
+        loader.end_workers()
+        assert cached.stats().compared <= 6  # one in each epoch
+
+
 SOURCE = """import random
 from read_numbers import Numbers
 
