@@ -142,6 +142,7 @@ def main(arguments: list[str]) -> NoReturn:
         print("\n".join(f"    {name:{width}}  {each.text}" for name, each in found.items()), end="\n\n")
         print(sys.modules[f"{FOLDER.name}.{options.name}"].__doc__)
         sys.exit()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs are started often, and installed packages are compiled
     if unknown := [name for name in options.experiments if name not in found]:
         sys.exit(f"{options.name} has no experiment {unknown[0]!r}. Use some of {', '.join(found)}.")
     print(f"`python -m benchmark {' '.join(arguments)}`, {datetime.date.today()}, {harness.machine()}", flush=True)
