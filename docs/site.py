@@ -13,6 +13,7 @@ from nbconvert import MarkdownExporter
 import stocache
 
 ROOT = Path(__file__).parents[1]
+ICON = "docs/icon.svg"
 PAGES = "*.md", "docs/**/*.md", "stocache/**/*.md", "tests/README.md", "tests/programs/README.md", "benchmark/**/*.md"
 _LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
@@ -42,8 +43,8 @@ def on_files(files: Files, config: object) -> Files:
     """Put each page of the repository at its own path, and beside the pages the files to which they link."""
     pages = sorted({path.relative_to(ROOT).as_posix() for pattern in PAGES for path in ROOT.glob(pattern)})
     assets = [file for file in files if not Path(file.abs_src_path).is_relative_to(ROOT / "docs")]  # of the theme
-    linked = {target for page in pages for target in _targets(page) if (ROOT / target).is_file()} - {*pages}
-    added = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in [*pages, *sorted(linked)]]
+    linked = {target for page in pages for target in _targets(page) if (ROOT / target).is_file()} | {ICON}
+    added = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in [*pages, *sorted(linked - {*pages})]]
     made = {"docs/reference.md": _reference(), "llms.txt": _of_the_site((ROOT / "llms.txt").read_text())}
     for path in sorted(ROOT.glob("docs/notebooks/*.ipynb")):
         made |= _notebook(path)
@@ -51,8 +52,10 @@ def on_files(files: Files, config: object) -> Files:
     return Files([*assets, *added, *(File.generated(config, path, content=content) for path, content in made.items())])
 
 
-def on_page_markdown(markdown: str, page: object, config: object, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Any, config: object, files: Files) -> str:
     """Let links to folders lead to their pages, and links to notebooks to the pages made of them."""
+    if page.file.src_uri == "README.md":
+        page.meta["hide"] = ["navigation"]  # its column would be empty
     folder = os.path.dirname(page.file.src_uri)
 
     def link(match: re.Match[str]) -> str:

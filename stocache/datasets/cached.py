@@ -55,8 +55,9 @@ _LARGE = 1 << 16  # bytes of a sample
 class CachedDataset(DatasetProxy[_T]):
     """Any map-style dataset, cached in shared memory: one copy for all workers, ranks and (with a name) jobs of the machine.
 
-        dataset = CachedDataset(ImageFolder("photos", transform=train_transform), size_limit_gib=32)
-        loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
+        dataset = ImageFolder("photos", transform=train_transform)
+        dataset = CachedDataset(dataset, size_limit_gib=32)
+        loader = DataLoader(dataset, batch_size=256, shuffle=True)
 
     The first epoch fills the cache while training runs. From the second on, only samples that did not fit are read from the
     dataset. The samples, their order and the random numbers are the same as with the dataset without a cache. If the dataset
