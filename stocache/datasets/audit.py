@@ -45,7 +45,7 @@ from stocache.cache.disk.tiers import LoadMany
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.cut.tree import CONVENTIONAL
-from stocache.datasets.tables import attributes_set, small_attributes, table_digests, used_by_loads
+from stocache.datasets.tables import attributes_set, small_attributes, table_digests, used_by_loads, without_indices
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
@@ -136,7 +136,7 @@ class Audit:
 
     def ignore(self, names: Iterable[str]) -> None:
         """Take attributes of the dataset that were set as no change of it: loads set them."""
-        self._set_by_loads |= {*names}
+        self._set_by_loads |= {*map(without_indices, names)}
 
     def begin_epoch(self) -> None:
         """Have each process audit before it serves the next sample."""
@@ -314,7 +314,8 @@ class Audit:
 
     def _set_attributes(self) -> list[str]:
         """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as before."""
-        return sorted(attributes_set(self._attributes, self._dataset) - self._set_by_loads)
+        names = attributes_set(self._attributes, self._dataset)
+        return [name for name in names if without_indices(name) not in self._set_by_loads]
 
     def watch(self, load_many: LoadMany, indices: list[int]) -> Iterable[Any]:
         """Load samples for the cache, and notice if they depend on random numbers."""

@@ -19,6 +19,7 @@ _WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
 _BLOCK = 1024  # entries of an array
 _AT_ONCE = 1 << 18  # bytes of a large array: memory that is used again is faster than new memory
 _ITEM = re.compile(r"\[([4-9]|\d\d+)\]")  # in the name of an item of a list after the first four: one sample's, not a table
+_INDEX = re.compile(r"\[[^\]]*\]")
 _ROWS = 1 << 16  # of a frame
 _SMALL = (int, float, str, bool, bytes, type(None))
 _LONGEST = 200  # characters of a text that is looked at
@@ -30,10 +31,15 @@ def small_attributes(dataset: object) -> dict[str, Any]:
     return {name: part for name, part in parts if not (isinstance(part, str | bytes) and len(part) > _LONGEST)}
 
 
-def attributes_set(before: dict[str, Any], dataset: object) -> set[str]:
-    """Return the names of the `small_attributes` that have other values than before; for an item of a list, the list's."""
+def attributes_set(before: dict[str, Any], dataset: object) -> list[str]:
+    """Return the names of the `small_attributes` that have other values than before."""
     now = small_attributes(dataset)
-    return {name.partition("[")[0] for name in before.keys() & now.keys() if repr(before[name]) != repr(now[name])}
+    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
+
+
+def without_indices(name: str) -> str:
+    """Return the name of an attribute, the same for all items of a list."""
+    return _INDEX.sub("", name)
 
 
 def table_digests(dataset: object) -> dict[str, str]:

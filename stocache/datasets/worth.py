@@ -16,6 +16,14 @@ _TIMED_S, _ROUNDS, _PATIENCE_S = 0.03, 16, 20.0  # to time samples; to wait for 
 _DECODED = 4  # samples
 
 
+def saved_s_of(cached: Any) -> float | None:
+    """Return the seconds that a `CachedDataset` saves for each cached sample; None if that cannot be measured."""
+    if cached._split is not None and cached._split.saved_s is not None:  # measured when the program was cut
+        return float(cached._split.saved_s)
+    costs = costs_of(cached)
+    return None if costs is None else costs[0] - costs[1]
+
+
 def costs_of(cached: Any) -> tuple[float, float] | None:
     """Return the seconds that a cached sample of a `CachedDataset` takes at least: made by its dataset, and served.
 

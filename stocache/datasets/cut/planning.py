@@ -123,6 +123,7 @@ class Planner:
             except CannotCut as error:
                 problem = problem or str(error)
             else:
+                split.saved_s = min((option.saved_s for option in self._chosen.values()), default=None)
                 self._report(split)
                 return split, probe
             rest = {kind: [option for option in options if option != self._chosen[kind]] for kind, options in rest.items()}
@@ -171,7 +172,7 @@ class Planner:
         sets = frozenset[str]().union(*(option.sets for option in self._chosen.values()))
         results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
         for example, again, description, reads, now_set in results:
-            split.sets |= now_set
+            split.sets.update(now_set)
             if both := sets & reads:
                 raise CannotCut(f"what comes before sets {min(both)}, which what comes after reads")
             if (place := difference(self._loaded[example][again], description)) is not None:

@@ -310,7 +310,7 @@ def _may_change(value: object) -> bool:
 
 def finish_parts(
     split: Split, dataset: object, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
-) -> Iterator[tuple[Example, int, Any, frozenset[str], set[str]]]:
+) -> Iterator[tuple[Example, int, Any, frozenset[str], list[str]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
     Yield their descriptions, the attributes of the dataset that were read, and the small ones that are set now.

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from stocache.cache.options import CacheOptions, SampleOptions
 from stocache.datasets.cached import CachedDataset
 from stocache.datasets.proxy import cut_of, decoders_of, finding_of, has_decoders
-from stocache.datasets.worth import costs_of, decoded_again
+from stocache.datasets.worth import costs_of, decoded_again, saved_s_of
 from stocache.loader.dataloader import DataLoader
 from stocache.loader.engine import engine_of, makes_iterators
 from stocache.loader.order import samplers_in
@@ -136,9 +136,9 @@ class ProgramDatasets:
         except Exception as error:  # whatever a dataset raises that does not expect to be wrapped
             return f"{type(error).__name__}: {str(error) or 'without a message'}"
         problem = f"{finding_of(cached)}." if cached.is_left else _UNFIT * _takes_none(cached)
-        if not problem and (costs := costs_of(cached)):
+        if not problem and (saved_s := saved_s_of(cached)) is not None:
             starts = self._options.cache == "auto" and not loader.persistent_workers
-            problem = _saves_nothing(costs, len(cached), starts * _START_S * loader.num_workers)
+            problem = _saves_nothing(saved_s, len(cached), starts * _START_S * loader.num_workers)
         if problem and not has_decoders(cached):
             cached.close()
             return problem
@@ -210,16 +210,15 @@ def _references_of(loader: DataLoader[Any]) -> int:
     return 1 + sum(getattr(sampler, "data_source", None) is loader.dataset for sampler in samplers)
 
 
-def _saves_nothing(costs: tuple[float, float], length: int, starts_s: float) -> str:
-    """Return why a cache is of no use for samples that take that long, made and served; "" if it is of use.
+def _saves_nothing(saved_s: float, length: int, starts_s: float) -> str:
+    """Return why a cache that saves that many seconds for each sample is of no use; "" if it is of use.
 
     ``starts_s``: the seconds that the workers of an epoch take longer to start with it.
     """
-    made, served = map(format_seconds, costs)
-    if costs[0] <= costs[1]:
-        return f"a sample takes {made}, less than a cached one ({served})."
-    if length * (costs[0] - costs[1]) < starts_s:
-        return f"all {length} samples take {format_seconds(length * costs[0])}, less than to start the workers with a cache."
+    if saved_s <= 0:
+        return "a cached sample takes no less time than one that the dataset makes."
+    if length * saved_s < starts_s:
+        return f"a cache would save {format_seconds(length * saved_s)} an epoch, less than the workers take longer to start."
     return ""
 
 
