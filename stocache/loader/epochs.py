@@ -221,8 +221,6 @@ class EpochLog:
         self.guard: Guard | None = None
         self.on_epoch: Callable[[LoaderEpochStats], None] | None = None
         """Called with the figures of each epoch that has ended."""
-        self.on_batch: Callable[..., None] | None = None
-        """Called in place of `RunningEpoch.note_batch`, with it and its arguments."""
 
     def begin(
         self, record: TimingRecord, dataset: CachedDataset | None, workers: int, persistent: bool, ring: Ring | None
@@ -230,8 +228,6 @@ class EpochLog:
         """Begin an epoch, and end one that was left early."""
         self.leave()
         self._running = RunningEpoch(self._count, record, dataset, workers, persistent, ring)
-        if self.on_batch is not None:
-            self._running.note_batch = partial(self.on_batch, self._running.note_batch)  # type: ignore[method-assign]
         self._count += 1
         return self._running
 

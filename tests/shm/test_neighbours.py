@@ -193,7 +193,7 @@ def test_forged_files_are_listed_and_do_no_harm():
     assert dead == {r"\x1b[31mred", "no identity", "an escape in the identity", "half a surrogate"}
     assert {each.name for each in found if each.state == "bad"} == FORGED.keys() - dead
     with Console(width=200, record=True, file=io.StringIO()) as console:
-        console.print(top.table(found, 200), top.table(found, 200, top.update_rates({}, found, 1.0)))
+        console.print(top.table(found), top.table(found, top.update_rates({}, found, 1.0)))
     assert console.export_text().replace("\n", "").isprintable()
     assert all(text.isprintable() for each in found for text in (each.samples, each.fingerprint or "", each.problem))
     os.mkfifo(place / "pipe", 0o600)

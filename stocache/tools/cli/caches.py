@@ -24,8 +24,7 @@ def ls(as_json: Json = False) -> None:
     elif caches:
         from stocache.tools.cli import top
 
-        view = console()
-        view.print(top.table(caches, view.width))
+        console().print(top.table(caches))
     else:
         typer.echo("no named caches")
 
@@ -127,25 +126,23 @@ def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updat
 
 
 def metrics(
-    listen: Annotated[str | None, text_option("[HOST:]PORT", "Serve them until Ctrl-C, by default on 127.0.0.1.")] = None,
-    allow_remote: Annotated[bool, flag("--allow-remote", "With --listen: let other machines read them, too.")] = False,
+    port: Annotated[int | None, text_option("PORT", "Serve them until Ctrl-C; 0: at a free port.", min=0, max=65535)] = None,
+    address: Annotated[str, text_option("ADDRESS", "With --port: 0.0.0.0 lets other machines read them, too.")] = "127.0.0.1",
     dashboard: Annotated[bool, flag("--dashboard", "Print a dashboard for Grafana instead.")] = False,
 ) -> None:
     """Print the counts of named caches and their loaders, for Prometheus. Or serve them over HTTP."""
     if dashboard:
-        if listen is not None or allow_remote:
+        if port is not None:
             fail("--dashboard goes alone: it prints a file that is the same for all.", 2)
         typer.echo(Path(__file__).with_name("grafana.json").read_text(), nl=False)
         return
-    if allow_remote and listen is None:
-        fail("--allow-remote needs --listen HOST:PORT.", 2)
     need("prometheus_client", "metrics")
-    from stocache.tools.cli import metrics, metrics_server
+    from stocache.tools.cli import metrics
 
-    if listen is None:
+    if port is None:
         typer.echo(metrics.text_of(), nl=False)
     else:
-        metrics_server.serve(listen, allow_remote)
+        metrics.serve(address, port)
 
 
 def _is_path(name: str) -> bool:

@@ -1,9 +1,12 @@
-"""Export the counts of named caches and loaders as metrics, in the text formats of OpenMetrics and Prometheus.
+"""Export the counts of named caches and loaders as metrics, as text or over HTTP, in the formats of OpenMetrics and Prometheus.
 
 Nothing is kept between two scrapes: each reads shared memory. It needs prometheus-client, the extra ``metrics``, but not torch.
 """
 
+import contextlib
 import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +14,7 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 
@@ -20,6 +23,7 @@ from stocache.observe.recording.histogram import BOUNDS_S, PER_DOUBLING
 from stocache.observe.recording.record import Counted
 from stocache.tools.cli import listing
 from stocache.tools.cli.listing import NamedCache, NamedFile, NamedLoader
+from stocache.tools.cli.output import echo, fail
 
 CACHE_LABELS = ("name", "kind")
 LOADER_LABELS = ("cache", "loader", "rank", "pid")
@@ -178,3 +182,16 @@ def registry_of() -> CollectorRegistry:
 def text_of() -> str:
     """Return all metrics in the text format of OpenMetrics."""
     return str(generate_latest(registry_of()), "utf-8")  # type: ignore[no-untyped-call]
+
+
+def serve(address: str, port: int) -> None:
+    """Serve the metrics of this user over HTTP, until Ctrl-C or SIGTERM."""
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            server, _ = start_http_server(port, address, registry_of())
+        except OSError as error:
+            fail(f"{address}, port {port}: {error.strerror or error}. Choose a different one, or end what uses it.")
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        echo(f"serving http://{f'[{address}]' if ':' in address else address}:{server.server_port}/metrics until Ctrl-C")
+        while True:
+            time.sleep(60)

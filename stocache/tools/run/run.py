@@ -34,7 +34,7 @@ Run a Python program, with stocache's DataLoader in place of torch's, and report
 The program runs as "python SCRIPT" or "python -m MODULE" would run it, and its results are the same. With torchrun:
 torchrun ... -m stocache run train.py. STOCACHE_RUN=off in the environment switches everything off."""
 
-_FILES = "json", "trace", "report"
+_FILES = "json", "report"
 
 SPAWNED = "STOCACHE_SPAWNED"  # for spawned processes: the main module, and the command line; in JSON
 
@@ -98,7 +98,6 @@ def parser() -> argparse.ArgumentParser:
     add("--check", nargs="?", const=300, type=int, metavar="STEPS", help="run twice, without and with, and compare batches")
     add("--json", metavar="FILE", help="write the report to a file")
     add("--report", metavar="FILE", help="write a page to pass on, as report.html, with pictures")
-    add("--trace", metavar="FILE", help="write when batches came to a file for ui.perfetto.dev")
     add("--quiet", action="store_true", help="print nothing")
     add("-m", action="store_true", dest="module", help=argparse.SUPPRESS)
     add("program", help=argparse.SUPPRESS)
@@ -189,7 +188,6 @@ def observe(use: Everywhere, given: argparse.Namespace) -> None:
         use.on_epoch = epoch_lines(use)
     if given.json or given.report:
         use.write = partial(_write_files, use, given, ended=False)
-    use.traces = given.trace is not None
     use.at_end = partial(_report, use, given)
     _follow_spawned(given)
 
@@ -212,8 +210,6 @@ def _write_files(use: Everywhere, given: argparse.Namespace, ended: bool) -> Non
     process = f".{use.rank}" * (use.rank > 0) + f".{use.process}" * bool(use.process)
     if given.json:
         _write(given.json + process, json.dumps([lines.as_dict() for lines in use.lines(ended)]))
-    if given.trace and ended:
-        _write(given.trace + process, json.dumps({"traceEvents": getattr(vars(use).get("loaders"), "events", [])}))
     if given.report:
         from stocache.tools.run.page import page_of
 

@@ -45,7 +45,6 @@ class Use(Watch):
     Attributes:
         on_epoch: called at the end of each epoch with the name of its loader, and with the epoch's figures.
         write: writes the files of the report so far, for a program that ends without another word.
-        traces: whether to note when batches came.
         compared: called with the number of a loader and each iterator over its batches; returns the one to use.
         without: whether to leave all to torch, to compare it.
         loaders: the `ProgramLoaders`, made for the first loader.
@@ -65,7 +64,7 @@ class Use(Watch):
         self.write: Callable[[], None] | None = None
         self.on_epoch: Callable[[LoaderName, Any], None] | None = None
         self.compared: Callable[[int, Iterator[Any]], Iterator[Any]] | None = None
-        self.traces = self.without = False
+        self.without = False
         self.at_end: Callable[[], None] | None = None
         self.reports_in = self.rank = 0
         self.process = ""

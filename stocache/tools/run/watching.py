@@ -59,7 +59,6 @@ class ProgramLoaders:
 
     def __init__(self, use: Use) -> None:
         self._use = use
-        self.events: list[dict[str, Any]] = []  # of a trace
         self._loaders: list[_Loader] = []
         self._datasets = ProgramDatasets(use.options, use.tried)
         self._write_at_s = 0.0
@@ -81,8 +80,6 @@ class ProgramLoaders:
         seen = _Loader(weakref.ref(loader), (_place(), known.name, length), known, log, note, in_place)
         self._loaders.append(seen)
         seen.log.on_epoch = partial(self._on_epoch, seen)
-        if self._use.traces:
-            seen.log.on_batch = partial(self.trace, self.number_of(loader))
         if engine is not None and self._use.options.share:
             engine.while_starting = tables_shared
         return seen
@@ -173,13 +170,6 @@ class ProgramLoaders:
     def number_of(self, loader: Any) -> int:
         """Return the number of a loader, in the order in which the program made them."""
         return next((number for number, seen in enumerate(self._loaders) if seen.reference() is loader), -1)
-
-    def trace(self, number: int, note: Callable[..., None], now_ns: int, duration_ns: int, worker: int | None) -> None:
-        """Note when a batch came; the time between two waits is the time of a step."""
-        times = {"ts": (now_ns - duration_ns) / 1e3, "dur": duration_ns / 1e3, "pid": os.getpid(), "tid": number}
-        arguments = {"worker": worker, "loader": self._loaders[number].name[0]}
-        self.events.append({"ph": "X", "name": "wait for data", **times, "args": arguments})
-        note(now_ns, duration_ns, worker)
 
     def lines(self, waits: bool = True) -> list[LoaderLines]:
         """Return what the report says of each loader; one that the program makes again and again counts as one.

@@ -13,11 +13,9 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import typer
 
 from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP
 from stocache.cache.stats import CacheStats
@@ -34,7 +32,7 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 from prometheus_client.parser import text_string_to_metric_families as parse_prometheus
 
-from stocache.tools.cli import metrics, metrics_server
+from stocache.tools.cli import metrics
 
 PAGES = Path(cli.__file__).parent
 DASHBOARD = json.loads((PAGES / "grafana.json").read_text())
@@ -228,48 +226,26 @@ def test_panels_and_variables_of_the_dashboard_are_apart_and_used(exported):
 
 def test_the_extra_is_named_where_it_is_missing_but_the_dashboard_is_printed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    for name in ("metrics", "metrics_server"):
-        monkeypatch.delitem(sys.modules, f"stocache.tools.cli.{name}")
-        monkeypatch.delattr(cli, name)
-    result = run("metrics", "--listen", "0")
+    monkeypatch.delitem(sys.modules, "stocache.tools.cli.metrics")
+    monkeypatch.delattr(cli, "metrics")
+    result = run("metrics", "--port", "0")
     expected = "This command needs prometheus-client: pip install 'stocache[metrics]'\n"
     assert (result.exit_code, result.stderr) == (2, expected)
     result = run("metrics", "--dashboard")
     assert (result.exit_code, json.loads(result.stdout)) == (0, DASHBOARD)
 
 
-def test_names_lead_to_an_address_of_this_machine_alone(monkeypatch, capsys):
-    for listen in ("9108", ":9108", "127.0.0.1:9108", "localhost:9108"):
-        assert metrics_server.resolve(listen, False) == ("127.0.0.1", 9108)
-    assert metrics_server.resolve("[::1]:9108", False) == ("::1", 9108)
-    infos = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)), (socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: infos)
-    with pytest.raises(typer.Exit):
-        metrics_server.resolve("both:0", False)
-    assert "others can reach 192.0.2.7" in capsys.readouterr().err
-    assert metrics_server.resolve("both:0", True) == ("127.0.0.1", 0)
-
-
 def test_an_address_that_cannot_be_bound_is_one_line_and_exit_code_1(run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = run("metrics", "--listen", port)
-    expected = f"--listen {port}: Address already in use. Choose another port, or end what uses this one.\n"
+        result = run("metrics", "--port", port)
+    expected = f"127.0.0.1, port {port}: Address already in use. Choose a different one, or end what uses it.\n"
     assert (result.exit_code, result.output) == (1, expected)
-
-
-def test_an_address_of_ipv6_is_shown_in_brackets(run, monkeypatch):
-    server = Mock(return_value=(Mock(server_port=7), None))
-    monkeypatch.setattr(metrics_server, "start_http_server", server)
-    monkeypatch.setattr(metrics_server, "signal", Mock())
-    monkeypatch.setattr(metrics_server, "time", Mock(sleep=Mock(side_effect=KeyboardInterrupt)))
-    assert run("metrics", "--listen", "[::1]:0").stdout == "serving http://[::1]:7/metrics until Ctrl-C\n"
-    assert server.call_args.args[:2] == (0, "::1")
 
 
 def test_the_command_serves_without_torch_until_it_is_ended():
     code = "import sys; sys.modules['torch'] = None; from stocache.tools.cli.app import app; app()"
-    command, pipe = [sys.executable, "-c", code, "metrics", "--listen", "0"], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", code, "metrics", "--port", "0"], subprocess.PIPE
     process, opener = subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe), urllib.request.ProxyHandler({})
     with process, SharedCache(0.001, 4, (2,), name="c") as cache:
         try:
