@@ -79,9 +79,9 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_held", "_left", "_length",
-        "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared", "_tables", "_took_s",
-        "finding", "is_paused", "on_change", "share",
+        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_compared", "_has_loaded", "_held",
+        "_left", "_length", "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared",
+        "_tables", "_took_s", "finding", "is_paused", "on_change", "share",
     )  # fmt: skip
 
     _length: int
@@ -109,7 +109,8 @@ class Audit:
         _live.add(self)
 
     def _enter_process(self) -> None:
-        self._has_loaded, self._own = False, own_generators(self._dataset)
+        self._has_loaded = self._has_compared = False
+        self._own = own_generators(self._dataset)
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of the samples that are wanted next
@@ -267,9 +268,10 @@ class Audit:
         with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
                 self._shared.words[_COMPARED] += 1
-                before = small_attributes(self._dataset) if was_set or not self._has_loaded else {}
+                before = small_attributes(self._dataset) if was_set or not self._has_compared else {}
                 fresh = load(idx)
                 self._note_first_load()
+                self._has_compared = True
                 if before:
                     self.ignore(attributes_set(before, self._dataset))
             except Exception as error:

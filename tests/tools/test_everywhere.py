@@ -259,7 +259,7 @@ def test_what_cannot_be_cached_is_listed_with_the_reason_and_iterated_as_it_is(e
         assert len(list(data.DataLoader(dataset, sampler=None if dataset is iterable else [0, 1]))) in (2, 3)
     report = everywhere.report()
     for reason in (
-        "it is iterable", "RuntimeError: not", "it has a state_dict", "the program caches it itself", "a sample takes",
+        "it is iterable", "RuntimeError: not", "it has a state_dict", "the program caches it itself", "a cached sample takes",
     ):  # fmt: skip
         assert f"not cached: {reason}" in report
 

@@ -44,7 +44,7 @@ def test_tables_are_never_wider_than_the_terminal(caches, width):
         named = [line for line in lines if re.match(r"(/data|imagen|short|broken)", line)]
         states = [re.search(r"\b(live|bad)\b", line)[0] for line in named]
         assert sorted(states) == sorted(cache.state for cache in caches)
-        assert all(re.search(r"123456 \(\+2\) python.*…$", line) for line in named if " live " in line and width > 60)
+        assert all(re.search(r"123456 \(\+2\) py.*…$", line) for line in named if " live " in line and width > 60)
     assert "is a symbolic link" in " ".join(shown(top.table(CACHES), 200))
 
 
