@@ -45,7 +45,7 @@ from stocache.cache.disk.tiers import LoadMany
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
 from stocache.datasets.cut.tree import CONVENTIONAL
-from stocache.datasets.tables import attributes_set, small_attributes, table_digests, used_by_loads, without_indices
+from stocache.datasets.tables import table_digests, used_by_loads
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
@@ -54,7 +54,7 @@ from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.system.loading.children import in_children
 from stocache.system.objects import vars_of
 from stocache.system.platform import here
-from stocache.system.walking import attribute_in, walk
+from stocache.system.walking import attribute_in, attributes_set, small_attributes, walk, without_indices
 
 logger = logging.getLogger("stocache")
 

@@ -1,4 +1,4 @@
-"""Notice changes of a dataset: small attributes that are set, and tables, such as labels in an array, that change in place."""
+"""Notice changes of a dataset's tables, such as labels in an array or a list, that are made in place."""
 
 import contextlib
 import marshal
@@ -19,27 +19,7 @@ _WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
 _BLOCK = 1024  # entries of an array
 _AT_ONCE = 1 << 18  # bytes of a large array: memory that is used again is faster than new memory
 _ITEM = re.compile(r"\[([4-9]|\d\d+)\]")  # in the name of an item of a list after the first four: one sample's, not a table
-_INDEX = re.compile(r"\[[^\]]*\]")
 _ROWS = 1 << 16  # of a frame
-_SMALL = (int, float, str, bool, bytes, type(None))
-_LONGEST = 200  # characters of a text that is looked at
-
-
-def small_attributes(dataset: object) -> dict[str, Any]:
-    """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
-    parts = ((name, part) for name, part in parts_of(dataset) if isinstance(part, _SMALL))
-    return {name: part for name, part in parts if not (isinstance(part, str | bytes) and len(part) > _LONGEST)}
-
-
-def attributes_set(before: dict[str, Any], dataset: object) -> list[str]:
-    """Return the names of the `small_attributes` that have other values than before."""
-    now = small_attributes(dataset)
-    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
-
-
-def without_indices(name: str) -> str:
-    """Return the name of an attribute, the same for all items of a list."""
-    return _INDEX.sub("", name)
 
 
 def table_digests(dataset: object) -> dict[str, str]:

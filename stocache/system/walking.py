@@ -1,4 +1,5 @@
-"""Look through datasets that take their samples from others: `walk`, `locate`; and through the values in them: `parts_of`.
+"""Look through datasets that take their samples from others: `walk`, `locate`; and through the values in them: `parts_of`,
+`small_attributes`.
 
 A *wrapper* is torch's Subset, ConcatDataset or StackDataset, or an object with a dataset in the attribute ``dataset``: a cached
 dataset, or a class of the user's own. A wrapper *passes on* samples if each of its own is one of an inner dataset, unchanged.
@@ -21,6 +22,9 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 from stocache.system.objects import is_module_of_library, takes_epoch, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
+_INDEX = re.compile(r"\[[^\]]*\]")
+_SMALL = (int, float, str, bool, bytes, type(None))
+_LONGEST = 200  # characters of a text that is looked at
 
 
 def _is(dataset: Any, cls: Any) -> bool:
@@ -177,3 +181,20 @@ def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents
+
+
+def small_attributes(dataset: object) -> dict[str, Any]:
+    """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
+    parts = ((name, part) for name, part in parts_of(dataset) if isinstance(part, _SMALL))
+    return {name: part for name, part in parts if not (isinstance(part, str | bytes) and len(part) > _LONGEST)}
+
+
+def attributes_set(before: dict[str, Any], dataset: object) -> list[str]:
+    """Return the names of the `small_attributes` that have other values than before."""
+    now = small_attributes(dataset)
+    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
+
+
+def without_indices(name: str) -> str:
+    """Return the name of an attribute, the same for all items of a list."""
+    return _INDEX.sub("", name)

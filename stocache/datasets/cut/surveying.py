@@ -26,7 +26,6 @@ from stocache.datasets.cut.source import PREFIX, CannotCut
 from stocache.datasets.cut.split import CutPlan, Split
 from stocache.datasets.cut.tracing import Trace
 from stocache.datasets.cut.tree import DatasetTree
-from stocache.datasets.tables import attributes_set, small_attributes
 from stocache.errors import SampleError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedSample
@@ -34,7 +33,7 @@ from stocache.system.describe import describe, difference
 from stocache.system.generators import GENERATORS, Kept, own_generators, seed_all
 from stocache.system.hashing import digest
 from stocache.system.objects import recorded_names, vars_of
-from stocache.system.walking import parts_of
+from stocache.system.walking import attributes_set, parts_of, small_attributes
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
 _FEW = 2  # samples of each kind that are loaded in any case
