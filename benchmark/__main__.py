@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -64,6 +65,7 @@ def run_one(title: str, experiment: Experiment, run: Run) -> NoReturn:
     """Run an experiment, and end this process: with 0 if all that it claims holds, or cannot be seen here."""
     print(f"\n## {title}: {experiment.text}", flush=True)
     warnings.simplefilter("ignore")  # of more workers than CPUs, which is wanted, and of the peers
+    logging.disable(logging.WARNING)
     try:
         harness.check_needs(experiment.needs)
         experiment.function(run)

@@ -1,4 +1,4 @@
-"""Photographs with random crops: `CachedDataset` beside MONAI's CacheDataset and a cache written by hand."""
+"""Photographs with random crops: `CachedDataset` beside MONAI's CacheDataset and the transforms alone."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,19 +16,6 @@ from stocache import CachedDataset, DataLoader
 from tests.support.lookalikes import ImageFolder, pil_loader, training
 
 CLAIM = "Random crops over cached photographs run near the speed of the transforms alone."
-
-
-def by_hand(samples: list[tuple[str, int]], transform: Any) -> Made:
-    """Return a dataset with a cache by hand: each worker keeps its decoded images in a dict."""
-    kept: dict[int, Any] = {}
-
-    def sample(idx: int) -> Any:
-        path, label = samples[idx]
-        if idx not in kept:
-            kept[idx] = pil_loader(path)
-        return transform(kept[idx]), label
-
-    return Made(len(samples), sample)
 
 
 class Load(monai.transforms.Transform):
@@ -71,7 +58,6 @@ def rates(run: Run) -> None:
             "`CachedDataset`, torch's loader": (TorchDataLoader, decoded),
             '`CachedDataset(store="encoded")`': (DataLoader, encoded),
             "MONAI's CacheDataset, torch's loader": (TorchDataLoader, of_monai),
-            "by hand, a dict in each worker, torch's loader": (TorchDataLoader, by_hand(samples, transform)),
         }
         limit = next(iter(contenders))
         table = run.table("loader", "workers", "images/s", "of the transforms alone")
@@ -81,7 +67,7 @@ def rates(run: Run) -> None:
                 name: make(dataset, 32, shuffle=True, num_workers=workers, **options)
                 for name, (make, dataset) in contenders.items()
             }
-            # each worker fills a dict of its own
+            # until each worker has touched most of the cache
             took = run.turns({name: partial(epoch_s, loader) for name, loader in loaders.items()}, warm_up=4)
             for name in took:
                 table.row(name, workers, len(samples) / took.median(name), took.ratio(limit, name))

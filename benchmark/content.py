@@ -1,4 +1,4 @@
-"""The contents of a cache: its memory against the limit, admission by cost, and the gain of codecs."""
+"""The contents of a cache: its memory against the limit, and admission by cost."""
 
 import os
 import time
@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from PIL import Image
 from torch.utils.data import DataLoader
 
 from benchmark.support.datasets import Made
 from benchmark.support.harness import Run, experiment
 from benchmark.support.measuring import pss
-from stocache import CachedDataset, RaggedCache
+from stocache import CachedDataset
 from stocache.system.limits import MIB
 
-CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes; codecs save memory."
+CLAIM = "A cache stays within its limit; admission by cost serves 55 % of requests from 20 % of the bytes."
 
 
 def sizes(count: int, mean_bytes: int) -> Any:
@@ -81,45 +80,5 @@ def cost(run: Run) -> None:
                     pass
                 cached.set_epoch(epoch)
             table.row(admission, *(epoch.hit_rate for epoch in cached.stats().epochs[1:4]))
-    smallest = (np.cumsum(np.sort(nbytes)) <= nbytes.sum() * 0.2).mean().item()
-    table.row("the smallest samples that make up 20 %", smallest)
     (share,) = table.column("epoch 4", admission="cost")
     run.claim("admission by cost serves 55 % of the requests", share, least=run.size(0.55, 0.5))
-
-
-def mask(image: Any) -> torch.Tensor:
-    """Return the brightness of a picture in 4 classes."""
-    return torch.from_numpy(np.array(image.convert("L").resize((200, 200)))).long() // 64
-
-
-def _read(cache: RaggedCache) -> None:
-    for idx in range(cache.dataset_len):
-        cache.get_slot(idx)
-
-
-@experiment(rounds=15, quick=2, needs="zstandard lz4")
-def codecs(run: Run) -> None:
-    """Compare bytes and hits of samples without a codec and with two."""
-    images = [Image.open(path).convert("RGB") for path in run.photos(40)[:40]]
-    generator = torch.Generator().manual_seed(0)
-    kinds: dict[str, Callable[[int], Any]] = {
-        "photo, uint8, native size": lambda i: torch.from_numpy(np.array(images[i])),
-        "photo, float32 3x64x64": lambda i: torch.from_numpy(np.array(images[i].resize((64, 64)))).float() / 255,
-        "mask of 4 classes, int64 200x200": lambda i: mask(images[i]),
-        "tokens, list of 512 ints": lambda i: torch.randint(0, 30_000, (512,), generator=generator).tolist(),
-        "text, 4 KB": lambda i: " ".join(f"word{int(n)}" for n in torch.randint(0, 500, (600,), generator=generator)),
-    }  # fmt: skip
-    table = run.table("data", "codec", "bytes", "of raw", "µs a hit", "of raw")
-    for title, make in run.chosen(kinds).items():
-        caches = {str(codec): RaggedCache("1GiB", len(images), codec=codec) for codec in (None, "lz4", "zstd")}
-        for idx in range(len(images)):
-            sample = make(idx)
-            for cache in caches.values():
-                cache.set_slot(idx, sample)
-        contenders = {codec: partial(_read, cache) for codec, cache in caches.items()}
-        took = run.turns(contenders, len(images))
-        stored = {codec: cache.stats().slot_bytes for codec, cache in caches.items()}
-        for codec in caches:
-            share, ratio = stored[codec] / stored["None"], took.ratio(codec, "None")
-            table.row(title, codec, stored[codec], share, 1e6 * took.median(codec), ratio)
-            caches[codec].close()

@@ -7,29 +7,22 @@ plain and warm in turns.
 """
 
 import copy
-import logging
 import tempfile
-import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmark.support.faults import differing
 from benchmark.support.harness import Figures, Run, experiment
+from benchmark.support.measuring import for_each
 from stocache import CachedDataset
 from tests.support import shapes
 from tests.support.epochs import LOADERS, epochs, opened
 from tests.support.shapes import SHAPES, N, outcome
 
 CLAIM = "What a program does before it draws random numbers is cached, and every sample and random number stays the same."
-
-
-def read(dataset: Any) -> None:
-    """Load all samples."""
-    for idx in range(N):
-        dataset[idx]
 
 
 def row(run: Run, name: str, loaders: tuple[str, ...]) -> tuple[Counter[str], Figures, tuple[str, str, str]]:
@@ -44,7 +37,8 @@ def row(run: Run, name: str, loaders: tuple[str, ...]) -> tuple[Counter[str], Fi
                 found = epochs(cached, loader, inner=inner, files=paths)
                 wrong[loader] = differing(found, expected)
                 if loader == "torch":
-                    took = run.turns({"plain": lambda plain=plain: read(plain), "warm": lambda cached=cached: read(cached)}, N)
+                    contenders = {"plain": plain, "warm": cached}
+                    took = run.turns({way: partial(for_each, range(N), of.__getitem__) for way, of in contenders.items()}, N)
                     becomes, files = outcome(cached), f"{len(found[-1].files)} of {len(expected[-1].files)}"
                     text = cached._split.text if "cut" in becomes else ""
     return wrong, took, (becomes, text.removeprefix("cached: ").partition("; run each time")[0][:70], files)
@@ -54,8 +48,6 @@ def row(run: Run, name: str, loaders: tuple[str, ...]) -> tuple[Counter[str], Fi
 def programs(run: Run) -> None:
     """Compare the samples of all shapes of tests/support/shapes.py in seven loaders, and time them."""
     shapes.scale = 8
-    logging.getLogger("stocache").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # as in workers
     loaders = tuple(name for name in LOADERS if name != "ours, threads")  # which draw in no order
     titles = "shape", "becomes", "what is cached", "files when warm", "wrong", "plain, us", "warm, us", "times as fast"

@@ -14,7 +14,6 @@ dropped before each pass.
 import itertools
 import os
 import tempfile
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import xxhash
 
 from benchmark.support.datasets import Made
 from benchmark.support.harness import Figures, Run, experiment
-from benchmark.support.measuring import settle
+from benchmark.support.measuring import run_threads, settle
 from benchmark.support.processes import in_fork
 from benchmark.support.stores import LitData, Mosaic, Source, rows
 from stocache import CachedDataset, DataLoader, DiskCache
@@ -90,7 +89,7 @@ class Checked(Bare):
 
     def write(self) -> None:
         with self.folder.open("wb") as file:
-            for _, row in enumerate(self.data.numpy()):
+            for row in self.data.numpy():
                 file.write(row.tobytes() + xxhash.xxh3_64_intdigest(row).to_bytes(8, "little"))
 
     def open(self) -> Callable[[], Fill]:
@@ -209,38 +208,35 @@ class Joblib(Contender):
         return lambda: by_sample(self._load())
 
 
-class LitDataCache(Contender):
-    """LitData's local chunks."""
+class Prepared(Contender):
+    """Prepared samples of a library, in local files of 8 MiB, of which each thread opens a dataset of its own."""
 
-    name = "LitData"
-
-    def write(self) -> None:
-        self.folder.mkdir()
-        LitData(self.folder, 8 << 20).prepare(self.source, 0)
-
-    def open(self) -> Callable[[], Fill]:
-        def fill() -> Fill:  # threads cannot share a dataset
-            dataset = LitData(self.folder, 0).by_number()
-            return by_sample(lambda row: dataset[row][0])
-
-        return fill
-
-
-class MosaicCache(Contender):
-    """MosaicML's local shards."""
-
-    name = "MosaicML streaming"
+    make: type[LitData] | type[Mosaic]
+    value: int | str
+    """What stands in a sample for the row."""
 
     def write(self) -> None:
         self.folder.mkdir()
-        Mosaic(self.folder, 8 << 20).prepare(self.source, 0)
+        self.make(self.folder, 8 << 20).prepare(self.source)
 
     def open(self) -> Callable[[], Fill]:
         def fill() -> Fill:
-            dataset = Mosaic(self.folder, 0).by_number()
-            return by_sample(lambda row: dataset[row]["value"])
+            dataset = self.make(self.folder, 0).by_number()
+            return by_sample(lambda row: dataset[row][self.value])
 
         return fill
+
+
+class LitDataCache(Prepared):
+    """LitData's local chunks."""
+
+    name, make, value = "LitData", LitData, 0
+
+
+class MosaicCache(Prepared):
+    """MosaicML's local shards."""
+
+    name, make, value = "MosaicML streaming", Mosaic, "value"
 
 
 def rate_of(contender: Contender, threads: int, cold: bool, seconds: float) -> float:
@@ -271,13 +267,8 @@ def rate_of(contender: Contender, threads: int, cold: bool, seconds: float) -> f
             if time.perf_counter() > until:
                 return
 
-    began = time.perf_counter()
-    workers = [threading.Thread(target=read, args=(number,)) for number in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    return sum(done) / (time.perf_counter() - began)
+    took = run_threads(read, range(threads))
+    return sum(done) / took
 
 
 @experiment(rounds=5, needs="litdata streaming diskcache lmdb joblib")
@@ -314,24 +305,10 @@ def reads(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------- epochs
 
 
-class Slow(Made):
-    """Images that take some time, and a file that has a byte for each time that one was loaded."""
-
-    def __init__(self, samples: int, seconds: float, log: Path, shape: tuple[int, ...] = (3, 224, 224)) -> None:
-        def load(idx: int) -> Any:
-            with log.open("ab") as file:
-                file.write(b".")
-            time.sleep(seconds)
-            return torch.full(shape, idx % 251, dtype=torch.uint8), idx
-
-        super().__init__(samples, load)
-        self.log = log
-
-    def counted(self) -> int:
-        """Return how often samples were loaded since the last call."""
-        count = self.log.stat().st_size if self.log.exists() else 0
-        self.log.write_bytes(b"")
-        return count
+def slow_image(idx: int) -> Any:
+    """Return an image and a label, after 10 ms."""
+    time.sleep(0.01)
+    return torch.full((3, 224, 224), idx % 251, dtype=torch.uint8), idx
 
 
 def checked_epoch(loader: Any, step_s: float) -> float:
@@ -343,7 +320,7 @@ def checked_epoch(loader: Any, step_s: float) -> float:
     return time.perf_counter() - began
 
 
-def first_and_later(source: Slow, options: dict[str, Any], step_s: float) -> tuple[float, float]:
+def first_and_later(source: Made, options: dict[str, Any], step_s: float) -> tuple[float, float]:
     """Return the seconds of the first epoch, and of the third."""
     with tempfile.TemporaryDirectory() as folder:
         options = options | ({"disk": f"{folder}/disk"} if "disk_limit" in options else {})
@@ -368,15 +345,14 @@ def epochs(run: Run) -> None:
     }
     titles = "cache", "step, ms", "first epoch, s", "to memory 0.25", "later epochs, s", "to memory 1"
     table, both = run.table(*titles), "memory 0.25, disk 0.75"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Slow(samples, 0.01, Path(folder, "log"))
-        for step_s in (0.0, 0.02):
-            found = run.results(
-                {name: partial(first_and_later, source, options, step_s) for name, options in caches.items()}, warm_up=0
-            )
-            first, later = Figures.columns(found)
-            for name in caches:
-                ratios = first.ratio(name, "memory 0.25"), later.ratio(name, "memory 1")
-                table.row(name, 1e3 * step_s, first.median(name), ratios[0], later.median(name), ratios[1])
+    source = Made(samples, slow_image)
+    for step_s in (0.0, 0.02):
+        found = run.results(
+            {name: partial(first_and_later, source, options, step_s) for name, options in caches.items()}, warm_up=0
+        )
+        first, later = Figures.columns(found)
+        for name in caches:
+            ratios = first.ratio(name, "memory 0.25"), later.ratio(name, "memory 1")
+            table.row(name, 1e3 * step_s, first.median(name), ratios[0], later.median(name), ratios[1])
     run.claim("with a step, epochs take 1.15 of those from memory", later.ratio(both, "memory 1"), most=1.15)
     run.claim("filling adds 5 %", first.ratio(both, "memory 0.25"), most=1.05)

@@ -3,7 +3,7 @@
 import statistics
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,16 +23,8 @@ STEPS_MS = {
 }
 
 
-class Waits(NamedTuple):
-    """Medians of the waits for the first batches of the epochs after the first one, and for all others; their sum."""
-
-    first_s: float
-    others_s: float
-    sum_s: float
-
-
-def waits(loader: Any, step_s: float) -> Waits:
-    """Run the epochs of a loop."""
+def waits(loader: Any, step_s: float) -> tuple[float, float, float]:
+    """Run a loop; return the median waits for first batches, from epoch 2 on, and for the other batches, and the sum of all."""
     first, others = list[float](), list[float]()
     for epoch in range(EPOCHS):
         asked = time.perf_counter()
@@ -40,7 +32,7 @@ def waits(loader: Any, step_s: float) -> Waits:
             (others if number or not epoch else first).append(time.perf_counter() - asked)
             time.sleep(step_s)
             asked = time.perf_counter()
-    return Waits(statistics.median(first), statistics.median(others), sum(first) + sum(others))
+    return statistics.median(first), statistics.median(others), sum(first) + sum(others)
 
 
 def slow(sample_ms: float, idx: int) -> torch.Tensor:

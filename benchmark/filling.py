@@ -1,13 +1,10 @@
 """What filling the cache costs, in the first epoch and by the block.
 
 The *bare copy* is the limit: as many bytes are written into a new memfd, by one thread, by `pwrite`, which is the fastest way.
-Memory is taken and released before each clock starts. torch has one thread.
-
-``first-epoch``: *first batch* is the time from asking the loader for an iterator to its first batch. Making the cache, which
-loads a few samples to see what they are, is not part of the epoch and has a column of its own.
+Memory is taken and released before each clock starts. torch has one thread. Making the cache, which loads a few samples to see
+what they are, is not part of the first epoch.
 """
 
-import contextlib
 import gc
 import os
 import tempfile
@@ -15,8 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +20,8 @@ import torch
 import stocache
 from benchmark.support.datasets import PHOTO, Made
 from benchmark.support.datasets import photos as decoded_photos
-from benchmark.support.harness import Figures, Run, experiment
-from benchmark.support.measuring import settle
+from benchmark.support.harness import Run, experiment
+from benchmark.support.measuring import epoch_s, settle
 from stocache import CachedDataset, StorageDataset, prepare
 from stocache.datasets.loaders import BlockLoader
 from stocache.system.limits import MIB
@@ -96,33 +92,19 @@ def prepared(source: Made, folder: Path) -> StorageDataset[Any]:
     return StorageDataset(prepare(source, folder / "prepared", progress=False))
 
 
-class Epoch(NamedTuple):
-    """Seconds of an epoch, of its first batch, and of making the cache."""
-
-    took: float
-    first: float
-    making: float = 0.0
+def epoch(dataset: Any, batch: int, workers: int) -> float:
+    """Return the seconds of a shuffled epoch."""
+    return epoch_s(stocache.DataLoader(dataset, batch, shuffle=True, num_workers=workers))
 
 
-def epoch(dataset: Any, batch: int, workers: int) -> Epoch:
-    """Run a shuffled epoch."""
-    loader, first_s = stocache.DataLoader(dataset, batch, shuffle=True, num_workers=workers), 0.0
-    began = time.perf_counter()
-    for _ in loader:
-        first_s = first_s or time.perf_counter() - began
-    return Epoch(time.perf_counter() - began, first_s)
-
-
-def filling_epoch(dataset: Any, batch: int, workers: int, nbytes: int) -> Epoch:
-    """Run one that fills a cache."""
+def filling_epoch(dataset: Any, batch: int, workers: int, nbytes: int) -> float:
+    """Return the seconds of an epoch that fills a cache."""
     gc.collect()
     settle(2 * nbytes)
-    began = time.perf_counter()
     with CachedDataset(dataset, f"{nbytes + nbytes // 4 + 4 * MIB}B") as cached:
-        making = time.perf_counter() - began
-        found = epoch(cached, batch, workers)._replace(making=making)
+        took = epoch(cached, batch, workers)
         assert cached.stats().total.filled == len(dataset), cached
-    return found
+    return took
 
 
 @experiment(rounds=5, needs="datasets")
@@ -139,27 +121,24 @@ def first_epoch(run: Run) -> None:
         "JPEG decoding": (lambda folder: decoded_photos(run.size(len(paths), 64), paths), 3 * PHOTO * PHOTO + 8),
     }
     times = "without, s", "with, s", "added, µs a sample", "bare copy, µs", "bare copies", "of the epoch"
-    table = run.table("source", "workers", *times, "first batch, to without", "making the cache, ms")
+    table = run.table("source", "workers", *times)
     for name, (make, sample_bytes) in run.chosen(dict(list(sources.items())[:: run.size(1, 3)])).items():
         batch = 64 if "JPEG" in name else 256
         for workers in (0, 2):
             with tempfile.TemporaryDirectory() as folder:
                 dataset = make(Path(folder))
                 nbytes = len(dataset) * sample_bytes
-                found = run.results(
+                took = run.turns(
                     {
                         "without": partial(epoch, dataset, batch, workers),
                         "with": partial(filling_epoch, dataset, batch, workers, nbytes),
-                        "bare copy": lambda nbytes=nbytes: Epoch(bare_copy(nbytes), 0.0),
+                        "bare copy": partial(bare_copy, nbytes),
                     }
                 )
-            took, first, making = Figures.columns(found)
             took["added"] = [more - less for more, less in zip(took["with"], took["without"], strict=True)]
             each_us = [1e6 * took.median(what) / len(dataset) for what in ("added", "bare copy")]
-            shares = took.ratio("added", "bare copy"), took.ratio("added", "without"), first.ratio("with", "without")
-            table.row(
-                name, workers, took.median("without"), took.median("with"), *each_us, *shares, 1e3 * making.median("with")
-            )
+            shares = took.ratio("added", "bare copy"), took.ratio("added", "without")
+            table.row(name, workers, took.median("without"), took.median("with"), *each_us, *shares)
     copies = [copies for name in sources if "JPEG" not in name for copies in table.column("bare copies", source=name)]
     run.claim("filling adds 1.5 bare copies", max(copies, default=0), most=1.5)
 
@@ -185,11 +164,9 @@ def detection(count: int) -> Made:
     return Made(count, target)
 
 
-def admission(dataset: StorageDataset[Any], built: bool, sizes: list[int]) -> float:
-    """Return the seconds that it takes to admit all blocks, by copying or by building samples; note the bytes in the cache."""
-    with CachedDataset(dataset, "2GiB") as cached, contextlib.ExitStack() as patches:
-        if built:
-            patches.enter_context(mock.patch.object(BlockLoader, "_copy", return_value=False))
+def admission(dataset: StorageDataset[Any], sizes: list[int]) -> float:
+    """Return the seconds that it takes to admit all blocks; note the bytes in the cache."""
+    with CachedDataset(dataset, "2GiB") as cached:
         assert isinstance(cached._loader, BlockLoader)
         settle(512 * MIB)
         began = time.perf_counter()
@@ -203,20 +180,15 @@ def admission(dataset: StorageDataset[Any], built: bool, sizes: list[int]) -> fl
 
 @experiment(rounds=5)
 def blocks(run: Run) -> None:
-    """Blocks of prepared samples, admitted behind the batches, by copying them and by building the samples."""
+    """Blocks of prepared samples, admitted behind the batches."""
     torch.set_num_threads(1)
-    table = run.table("samples", "bytes", "copied, µs a sample", "built, µs", "bare copy, µs", "copied, ratio", "built, ratio")
+    table = run.table("samples", "bytes", "admitted, µs a sample", "bare copy, µs", "bare copies")
     count = run.size(16_384, 1_024)
     kinds = {"tensors": packed, "bytes": encoded, "short texts": partial(Made, make=short_text), "detection": detection}
     for name, make in kinds.items():
         with tempfile.TemporaryDirectory() as folder:
             dataset, sizes = prepared(make(count), Path(folder)), list[int]()
-            contenders: dict[str, Callable[[], float]] = {
-                "copied": partial(admission, dataset, False, sizes),
-                "built": partial(admission, dataset, True, sizes),
-                "bare copy": lambda sizes=sizes: bare_copy(sizes[0]),  # type: ignore[misc]
-            }
-            admission(dataset, False, sizes)
-            took = run.turns(contenders)
-        ratios = took.ratio("copied", "bare copy"), took.ratio("built", "bare copy")
-        table.row(name, sizes[0] // count, *(1e6 * took.median(each) / count for each in took), *ratios)
+            admission(dataset, sizes)
+            took = run.turns({"admitted": partial(admission, dataset, sizes), "bare copy": partial(bare_copy, sizes[0])})
+        each_us = (1e6 * took.median(each) / count for each in took)
+        table.row(name, sizes[0] // count, *each_us, took.ratio("admitted", "bare copy"))

@@ -396,27 +396,24 @@ _HARM = """
 """
 
 
-class Watch:
-    """What a case does and must not do: forbidden events of Python's audit hooks."""
+def watch() -> list[str]:
+    """Return a list in which is noted, from now on, what a case must not do: events of Python's audit hooks."""
+    seen, harm = list[str](), _HARM.split()
+    allowed = _prepared()[0].name, "/dev/shm", "/proc", "/sys", *zoneinfo.TZPATH
 
-    def __init__(self) -> None:
-        self.active, self.seen, self.harm = False, list[str](), _HARM.split()
-        self.allowed = (_prepared()[0].name, "/dev/shm", "/proc", "/sys", *zoneinfo.TZPATH)
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, arguments: Any) -> None:
-        if not self.active:
-            return
+    def hook(event: str, arguments: Any) -> None:
         is_file = event == "open" and isinstance(arguments[0], str | bytes)
-        if event in self.harm or (is_file and not os.fsdecode(arguments[0]).startswith(self.allowed)):
-            self.seen.append(f"{event} {str(arguments[:1])[:80]}")
+        if event in harm or (is_file and not os.fsdecode(arguments[0]).startswith(allowed)):
+            seen.append(f"{event} {str(arguments[:1])[:80]}")
+
+    sys.addaudithook(hook)
+    return seen
 
 
-def run_case(seed: int, watch: Watch) -> str:
-    """Run a case; return the result: "equal", "another", "refused", or what was wrong."""
+def run_case(seed: int, seen: list[str]) -> str:
+    """Run a case; return the result: "equal", "another", "refused", or what was wrong. ``seen``: of `watch`."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    watch.seen.clear()
-    watch.active = True
+    seen.clear()
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         outcome = FORGERS[seed % len(FORGERS)](random.Random(seed))
@@ -426,10 +423,9 @@ def run_case(seed: int, watch: Watch) -> str:
         outcome = f"raised {type(error).__name__}: {str(error)[:120]!r}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        watch.active = False
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    if watch.seen:
-        return f"did {watch.seen[0]}"
+    if seen:
+        return f"did {seen[0]}"
     return f"grew by {grown >> 10} MiB ({outcome})" if grown > GROWTH_KB else outcome
 
 
@@ -440,9 +436,9 @@ def _expired(*_: object) -> None:
 def run_cases(begin: int, end: int) -> Iterator[str]:
     """Run the cases of these seeds in this process, with limited memory, and yield the results."""
     signal.signal(signal.SIGALRM, _expired)
-    watch = Watch()
+    seen = watch()
     for seed in range(len(FORGERS)):  # not looked at: their imports are done now, not later
-        run_case(-1 - seed, watch)
+        run_case(-1 - seed, seen)
     for sample, copies in itertools.product(samples(), (True, False)):
         read_record(sample, *_record(sample)[1:], copies=copies)
         _read_block([sample], b"".join(encode([sample])[0]))
@@ -450,7 +446,7 @@ def run_cases(begin: int, end: int) -> Iterator[str]:
         (kilobytes,) = (int(line.split()[1]) for line in file if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, ((kilobytes << 10) + (1 << 30),) * 2)
     for seed in range(begin, end):
-        yield run_case(seed, watch)
+        yield run_case(seed, seen)
 
 
 def trials(cases: int, seed: int) -> dict[str, Counter[str]]:

@@ -1,10 +1,9 @@
-"""Batches on a GPU: from the cache by the GPU itself, from its own memory, from the ring, and from torch's DataLoader.
+"""Batches on a GPU: from the cache by the GPU itself, from the ring, and from torch's DataLoader.
 
 Run with OMP_WAIT_POLICY=passive.
 """
 
 import itertools
-import logging
 import random
 import statistics
 import time
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from benchmark.support.datasets import Made
 from benchmark.support.datasets import photos as decoded_photos
 from benchmark.support.harness import Run, experiment
 from stocache import CachedDataset, DataLoader
-from stocache.datasets.batches.planned import PlannedBatch
 
 CLAIM = "A GPU reads cached samples of 150 KB at 45 GB/s and of 12 KB at 30 GB/s, with under 50 µs of CPU time for each batch."
 
@@ -32,22 +29,16 @@ OPTIONS: dict[str, Any] = {"shuffle": True, "drop_last": True, "persistent_worke
 ALONE = OPTIONS | {"persistent_workers": False, "device": "cuda"}
 
 
-def rows(images: Tensor) -> Made:
-    """Return images in memory, with their numbers as labels."""
-    images.share_memory_()
-    return Made(len(images), lambda idx: (images[idx], idx))
-
-
 def random_images(count: int, side: int) -> Tensor:
     """Return images of which no two are equal."""
     words = torch.arange(count * 3 * side * side // 8) * 0x9E3779B97F4A7C1
     return words.view(torch.uint8).view(count, 3, side, side)
 
 
-def cached(source: Made, gib: float) -> CachedDataset:
-    """Return a cached dataset that is filled as far as its limit allows."""
-    logging.getLogger("stocache").setLevel(logging.ERROR)
-    dataset = CachedDataset(source, gib, share_ranks=False)
+def cached(images: Tensor, gib: float) -> CachedDataset:
+    """Return images with their numbers as labels, from a cache that is filled as far as its limit allows."""
+    images.share_memory_()
+    dataset = CachedDataset(Made(len(images), lambda idx: (images[idx], idx)), gib, share_ranks=False)
     dataset.warm(num_workers=8, progress=False)
     return dataset
 
@@ -62,41 +53,34 @@ def registered(loader: DataLoader[Any]) -> DataLoader[Any]:
     return loader
 
 
-def endless(loader: Any) -> Iterator[Any]:
+def on_gpu(loader: Any) -> Callable[[], Iterator[Any]]:
+    """Return a function that yields an epoch of batches on the GPU: of the loader's own, or moved as a training loop does."""
+    if getattr(loader, "device", None) is None:
+        return lambda: ([part.to("cuda", non_blocking=True) for part in batch] for batch in loader)
+    return registered(loader).__iter__
+
+
+def endless(epoch: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Yield the batches of epoch after epoch."""
     while True:
-        yield from loader
+        yield from epoch()
 
 
-def to_device(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches on the GPU, as a training loop moves them."""
-    for batch in batches:
-        yield [part.to("cuda", non_blocking=True) for part in batch]
-
-
-def rate(batches: Iterator[Any], seconds: float = 0.8, warm: int = 4) -> float:
-    """Return how many batches come in a second. Each is read on the GPU."""
-    for _ in range(warm):
-        image, _ = next(batches)
+def rate_of(make: Callable[[], Any], row: int, size: int) -> float:
+    """Return the GB/s of a new loader."""
+    batches = endless(on_gpu(make()))
+    for _ in range(4):
+        next(batches)
     torch.cuda.synchronize()
     began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds or count < 3:
+    while time.perf_counter() - began < 0.8 or count < 3:
         image, _ = next(batches)
         assert image.is_cuda
         count += 1
         if count % 4 == 0:
             torch.cuda.current_stream().synchronize()  # a loop that never waits for its GPU would queue without end
     torch.cuda.synchronize()
-    return count / (time.perf_counter() - began)
-
-
-def rate_of(make: Callable[[], Any], row: int, size: int) -> float:
-    """Return the GB/s of a new loader."""
-    loader = make()
-    if getattr(loader, "device", None) is None:
-        return rate(to_device(endless(loader))) * size * row / 1e9
-    registered(loader)
-    return rate(endless(loader)) * size * row / 1e9
+    return count * size * row / 1e9 / (time.perf_counter() - began)
 
 
 @experiment(needs="gpu")
@@ -105,7 +89,7 @@ def rates(run: Run) -> None:
     table = run.table("row", "batch", "loader", "GB/s")
     for name, side in run.chosen(SIZES).items():
         row, gib = 3 * side * side, run.size(6.0, 1.0)
-        with cached(rows(random_images(int(gib * GIB) // row, side)), 1.1 * gib) as dataset:
+        with cached(random_images(int(gib * GIB) // row, side), 1.1 * gib) as dataset:
             for size in BATCHES:
                 kept = OPTIONS | {"batch_size": size}
                 makers: dict[str, Callable[[], Any]] = {
@@ -140,66 +124,33 @@ def bare_copy() -> float:
 
 @experiment(needs="gpu")
 def cpu(run: Run) -> None:
-    """CPU microseconds of `next`, beside the calls which none can do without; the loop waits for the GPU now and then."""
-    columns = (f"{what}, waiting after {batches}" for batches in ("8 batches", "each") for what in ("mean", "median"))
-    table = run.table("row", "batch", "workers", *columns)
+    """CPU microseconds of `next`, while the loop waits for the GPU after every 8 batches."""
+    table = run.table("row", "batch", "workers", "mean, µs", "median, µs")
     ways: dict[str, dict[str, Any]] = {
         "none": {}, "2 threads": {"num_workers": 2, "worker_method": "thread"}, "2 processes": {"num_workers": 2},
     }  # fmt: skip
     for name, size in (("12 KB", 256), ("12 KB", 1024), ("150 KB", 256)):
         side, gib = SIZES[name], run.size(3.0, 0.5)
-        with cached(rows(random_images(int(gib * GIB) // (3 * side * side), side)), 1.1 * gib) as dataset:
+        with cached(random_images(int(gib * GIB) // (3 * side * side), side), 1.1 * gib) as dataset:
             for way, options in ways.items():
                 loader = registered(DataLoader(dataset, size, shuffle=True, device="cuda", **options))
-                times_of_next(loader, 8)  # torch takes memory of the GPU for the first batches
-                table.row(name, size, way, *spent_in_next(loader, run.size(3, 1)))
+                times_of_next(loader)  # torch takes memory of the GPU for the first batches
+                spent = [1e6 * each for _ in range(run.size(3, 1)) for each in times_of_next(loader)]
+                table.row(name, size, way, statistics.mean(spent), statistics.median(spent))
                 del loader
-        table.row(name, size, "bare calls", *spent_in_next(BareCalls(size, side), 1))
-    medians = table.column("median, waiting after 8 batches", row="12 KB", workers="none")
+    medians = table.column("median, µs", row="12 KB", workers="none")
     run.claim("a batch of 12 KB samples costs 50 µs of CPU time, in the median", max(medians), most=50)
 
 
-def spent_in_next(loader: Any, epochs: int) -> list[float]:
-    """Return the mean and median CPU µs of ``next``, waiting for the GPU after every 8 batches and after each."""
-    found = []
-    for every in (8, 1):
-        spent = [each for _ in range(epochs) for each in times_of_next(loader, every)]
-        found += [1e6 * statistics.mean(spent), 1e6 * statistics.median(spent)]
-    return found
-
-
-class BareCalls:
-    """Two tensors of a batch, without values: their memory, and that the stream of the step waits for them and keeps them."""
-
-    def __init__(self, size: int, side: int) -> None:
-        self._shape = size, 3, side, side
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        device, other = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
-        copied = other.record_event()
-        for _ in range(len(self)):
-            with other:
-                image = torch.empty(self._shape, dtype=torch.uint8, device=device)
-                batch = [image, torch.empty(self._shape[:1], dtype=torch.int64, device=device)]
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(copied)
-            for tensor in batch:
-                tensor.record_stream(stream)
-            yield batch
-
-
-def times_of_next(loader: Any, every: int) -> list[float]:
-    """Return the seconds of this thread on a CPU for each batch but the first, waiting for the GPU after each few."""
+def times_of_next(loader: Any) -> list[float]:
+    """Return the seconds of this thread on a CPU for each batch but the first."""
     batches, found = iter(loader), list[float]()
     next(batches)
     for number in range(len(loader) - 1):
         before = time.thread_time()
         next(batches)
         found.append(time.thread_time() - before)
-        if number % every == 0:
+        if number % 8 == 0:
             torch.cuda.synchronize()
     return found
 
@@ -233,16 +184,14 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def seconds(self, batches: Callable[[], Iterator[Any]], every: int) -> float:
-        """Return the seconds of a step in the second epoch. ``every``: steps after which it waits, as if it read its loss."""
+    def seconds(self, batches: Callable[[], Iterator[Any]]) -> float:
+        """Return the seconds of a step in the second epoch."""
         for _ in range(2):
             torch.cuda.synchronize()
             began, steps = time.perf_counter(), 0
             for image, label in batches():
                 self.step(image, label)
                 steps += 1
-                if every and steps % every == 0:
-                    torch.cuda.synchronize()
             torch.cuda.synchronize()
         return (time.perf_counter() - began) / steps
 
@@ -254,8 +203,8 @@ def train(run: Run) -> None:
     images = crops(run, count)
     parts = zip(images[: 8 * size].split(size), torch.arange(8 * size).split(size), strict=True)
     resident = [(image.cuda(), label.cuda()) for image, label in parts]  # the same work: a GPU is faster on zeros
-    table = run.table("loader", "step, ms", "GPU waits", "step, loss read each time, ms", "then waits")
-    with cached(rows(images), 4) as dataset:
+    table = run.table("loader", "step, ms", "GPU waits")
+    with cached(images, 4) as dataset:
         kept = OPTIONS | {"batch_size": size}
         loaders: dict[str, Any] = {
             "device, no workers": DataLoader(dataset, size, **ALONE),
@@ -265,33 +214,12 @@ def train(run: Run) -> None:
             "torch, pin_memory, 8 workers": TORCH(dataset, num_workers=8, pin_memory=True, **kept),
             "torch, pin_memory, 16 workers": TORCH(dataset, num_workers=16, pin_memory=True, **kept),
         }
-        bare = [training.seconds(lambda: itertools.islice(itertools.cycle(resident), count // size), every) for every in (0, 1)]
-        table.row("8 batches that stay on the GPU", 1e3 * bare[0], None, 1e3 * bare[1], None)
-        stage = registered(loaders["device, no workers"])._stocache._stage
-        order = np.random.default_rng(0).permutation(count)
-
-        def gathers_beside() -> Iterator[Any]:
-            for at in range(0, count - size + 1, size):
-                with stage.cuda.copying():
-                    stage.gatherer.gather(PlannedBatch.alone(order[at : at + size]))
-                yield resident[at // size % 8]
-
-        def row(name: str, batches: Callable[[], Iterator[Any]]) -> float:
-            took = [training.seconds(batches, every) for every in (0, 1)]
-            waits = [max(0.0, 1 - least / each) for each, least in zip(took, bare, strict=True)]
-            table.row(name, 1e3 * took[0], f"{waits[0]:.1%}", 1e3 * took[1], f"{waits[1]:.1%}")
-            return waits[0]
-
-        row("the same, with a gather of a batch beside", gathers_beside)
-        waits = []
+        least = training.seconds(lambda: itertools.islice(itertools.cycle(resident), count // size))
+        table.row("8 batches that stay on the GPU", 1e3 * least, None)
         for name in list(loaders):
-            loader = loaders.pop(name)
-            if getattr(loader, "device", None) is None:
-                row(name, lambda loader=loader: to_device(iter(loader)))  # type: ignore[misc]
-            else:
-                waits.append(row(name, registered(loader).__iter__))
-            del loader
-    run.claim("training waits 2 %", max(waits), most=0.02)
+            took = training.seconds(on_gpu(loaders.pop(name)))
+            table.row(name, 1e3 * took, max(0.0, 1 - least / took))
+    run.claim("training waits 2 %", max(table.column("GPU waits")[:3]), most=0.02)
 
 
 @experiment(rounds=100_000, quick=500, needs="gpu")
@@ -309,11 +237,11 @@ def soak(run: Run) -> None:
         "device, processes": ({"device": "cuda", "num_workers": 4}, run.rounds // 4),
         "device": ({"device": "cuda"}, run.rounds // 4),
     }
-    with cached(rows(images), 1) as dataset:
+    with cached(images, 1) as dataset:
         for name, (options, count) in ways.items():
             loader: Any = DataLoader(dataset, 64, shuffle=True, **options)
             wrong, held = torch.zeros((), dtype=torch.int64, device="cuda"), list[Any]()
-            for image, label in itertools.islice(endless(loader), count):
+            for image, label in itertools.islice(endless(loader.__iter__), count):
                 image, label = image.to("cuda", non_blocking=True), label.to("cuda", non_blocking=True)
                 found = sums_of(image)
                 wrong += (found != sums[label]).sum()

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from benchmark.support.datasets import PHOTO
 from benchmark.support.harness import Figures, Run, experiment
 from benchmark.support.measuring import settle
-from benchmark.support.peers import stocaching
+from benchmark.support.peers import OverSlots, stocaching
 from stocache.cache.shared import SharedCache
 from stocache.tools import bench
 
@@ -32,37 +31,36 @@ def our_cache(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) ->
     return SharedCache(f"{limit_bytes}B", dataset_len, data_dims)
 
 
-class CachedPhotos(Dataset[Tensor]):
-    """Photos behind a cache with get_slot and set_slot, of which a share has room; counts what it reads."""
+class Photos(bench.JpegFolder):
+    """Photos, which count how often they are read."""
 
-    def __init__(self, make: Callable[..., Any], photos: bench.JpegFolder, share: float) -> None:
-        began = time.perf_counter()
-        self._photos, count = photos, len(photos)
-        self._reads = torch.zeros(count, dtype=torch.int64).share_memory_()
-        slots = round(share * count)
-        self._cache = make(slots * SAMPLE_BYTES + count, count, (3, PHOTO, PHOTO)) if slots else None
-        self.making_s = time.perf_counter() - began
-
-    def __len__(self) -> int:
-        return len(self._photos)
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__(paths, PHOTO)
+        self.reads = torch.zeros(len(paths), dtype=torch.int64).share_memory_()
 
     def __getitem__(self, idx: int) -> Tensor:
-        image: Tensor | None = self._cache.get_slot(idx) if self._cache is not None else None
-        if image is None:
-            self._reads[idx] += 1
-            image = self._photos[idx]
-            if self._cache is not None:
-                self._cache.set_slot(idx, image)
-        return image
+        self.reads[idx] += 1
+        return super().__getitem__(idx)
+
+
+class CachedPhotos(OverSlots):
+    """Photos behind a cache that has room for a share of them."""
+
+    def __init__(self, make: Callable[..., Any], photos: Photos, share: float) -> None:
+        began, count = time.perf_counter(), len(photos)
+        limit = round(share * count) * SAMPLE_BYTES + count if share else 0
+        super().__init__(photos, make(limit, count, (3, PHOTO, PHOTO)), labels=False)
+        self.making_s = time.perf_counter() - began
+        photos.reads.zero_()
 
     def count_reads(self, epochs: int) -> int:
         """Return how many photos were read."""
-        return int(self._reads.sum())
+        return int(self.source.reads.sum())
 
     def close(self) -> None:
         """Close the cache, if it can be closed."""
-        if isinstance(self._cache, SharedCache):
-            self._cache.close()
+        if isinstance(self.cache, SharedCache):
+            self.cache.close()
 
 
 def prepare(paths: list[Path]) -> None:
@@ -75,12 +73,12 @@ def cold_epoch(paths: list[Path], workers: int, make_cache: Callable[..., Any] |
     """Return the seconds of a cold epoch; note the seconds of making its cache apart from them."""
     made: list[CachedPhotos] = []
 
-    def make(photos: bench.JpegFolder, share: float) -> CachedPhotos:
+    def make(photos: Photos, share: float) -> CachedPhotos:
         made.append(CachedPhotos(make_cache or our_cache, photos, share))
         return made[-1]
 
     (epoch,) = bench.sweep(
-        bench.JpegFolder(paths, PHOTO),
+        Photos(paths),
         [0.0 if make_cache is None else 1.0],
         phases=("cold",),
         workers=workers,
@@ -123,7 +121,7 @@ def linearity(run: Run) -> None:
     straight, exact = [], True
     for workers in run.size((0, 1, 2, 4), (0,)):
         epochs = bench.sweep(
-            bench.JpegFolder(paths, PHOTO),
+            Photos(paths),
             workers=workers,
             repeats=run.rounds,
             make=partial(CachedPhotos, our_cache),

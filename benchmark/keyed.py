@@ -5,12 +5,16 @@ import functools
 import multiprocessing
 import random
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from benchmark.support.faults import trials
 from benchmark.support.harness import Run, experiment
+from benchmark.support.measuring import for_each
 from stocache import KeyedCache
 from tests.support.processes import kill_in
 
@@ -40,27 +44,16 @@ def hits(run: Run) -> None:
                 transaction.put(name.encode(), value.tobytes())
         reader = stack.enter_context(database.begin())
 
-        def each(read: Callable[[str], object]) -> Callable[[], None]:
-            def reads() -> None:
-                for name in order:
-                    read(name)
-
-            return reads
-
-        took = run.turns(
-            {
-                "KeyedCache, a copy": each(cache.get),
-                "KeyedCache, a view": each(lambda name: cache.get(name, copy=False)),
-                "functools.lru_cache, in one process": each(own),
-                "functools.lru_cache, and a copy": each(lambda name: own(name).copy()),
-                "LMDB on a disk, raw bytes, and a copy": each(
-                    lambda name: np.frombuffer(reader.get(name.encode()), np.uint8).copy()
-                ),
-                "diskcache": each(lambda name: disk[name]),
-                "dict of a Manager": each(lambda name: shared[name]),
-            },
-            calls=count,
-        )
+        reads: dict[str, Callable[[str], object]] = {
+            "KeyedCache, a copy": cache.get,
+            "KeyedCache, a view": lambda name: cache.get(name, copy=False),
+            "functools.lru_cache, in one process": own,
+            "functools.lru_cache, and a copy": lambda name: own(name).copy(),
+            "LMDB on a disk, raw bytes, and a copy": lambda name: np.frombuffer(reader.get(name.encode()), np.uint8).copy(),
+            "diskcache": lambda name: disk[name],
+            "dict of a Manager": lambda name: shared[name],
+        }
+        took = run.turns({name: partial(for_each, order, read) for name, read in reads.items()}, calls=count)
     table = run.table("store", "µs")
     for name in took:
         table.row(name, 1e6 * took.median(name))
@@ -97,29 +90,32 @@ def keys(run: Run) -> None:
     run.claim("a value is read in 10 µs with a million keys", hit_us, most=10)
 
 
-@experiment(rounds=1000, quick=30)
+def made(key: int) -> Any:
+    """Return the value of a key."""
+    return np.full(1 + key % 500, key % 251, np.uint8)
+
+
+def load_all(cache: KeyedCache[Any, Any], many: bool) -> None:
+    """Load values, one by one or two at a time."""
+    for key in range(0, 2_000_000, 2):
+        if many:
+            cache.get_or_load_many([key, key + 1], lambda missing: list(map(made, missing)))
+        else:
+            cache.get_or_load(key // 2, made)
+
+
+def kill(many: bool, seed: int) -> Counter[str]:
+    """Kill a process that fills a cache at a random moment; compare all values, and load more of them."""
+    with KeyedCache("4MB") as cache:
+        kill_in(partial(load_all, cache, many), random.Random(seed).random() * 0.02)
+        kept = len(cache)
+        for key in range(kept + 50):
+            assert np.array_equal(cache.get_or_load(key, made), made(key)), f"value {key} is wrong"
+        assert cache.get(kept + 49) is not None, "a value could not be cached"
+    return Counter({"values kept": kept})
+
+
+@experiment(rounds=500, quick=15)
 def kills(run: Run) -> None:
-    """A process that fills is killed at random moments; then all values are compared."""
-    rng = random.Random(run.seed)
-
-    def made(key: int) -> Any:
-        return np.full(1 + key % 500, key % 251, np.uint8)
-
-    def fill(cache: KeyedCache[Any, Any], trial: int) -> None:
-        for key in range(1_000_000):
-            if trial % 2:
-                cache.get_or_load(key, made)
-            else:
-                cache.get_or_load_many([2 * key, 2 * key + 1], lambda missing: list(map(made, missing)))
-
-    wrong = missed = kept = 0
-    for trial in run.seeds():
-        with KeyedCache("4MB") as cache:
-            kill_in(functools.partial(fill, cache, trial), rng.random() * 0.02)
-            found = len(cache)
-            kept += found
-            for key in range(found + 50):
-                wrong += not np.array_equal(cache.get_or_load(key, made), made(key))
-            missed += cache.get(found + 49) is None
-    run.table("kills", "values kept", "wrong", "could not be cached").row(run.rounds, kept, wrong, missed)
-    run.claim("kills leave nothing wrong", not wrong and not missed)
+    """Kill a process that fills a cache."""
+    trials(run, {"get_or_load": partial(kill, False), "get_or_load_many": partial(kill, True)})

@@ -10,7 +10,6 @@ import functools
 import multiprocessing
 import os
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,7 @@ from benchmark.support.processes import in_fork, in_interpreter
 from stocache import CachedDataset
 from stocache.system.describe import describe
 from tests.programs import lazy_files, vision
-from tests.programs.lazy_files import MemmapRows, png
+from tests.programs.lazy_files import png
 from tests.support.epochs import epochs
 
 CLAIM = "Samples of all kinds of datasets come back exactly, and wrapping a dataset changes nothing in it."
@@ -49,17 +48,6 @@ def tensors(folder: Path, count: int) -> Any:
 def samples(folder: Path, count: int) -> Any:
     """Return a list of tuples."""
     return [(torch.full((3, 8, 8), idx, dtype=torch.int32), idx, f"name {idx}") for idx in range(count)]
-
-
-def from_columns(columns: dict[str, list[Any]], idx: int) -> Any:
-    """Return a row of a dict of lists."""
-    return {name: values[idx] for name, values in columns.items()}
-
-
-def columns(folder: Path, count: int) -> Any:
-    """Return a dict of lists."""
-    data = {"text": ["word " * (idx % 7) for idx in range(count)], "label": list(range(count))}
-    return Made(count, partial(from_columns, data))
 
 
 def from_frame(frame: pd.DataFrame, idx: int) -> Any:
@@ -110,17 +98,6 @@ def lazy(cls: Any, file: str) -> Callable[[Path, int], Any]:
         return cls(folder / file)
 
     return open_lazily
-
-
-def from_map(array: Any, idx: int) -> Any:
-    """Return a row of an array, copied."""
-    return torch.from_numpy(np.array(array[idx])), idx
-
-
-def mapped(folder: Path, count: int) -> Any:
-    """Return an array that is mapped at once."""
-    MemmapRows.make(folder / "data.npy", count)
-    return Made(count, partial(from_map, np.load(folder / "data.npy", mmap_mode="r")))
 
 
 def monai(folder: Path, count: int) -> Any:
@@ -182,13 +159,11 @@ def per_process(folder: Path, count: int) -> Any:
 KINDS: dict[str, Callable[[Path, int], Any]] = {
     "TensorDataset": tensors,
     "list": samples,
-    "dict of lists": columns,
     "pandas": frame,
     "ImageFolder": image_folder,
     "datasets": hugging_face,
     "datasets, torch format": partial(hugging_face, form="torch"),
     **{f"{name}, lazy": lazy(*row) for name, row in lazy_files.KINDS.items()},
-    "np.memmap": mapped,
     "MONAI dicts": monai,
     "detection": penn_fudan,
     "lru_cache": Shards,
@@ -199,7 +174,6 @@ COSTLY = {"MONAI dicts": 10, "detection": 10}  # samples are divided by this
 
 def compare(kind: str, start_method: str, count: int) -> dict[str, int]:
     """Return the numbers of samples, of wrong ones and of changed datasets of a kind."""
-    warnings.simplefilter("ignore")
     multiprocessing.set_start_method(start_method, force=True)
     multiprocessing.set_forkserver_preload(["torch"])
     make, counts = KINDS[kind], Counter[str]()
@@ -219,8 +193,9 @@ def compare(kind: str, start_method: str, count: int) -> dict[str, int]:
 
 @experiment(rounds=4000, quick=40)
 def kinds(run: Run) -> None:
-    """Compare samples of 17 kinds of datasets, with three start methods; rounds are the samples that forked workers read."""
+    """Compare samples of 15 kinds of datasets, with three start methods; rounds are the samples that forked workers read."""
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"PYTHONWARNINGS": "ignore"}
     table = run.table("", "samples", "uncached", "wrong", "changed by wrapping")
     for kind in list(run.chosen(KINDS))[:: run.size(1, 7)]:
         for method in run.size(START_METHODS, START_METHODS[:1]):

@@ -1,29 +1,28 @@
 """Every random transform of six libraries that can be made with simple options, in a dataset that uses it as is usual.
 
 A sample is wrong if it differs from the sample of the dataset without a cache, with the same seeds, in three epochs of torch's
-loader. "split": the transform runs after the cache; "uncached": the dataset makes each sample itself; "cached": the transform
-has no random steps.
+loader; the states of the generators after an epoch count as a sample. "split": the transform runs after the cache; "uncached":
+the dataset makes each sample itself; "cached": the transform has no random steps.
 """
 
 import importlib
 import inspect
-import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
+from benchmark.support.faults import differing
 from benchmark.support.harness import Run, experiment, is_missing
 from stocache import CachedDataset
-from stocache.system.describe import describe
+from tests.support.epochs import epochs
 
 CLAIM = "Random transforms of six libraries run in each epoch, and keep their cache."
 
-N, EPOCHS, SIDE, RATE = 8, 3, 24, 16000
+N, SIDE, RATE = 8, 24, 16000
 OPTIONS: dict[str, Any] = {  # of required arguments, by their names
     "height": 16, "width": 16, "size": (16, 16), "keys": "image", "label_key": "label", "spatial_size": (16, 16, 16),
     "roi_size": 16, "num_samples": 2, "prob": 1.0, "p": 1.0, "max_size": 20, "patch_size": 16, "degrees": 20.0,
@@ -140,15 +139,6 @@ class Images(Dataset[Any]):
         return self.sample(self.transform, idx)
 
 
-def epochs(dataset: Any) -> list[Any]:
-    """Return descriptions of the samples of each epoch, and of a random number after them."""
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(3)
-    loader = DataLoader(dataset, 4, shuffle=True, collate_fn=list)
-    found = [describe(sample, strides=False) for _ in range(EPOCHS) for batch in loader for sample in batch]
-    return [*found, random.random()]
-
-
 def made(cls: Any) -> Any:
     """Return a transform with simple options; fixed seeds if it has generators of its own."""
     parameters = inspect.signature(cls).parameters.values()
@@ -176,22 +166,21 @@ def random_transforms(library: Library) -> Iterator[type]:
 def outcome(cls: Any, library: Library) -> tuple[str, int]:
     """Return what becomes of a transform, and how many samples were wrong."""
     try:
-        expected, again = (epochs(Images(made(cls), library.sample)) for _ in range(2))
+        expected, again = (epochs(Images(made(cls), library.sample), "torch") for _ in range(2))
     except Exception as error:
         return f"not made ({type(error).__name__})", 0
-    if expected != again:
+    if differing(expected, again):
         return "not reproducible", 0
     with CachedDataset(Images(made(cls), library.sample), 1, **dict(library.options)) as cached:
-        found = epochs(cached)
+        found = epochs(cached, "torch")
         kept = cached.stats().total.filled and not cached._audit.changed
         way = "uncached" if not kept else "split" if cached._split else "cached"
-    return way, sum(one != other for one, other in zip(found[:-1], expected[:-1], strict=True))
+    return way, differing(found, expected)
 
 
 @experiment()
 def transforms(run: Run) -> None:
-    """What becomes of each random transform, by library; of each by name with --only and the name of a library."""
-    logging.getLogger("stocache").setLevel(logging.ERROR)
+    """What becomes of each random transform, by library."""
     table, wrong = run.table("library", "transforms", "split", "cached", "uncached", "not made", "wrong samples"), 0
     for name, library in run.chosen(LIBRARIES).items():
         if is_missing(name):
@@ -200,8 +189,6 @@ def transforms(run: Run) -> None:
         counts, of_library = Counter[str](), 0
         for cls in list(random_transforms(library))[: run.size(None, 5)]:
             way, differ = outcome(cls, library)
-            if run.only:
-                print(f"{cls.__name__}: {way}, {differ} wrong", flush=True)
             counts[way.partition(" (")[0]] += 1
             of_library += differ
         left_out = counts["not made"] + counts["not reproducible"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -10,14 +11,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import torch
 
 import stocache
 from benchmark.support.datasets import Made, images, photos
 from benchmark.support.harness import Figures, Run, experiment, is_missing
 from benchmark.support.measuring import epoch_s, settle
-from benchmark.support.peers import OverStocaching, filled, in_rust
+from benchmark.support.peers import filled, in_rust
 from stocache import CachedDataset
 
 CLAIM = "Warm batches come 4 times as fast as through torch's DataLoader; without a cache they are never slower."
@@ -115,44 +115,35 @@ def uncached(run: Run) -> None:
 
 @experiment(rounds=5, needs="stocaching")
 def costs(run: Run) -> None:
-    """What a warm batch of 256 costs besides its time, in the process that iterates and in its workers."""
-    table = run.table(
-        "samples", "loader", "faults of the workers", "of the main process", "bytes to workers", "from workers", "CPU ms"
-    )
+    """What a warm batch of 256 costs besides its time, in the process that iterates and its workers together."""
+    table = run.table("samples", "loader", "page faults", "bytes through queues")
     for dims, count in ((SMALL, run.size(16_384, 2_048)), (LARGE, run.size(4_096, 512))):
         theirs, cached = filled(images(count, dims))
-        makers: dict[str, tuple[Any, OverStocaching | CachedDataset]] = {
-            "torch over stocaching": (TORCH, theirs),
-            "ours": (stocache.DataLoader, cached),
-        }
+        makers = {"torch over stocaching": (TORCH, theirs), "ours": (stocache.DataLoader, cached)}
         for name, (make, dataset) in makers.items():
             written = torch.zeros(2, dtype=torch.int64).share_memory_()
             with counted_writes(written):
                 loader = make(dataset, BATCH, **OPTIONS)
                 for _ in range(run.size(20, 5)):  # until every worker has touched every page of the cache
                     epoch_s(loader)
-                processes = [psutil.Process(), *psutil.Process().children()]
-                before, sent = [usage(process) for process in processes], written.clone()
+                faults, sent = page_faults(), int(written.sum())
                 for _ in range(run.rounds):
                     epoch_s(loader)
-                after, sent = [usage(process) for process in processes], written - sent
+                faults, sent = page_faults() - faults, int(written.sum()) - sent
             batches = run.rounds * count // BATCH
-            faults = [(now[0] - then[0]) / batches for now, then in zip(after, before, strict=True)]
-            cpu_s = sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / batches
-            table.row(name_of(dims, True), name, sum(faults[1:]), faults[0], *(sent / batches).tolist(), 1e3 * cpu_s)
-            del loader, processes
+            table.row(name_of(dims, True), name, faults / batches, sent / batches)
+            del loader
             gc.collect()
         del theirs, cached, makers, dataset
-    run.claim("a warm batch costs 20 page faults", max(table.column("faults of the workers", loader="ours")), most=20)
-    nbytes = (max(table.column(title, loader="ours")) for title in ("bytes to workers", "from workers"))
-    run.claim("and 1 KB through queues", sum(nbytes), most=1000)
+    run.claim("a warm batch costs 20 page faults", max(table.column("page faults", loader="ours")), most=20)
+    run.claim("and 1 KB through queues", max(table.column("bytes through queues", loader="ours")), most=1000)
 
 
-def usage(process: psutil.Process) -> tuple[int, float]:
-    """Return the minor page faults of a process so far, and its CPU time in seconds."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    times = process.cpu_times()
-    return int(fields[7]), times.user + times.system
+def page_faults() -> int:
+    """Return the minor page faults of this process and its workers so far."""
+    pids = os.getpid(), *(child.pid for child in multiprocessing.active_children())
+    stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(fields[7]) for fields in stats)
 
 
 @contextlib.contextmanager

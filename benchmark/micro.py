@@ -1,6 +1,5 @@
 """The cost of single calls, beside stocaching and memcpy in the same run."""
 
-import os
 import random
 import re
 import time
@@ -15,8 +14,9 @@ import psutil
 import torch
 
 from benchmark.support.harness import Figures, Run, experiment
-from benchmark.support.measuring import settle
+from benchmark.support.measuring import for_each, settle
 from benchmark.support.peers import stocaching
+from benchmark.support.processes import in_fork
 from stocache import SharedCache
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB
@@ -72,26 +72,17 @@ def single(run: Run) -> None:
     order = random.Random(0).choices(range(samples), k=samples)
     buffer, base = torch.empty(DIMS, dtype=torch.uint8), ours.array.data_ptr()
 
-    def each(call: Callable[[int], object]) -> Callable[[], None]:
-        def calls() -> None:
-            for idx in order:
-                call(idx)
-
-        return calls
-
-    took = run.turns(
-        {
-            "stocaching get_slot (a view)": each(theirs.get_slot),
-            "get_slot(copy=False)": each(partial(ours.get_slot, copy=False)),
-            "get_slot": each(ours.get_slot),
-            "get_slot of (image, int)": each(pair.get_slot),
-            "memcpy of one row": each(lambda idx: memmove(buffer.data_ptr(), base + idx * ROW, ROW)),
-            "empty loop": each(lambda idx: None),
-            "stocaching set_slot, memory already there": each(lambda idx: theirs.set_slot(idx, image, True, True)),
-            "set_slot, memory already there": each(lambda idx: ours.set_slot(idx, image, True, True)),
-        },
-        calls=samples,
-    )
+    calls: dict[str, Callable[[int], object]] = {
+        "stocaching get_slot (a view)": theirs.get_slot,
+        "get_slot(copy=False)": partial(ours.get_slot, copy=False),
+        "get_slot": ours.get_slot,
+        "get_slot of (image, int)": pair.get_slot,
+        "memcpy of one row": lambda idx: memmove(buffer.data_ptr(), base + idx * ROW, ROW),
+        "empty loop": lambda idx: None,
+        "stocaching set_slot, memory already there": lambda idx: theirs.set_slot(idx, image, True, True),
+        "set_slot, memory already there": lambda idx: ours.set_slot(idx, image, True, True),
+    }
+    took = run.turns({name: partial(for_each, order, call) for name, call in calls.items()}, calls=samples)
     view, copy = took.median("get_slot(copy=False)"), took.median("get_slot")
     peer, memcpy = took.median("stocaching get_slot (a view)"), took.median("memcpy of one row") - took.median("empty loop")
     table = run.table("call", "µs", "of stocaching's get_slot", "of that and a memcpy")
@@ -126,12 +117,9 @@ def gathered(run: Run, row: int) -> Figures:
             theirs.set_slot(idx, value)
         rng, array, buffer = random.Random(0), cache.array, torch.empty(256, row, dtype=torch.uint8)
 
-        def order() -> list[int]:
-            return rng.sample(range(samples), 256)
-
         def timed(call: Callable[[list[int]], object]) -> Callable[[], float]:
             def once() -> float:
-                rows, began = order(), time.perf_counter()
+                rows, began = rng.sample(range(samples), 256), time.perf_counter()
                 call(rows)
                 return time.perf_counter() - began
 
@@ -153,24 +141,20 @@ def page_tables(run: Run) -> None:
     gib = run.size(4.0, 0.25)
     samples, value = int(gib * GIB) // (3 * 256 * 256 + 1), torch.zeros((3, 256, 256), dtype=torch.uint8)
     with SharedCache(gib, samples, (3, 256, 256)) as cache:
-        before = vm_pte()
-        for idx in range(samples):
-            cache.set_slot(idx, value)
-        filler = vm_pte() - before
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            before = vm_pte()
-            for idx in range(samples):
-                cache.get_slot(idx)
-            os.write(write_end, str(vm_pte() - before).encode())
-            os._exit(0)
-        reader = int(os.read(read_end, 100))
-        os.wait()
+        filler = grown_by(samples, lambda idx: cache.set_slot(idx, value))
+        reader = in_fork(partial(grown_by, samples, cache.get_slot))
         table = run.table("backing", "memfd huge pages", "process that fills, MiB", "process that reads all, MiB")
         table.row(cache._segment.backing, limits.memfd_huge_policy(), filler / 1024, reader / 1024)
 
 
-def vm_pte() -> int:
+def grown_by(samples: int, call: Callable[[int], object]) -> int:
+    """Return the KiB by which the page tables of this process grow while it calls something for each sample."""
+    before = page_table_kib()
+    for_each(range(samples), call)
+    return page_table_kib() - before
+
+
+def page_table_kib() -> int:
     """Return the KiB of page tables of this process."""
     match = re.search(r"VmPTE:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match

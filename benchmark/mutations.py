@@ -2,7 +2,6 @@
 
     python -m benchmark mutations --seed 1 --rounds 40     # 40 places
     python -m benchmark mutations --seed 1 --only "#7 "    # one of them again; or all of a room: --only shm/
-    python -m benchmark mutations --folder ../other/tests  # with other tests
 
 A break drops a lock, adds one to an integer, skips a check or a call, does not hand over an option, or turns a comparison. The
 places are drawn with a seed: as many of each room, of each kind and of each module as possible. The tests stop at the first
@@ -142,15 +141,12 @@ def notice(folder: Path, intact: Path, arguments: list[str]) -> str:
 @experiment(rounds=40)
 def breaks(run: Run) -> None:
     """Break the library in as many places as there are rounds; run the tests of the room of each."""
-    tests = run.folder or ROOT / "tests"
     table = run.table("place", "break", "noticed by", "s")
     places = {f"#{number} {each.module}:{each.line}": each for number, each in enumerate(drawn(run.rounds, run.seed))}
     with tempfile.TemporaryDirectory() as temporary:
         intact, folder = Path(temporary, "intact"), Path(temporary, "broken")
         for copy in (intact, folder):
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*_cache", "tests", "__pycache__"))
-            shutil.copytree(tests, copy / "tests")
-            shutil.copytree(tests.parent / "benchmark", copy / "benchmark", dirs_exist_ok=True)
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".*_cache", "__pycache__"))
         for place, each in run.chosen(places).items():
             path, began = folder / each.module, time.monotonic()
             source = path.read_bytes()

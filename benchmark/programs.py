@@ -9,7 +9,6 @@ import itertools
 import pickle
 import sqlite3
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -213,7 +212,6 @@ def attempt(name: str, column: str) -> Iterator[str]:
 @experiment()
 def programs(run: Run) -> None:
     """Compare the batches of two epochs with the batches of torch's loader without workers."""
-    warnings.simplefilter("ignore")
     table, equal = run.table("program", *list(COLUMNS)[1:]), list[bool]()
     for name in list(run.chosen(PROGRAMS))[:: run.size(1, 7)]:
         reference, *others = (list(in_child(attempt, name, column))[-1] for column in COLUMNS)

@@ -6,7 +6,6 @@ a file of a cache lies in its directory: the owner may put a different file ther
 """
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -45,7 +44,6 @@ def suffer(seconds: float, name: str) -> Iterator[Any]:
     """Yield when it begins; open and close a cache for ``seconds``, and yield the counts."""
     os.setuid(VICTIM)
     yield
-    logging.disable(logging.WARNING)
     counts = Counter[str](opened=0, errors=0, wrong=0)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

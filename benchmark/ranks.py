@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 
 from benchmark.support.datasets import images
+from benchmark.support.faults import trials
 from benchmark.support.harness import Run, experiment, is_missing
+from benchmark.support.processes import calling, fork, wait
 from stocache import CachedDataset, SharedCache
 from tests.support import launched
 
@@ -53,26 +56,18 @@ def commands(ranks: int, port: int, log: str) -> dict[str, list[str]]:
     program, programs, python = str(launched.__file__), Path(sys.executable).parent, sys.executable
     rank = [program, log, "0"]
     accelerate = [f"--num_processes={ranks}", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    accelerate += [f"--main_process_port={port}"]
     world = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
     deepspeed = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}", "--no_local_rank"]
-    mpi = "import sys; from benchmark.ranks import in_mpi; in_mpi(sys.argv[1])"
-    ray = "import sys; from benchmark.ranks import in_ray; in_ray(sys.argv[1], int(sys.argv[2]))"
     return {
         "torchrun": [str(programs / "torchrun"), f"--nproc-per-node={ranks}", f"--master-port={port}", *rank],
         "spawn": [python, program, log, str(ranks)],
         "hand": [python, *rank],
         "lightning": [python, program, log, str(ranks), "lightning"],
-        "accelerate": [
-            str(programs / "accelerate"),
-            "launch",
-            "--multi_gpu",
-            *accelerate,
-            f"--main_process_port={port}",
-            *rank,
-        ],
+        "accelerate": [str(programs / "accelerate"), "launch", "--multi_gpu", *accelerate, *rank],
         "deepspeed": [python, "-m", "deepspeed.launcher.launch", *deepspeed, *rank],
-        "ray": [python, "-c", ray, log, str(ranks)],
-        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), python, "-c", mpi, log],
+        "ray": calling(in_ray, log, ranks),
+        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), *calling(in_mpi, log)],
     }
 
 
@@ -90,7 +85,7 @@ def launchers(run: Run) -> None:
                 environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1"}
                 environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 started = [
-                    subprocess.Popen(commands(ranks, port, log)[launcher], env=environment | of_rank)
+                    subprocess.Popen(commands(ranks, port, log)[launcher], env=environment | of_rank, stdout=subprocess.DEVNULL)
                     for of_rank in ([numbers(rank, ranks) for rank in range(ranks)] if launcher == "hand" else [{}])
                 ]
                 assert all(process.wait(600) == 0 for process in started), launcher
@@ -145,38 +140,29 @@ def start(run: Run) -> None:
 
 
 def check_all(rank: int, ranks: int) -> None:
-    """Read samples in a random order as one of several ranks; end with an error if one is wrong."""
+    """Read samples in a random order, twice, as one of several ranks."""
     os.environ |= numbers(rank, ranks)
-    torch.set_num_threads(1)
     photos, order = images(SAMPLES, DIMS), random.Random(rank)
     data: Any = CachedDataset(photos, "100MB", probe=2)
     for _ in range(2):
         for idx in order.sample(range(SAMPLES), SAMPLES):
-            if not torch.equal(data[idx][0], photos[idx][0]):
-                os._exit(3)
-    os._exit(0)
+            assert torch.equal(data[idx][0], photos[idx][0]), f"sample {idx} is wrong"
+
+
+def kill(seed: int) -> Counter[str]:
+    """Kill some of 2 to 4 ranks at a random moment; the others must end well."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 3, 4])
+    pids = [fork(partial(check_all, rank, ranks)) for rank in range(ranks)]
+    time.sleep(rng.uniform(0, 0.6))
+    for pid in rng.sample(pids, rng.randint(1, ranks)):
+        os.kill(pid, signal.SIGKILL)
+    statuses = [wait(pid) for pid in pids]
+    assert {*statuses} <= {0, signal.SIGKILL}, "a rank failed"
+    return Counter(killed=statuses.count(signal.SIGKILL))
 
 
 @experiment(rounds=200, quick=5)
 def kills(run: Run) -> None:
-    """Ranks killed at random moments: values, and what is left."""
-    before, context = set(os.listdir("/dev/shm")), torch.multiprocessing.get_context("fork")
-    wrong = hangs = killed = 0
-    for seed in run.seeds():
-        generator = random.Random(seed)
-        ranks = generator.choice([2, 3, 4])
-        processes = [context.Process(target=check_all, args=(rank, ranks)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        time.sleep(generator.uniform(0, 1.5))
-        for process in generator.sample(processes, generator.randint(1, ranks)):
-            process.kill()
-            killed += 1
-        for process in processes:
-            process.join(60)
-            hangs += process.exitcode is None
-            wrong += process.exitcode not in (0, None, -signal.SIGKILL)
-            process.kill()
-    left = len(set(os.listdir("/dev/shm")) - before)
-    run.table("trials", "killed", "wrong", "hangs", "left in /dev/shm").row(run.rounds, killed, wrong, hangs, left)
-    run.claim("kills leave nothing wrong, and nothing", not (wrong or hangs or left))
+    """Kill ranks at random moments."""
+    trials(run, {"2 to 4 ranks": kill})

@@ -57,15 +57,15 @@ def decode(data: bytes) -> Any:
 # ---------------------------------------------------------------------------------------------------- contenders
 
 
-def stocache(graph: Any, workers: int, *before: Any, **options: Any) -> Any:
+def stocache(graph: Any, workers: int, *before: Any) -> Any:
     """Return our loader."""
-    engine = MultiProcessingReadingService(workers, **options) if workers else InProcessReadingService()
+    engine = MultiProcessingReadingService(workers) if workers else InProcessReadingService()
     return DataLoader2(graph, reading_service=SequentialReadingService(*before, engine))
 
 
-def stocache_cached(graph: Any, workers: int, **options: Any) -> Any:
+def stocache_cached(graph: Any, workers: int) -> Any:
     """Return our loader with a cache."""
-    return stocache(graph, workers, CachingReadingService(0.5), **options)
+    return stocache(graph, workers, CachingReadingService(0.5))
 
 
 def torchdata(graph: Any, workers: int) -> Any:

@@ -1,17 +1,15 @@
 """Loaders that resume at five positions: what follows is as in the run that was not interrupted. And what a state costs."""
 
 import json
-import logging
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -20,7 +18,8 @@ from benchmark.support.datasets import Made
 from benchmark.support.harness import Run, experiment
 from stocache import CachedDataset, StorageDataset, StreamLoader, prepare
 from stocache.reading import DataLoader2, MultiProcessingReadingService
-from stocache.system.describe import describe
+from tests.support.equality import same
+from tests.support.resuming import Counting, State, play
 
 CLAIM = "A loader resumes exactly at any position, and taking a state each step costs at most 100 us for 10^6 samples."
 
@@ -37,32 +36,6 @@ def square(idx: int) -> torch.Tensor:
 MAP = Made(_SAMPLES, square)
 
 
-class Stateful:
-    """A state of all attributes."""
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the state."""
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore a state."""
-        vars(self).update(state)
-
-
-class Counting(Stateful, Dataset[Any]):
-    """A map-style dataset whose samples depend on its state: how many it has given."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __len__(self) -> int:
-        return _SAMPLES
-
-    def __getitem__(self, idx: int) -> Any:
-        self.given += 1
-        return torch.tensor([idx, self.given])
-
-
 class Stream(IterableDataset[Any]):
     """An iterable dataset without a state; each worker has a share."""
 
@@ -73,11 +46,11 @@ class Stream(IterableDataset[Any]):
             yield torch.tensor([number])
 
 
-class StatefulStream(Stateful, Stream):
+class StatefulStream(State, Stream):
     """An iterable dataset with a state: its position, and how many epochs it has given."""
 
-    def __init__(self) -> None:
-        self.at = self.epoch = 0
+    kept = "at", "epoch"
+    at = epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
         numbers = [int(value) for value in super().__iter__()]
@@ -124,23 +97,17 @@ def positions(make: Callable[[], Any]) -> list[str]:
     """Return, for each of `POSITIONS`, whether a loader that resumes there yields the rest of the epoch and the next one."""
     torch.manual_seed(7)
     loader = make()
-    states, came = [(loader.state_dict(), torch.get_rng_state())], []
-    for batch in loader:
-        came.append(describe(batch))
-        states.append((loader.state_dict(), torch.get_rng_state()))
-    states.append((loader.state_dict(), between := torch.get_rng_state()))
-    following = [describe(batch) for batch in loader]
-    found = []
+    came, states, generators = play(loader)
+    following, found = list(loader), []
     for number in (0, len(came) // 2, len(came) - 1, len(came), len(came) + 1):
         torch.manual_seed(7)
         resumed = make()
-        state, numbers = states[number]
         try:
-            resumed.load_state_dict(state)
-            torch.set_rng_state(numbers)  # a training's checkpoint has them
-            rest = [describe(batch) for batch in resumed] if number <= len(came) else []
-            torch.set_rng_state(between)
-            equal = rest == came[number:] and [describe(batch) for batch in resumed] == following
+            resumed.load_state_dict(states[number])
+            torch.set_rng_state(generators[number][0])  # a training's checkpoint has them
+            rest = list(resumed) if number <= len(came) else []
+            torch.set_rng_state(generators[-1][0])
+            equal = same(rest, came[number:]) and same(list(resumed), following)
             found.append("equal" if equal else "not equal")
         except Exception as error:
             found.append(type(error).__name__)
@@ -148,15 +115,9 @@ def positions(make: Callable[[], Any]) -> list[str]:
     return found
 
 
-def _quiet() -> None:
-    logging.disable(logging.WARNING)  # both say that they skip samples
-    warnings.simplefilter("ignore")
-
-
 @experiment()
 def table(run: Run) -> None:
     """Resume loaders over eight kinds of datasets at five positions."""
-    _quiet()
     table = run.table("dataset", "workers", "loader", *POSITIONS)
     ways = [(0, "fork"), (2, "fork"), *run.size([(2, "spawn"), (4, "fork"), (4, "spawn")], [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +133,6 @@ def table(run: Run) -> None:
 @experiment(rounds=300, quick=30)
 def cost(run: Run) -> None:
     """Time a state after each batch of 10^6 shuffled samples."""
-    _quiet()
     table = run.table("loader", "workers", "us for a state", "bytes as JSON")
     for workers in (0, 2):
         for title, cls in LOADERS.items():

@@ -17,7 +17,7 @@ import torch
 
 from benchmark.support.datasets import Made
 from benchmark.support.harness import Run, experiment
-from benchmark.support.measuring import epoch_s, settle
+from benchmark.support.measuring import epoch_s, for_each, settle
 from stocache import CachedDataset, DataLoader
 from stocache.system.limits import GIB
 
@@ -134,24 +134,13 @@ def narrow(run: Run) -> None:
                 dataset = stack.enter_context(CachedDataset(source, 2, narrow=is_narrow, audit=0))
                 dataset.warm(progress=False)
                 sizes.append(dataset.cache.stats().slot_bytes)
-                contenders[f"{stored} hit"] = partial(hit_all, dataset)
+                contenders[f"{stored} hit"] = partial(for_each, range(length), dataset.__getitem__)
                 for name, options in loaders.items():
                     contenders[f"{stored} {name}"] = partial(epoch_s, DataLoader(dataset, 64, shuffle=True, **options))
             took = run.turns(contenders)
             contenders.clear()
         for stored, nbytes in zip(("wide", "narrow"), sizes, strict=True):
-            table.row(
-                str(shape),
-                made,
-                stored,
-                nbytes,
-                *(1e6 * took.median(f"{stored} {name}") / length for name in ("hit", *loaders)),
-            )
+            each_us = (1e6 * took.median(f"{stored} {name}") / length for name in ("hit", *loaders))
+            table.row(str(shape), made, stored, nbytes, *each_us)
         ratios.append(took.ratio("narrow hit", "wide hit"))
     run.claim("a narrow hit takes 1.2 times a wide one's", max(ratios), most=1.2)
-
-
-def hit_all(dataset: CachedDataset) -> None:
-    """Read each sample."""
-    for idx in range(len(dataset)):
-        _ = dataset[idx]

@@ -3,7 +3,6 @@
 import itertools
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -15,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmark.support.datasets import Made, random_image
+from benchmark.support.datasets import Made, images
 from benchmark.support.harness import Run, experiment
 from benchmark.support.measuring import pss, settle
-from benchmark.support.peers import stocaching
-from benchmark.support.processes import fork, in_interpreter, wait
+from benchmark.support.peers import OverSlots, stocaching
+from benchmark.support.processes import fork, in_interpreter, start_ranks, wait
 from stocache import SharedCache, SharedCacheDDP, share
 from stocache.shm import named
 from stocache.system.limits import GIB, MIB
@@ -34,24 +33,15 @@ SLOT_BYTES = 3 * 224 * 224
 WORKERS = 4
 
 
-class Source(Dataset[torch.Tensor]):
+class Source(OverSlots):
     """Samples through a cache, or not: ``bypass`` is shared with the workers."""
 
     def __init__(self, cache: Any, samples: int) -> None:
-        self.cache, self.samples = cache, samples
+        super().__init__(images(samples, DIMS, labels=False), cache, labels=False)
         self.bypass = torch.ones(1, dtype=torch.bool).share_memory_()
 
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, idx: int) -> torch.Tensor:
-        if self.bypass:
-            return random_image(DIMS, idx)
-        value: torch.Tensor | None = self.cache.get_slot(idx)
-        if value is None:
-            value = random_image(DIMS, idx)
-            self.cache.set_slot(idx, value)
-        return value
+    def __getitem__(self, idx: int) -> Any:
+        return self.source[idx] if self.bypass else super().__getitem__(idx)
 
 
 CACHES: dict[str, Callable[[int], Any]] = {
@@ -61,7 +51,7 @@ CACHES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def rank(library: str, samples: int, folder: Path, job: int) -> None:
+def rank(library: str, samples: int, folder: str, job: int) -> None:
     """One rank under torchrun: all samples past the cache; then two epochs through it; then all samples again, compared."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -76,8 +66,8 @@ def rank(library: str, samples: int, folder: Path, job: int) -> None:
         return checksum
 
     def meet(moment: str) -> None:
-        (folder / f"{moment}-{job}-{number}").touch()
-        while not (folder / f"go-{moment}").exists():
+        Path(folder, f"{moment}-{job}-{number}").touch()
+        while not Path(folder, f"go-{moment}").exists():
             time.sleep(0.05)
 
     expected = read(range(samples))
@@ -101,21 +91,10 @@ def ranks(run: Run) -> None:
     table = run.table(
         "cache", "PSS before filling, MiB", "after, MiB", "grows by, of the cached bytes", "more than without a cache"
     )
-    code = "import sys; from pathlib import Path; from benchmark.sharing import rank; "
-    code += "rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))"
     for library in list(CACHES)[: run.size(None, 2)]:
         settle(2 * size)
         with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder, "rank.py")
-            script.write_text(code)
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port"]
-            started = [
-                subprocess.Popen(
-                    [*torchrun, str(29600 + job), str(script), library, str(samples), folder, str(job)],
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.getcwd()},
-                )
-                for job in range(jobs)
-            ]
+            started = [start_ranks(ranks, 29600 + job, rank, library, samples, folder, job) for job in range(jobs)]
             before, after = (memory_at(Path(folder), moment, started, jobs * ranks) for moment in ("started", "filled"))
             assert all(job.wait() == 0 for job in started)
         grown[library] = after
@@ -124,7 +103,7 @@ def ranks(run: Run) -> None:
     run.claim("no named cache is left", not listing.find())
 
 
-def memory_at(folder: Path, moment: str, jobs: list[subprocess.Popen[bytes]], ranks: int) -> int:
+def memory_at(folder: Path, moment: str, jobs: list[subprocess.Popen[str]], ranks: int) -> int:
     """Wait until all ranks have reached a point, take the sum of their memory, and let them continue."""
     while len(list(folder.glob(f"{moment}-*"))) < ranks:
         assert all(job.poll() is None for job in jobs), "a job failed"

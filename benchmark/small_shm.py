@@ -10,9 +10,7 @@ import logging
 import os
 import re
 import subprocess
-import warnings
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader
 import stocache
 from benchmark.support.datasets import Made
 from benchmark.support.harness import Run, experiment
+from benchmark.support.peers import OverSlots
 from benchmark.support.processes import in_interpreter
 from stocache import CachedDataset, SharedCache
 from stocache.system import limits
@@ -84,16 +83,7 @@ def noise(idx: int) -> torch.Tensor:
     return PATTERN * (idx % 256) + idx // 256
 
 
-def cached_noise(cache: SharedCache, idx: int) -> tuple[int, torch.Tensor]:
-    """Return a sample that is cached, with its index."""
-    value = cache.get_slot(idx)
-    if value is None:
-        value = noise(idx)
-        cache.set_slot(idx, value)
-    return idx, value
-
-
-def to_numpy(batch: list[tuple[int, torch.Tensor]]) -> list[np.ndarray]:
+def to_numpy(batch: list[tuple[torch.Tensor, int]]) -> list[np.ndarray]:
     """Collate to arrays, which travel through a pipe."""
     return [np.stack([np.asarray(value) for value in part]) for part in zip(*batch, strict=True)]
 
@@ -111,10 +101,10 @@ def train(name: str) -> dict[str, Any]:
     if case.free is not None and case.late:
         _occupy(case.free)
     collate = to_numpy if case.numpy else None
-    dataset = Made(case.samples, partial(cached_noise, cache))
+    dataset = OverSlots(Made(case.samples, lambda idx: (noise(idx), idx)), cache, labels=True)
     loader = DataLoader(dataset, 2, shuffle=True, num_workers=case.workers, collate_fn=collate)
     for _ in range(2):
-        for indices, values in loader:
+        for values, indices in loader:
             for idx, value in zip(indices.tolist(), values, strict=True):
                 assert torch.equal(torch.as_tensor(value), noise(idx)), f"sample {idx} is wrong"
     return {"backing": cache._segment.backing, "warnings": said.getvalue(), **asdict(cache.stats())}
@@ -148,7 +138,6 @@ def image(idx: int) -> tuple[torch.Tensor, int]:
 
 def load(ours: bool, cached: bool) -> dict[str, int]:
     """Iterate two epochs with 4 workers in this process's /dev/shm; return the number of batches."""
-    warnings.filterwarnings("ignore", "This DataLoader will create")
     cls = stocache.DataLoader if ours else DataLoader
     dataset = Made(2560, image)
     loader = cls(CachedDataset(dataset, 1) if cached else dataset, batch_size=256, num_workers=4)

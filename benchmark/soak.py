@@ -9,7 +9,6 @@ import gc
 import os
 import random
 import time
-import warnings
 from functools import partial
 from typing import Any
 
@@ -91,7 +90,6 @@ def soak(run: Run, loaders: list[Any], overlap: bool) -> None:
     holder, children, memory = Holder(rng), list[int](), list[float]()
     table = run.table("batches", "own memory, MiB", "shared, MiB", "threads", "descriptors")
     bar = tqdm(total=run.rounds, unit="batch", mininterval=1)
-    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than CPUs, which is wanted
     while bar.n < run.rounds:
         iterators = [iter(rng.choice(loaders)) for _ in range(rng.choice([1, 1, 1, 2]) if overlap else 1)]
         stop = rng.choice([rng.randrange(1, 400), 10**9])

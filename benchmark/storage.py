@@ -18,7 +18,6 @@ MosaicML streaming are read with options that make them faster than their defaul
 
 import gc
 import itertools
-import logging
 import math
 import os
 import random
@@ -52,7 +51,6 @@ def sources(run: Run) -> Iterator[tuple[str, Source, Path]]:
     torch.set_num_threads(1)
     resource_tracker.ensure_running()  # one for all processes, or each would complain of names that the others remove
     mosaic()
-    logging.disable(logging.WARNING)
     makers: dict[str, Callable[[], Source]] = {
         "images": lambda: stores.rows(run.size(20_000, 1_000), 3, 64, 64),
         "text": lambda: stores.texts(run.size(100_000, 5_000)),
@@ -85,24 +83,22 @@ def written(source: Source, folder: Path, files: Callable[[], Iterable[Path]], w
 
 @experiment(rounds=5, needs="litdata streaming")
 def preparing(run: Run) -> None:
-    """MB per second until the samples are on the disk, and their size there."""
-    table = run.table("source", "store", "workers", "MB/s", "of the samples, on disk", "stocache to it")
+    """MB per second until one process has the samples on the disk, and their size there."""
+    table = run.table("source", "store", "MB/s", "of the samples, on disk", "stocache to it")
     for name, source, folder in sources(run):
         contenders: list[Store] = [make(folder, BLOCK_BYTES) for make in (Stocache, LitData, Mosaic, Article)]
-        for workers in (0, 2):
-            bare = folder / "bare"
-            measured = {
-                store.name: partial(written, source, store.folder, store.files, partial(store.prepare, source, workers))
-                for store in contenders
-                if store.parallel or not workers
-            }
-            write = partial(stores.write_bare, bare, source.nbytes, BLOCK_BYTES, workers)
-            measured["the disk: write and fsync alone"] = partial(written, source, bare, bare.iterdir, write)
-            speed = run.turns({each: partial(in_fork, measure) for each, measure in measured.items()}, warm_up=0)
-            sizes = {store.name: sum(path.stat().st_size for path in store.files()) for store in contenders}
-            for each in speed:
-                share = sizes[each] / source.nbytes if each in sizes else None
-                table.row(name, each, workers, speed.median(each), share, speed.ratio("stocache", each))
+        bare = folder / "bare"
+        measured = {
+            store.name: partial(written, source, store.folder, store.files, partial(store.prepare, source))
+            for store in contenders
+        }
+        write = partial(stores.write_bare, bare, source.nbytes, BLOCK_BYTES)
+        measured["the disk: write and fsync alone"] = partial(written, source, bare, bare.iterdir, write)
+        speed = run.turns({each: partial(in_fork, measure) for each, measure in measured.items()}, warm_up=0)
+        sizes = {store.name: sum(path.stat().st_size for path in store.files()) for store in contenders}
+        for each in speed:
+            share = sizes[each] / source.nbytes if each in sizes else None
+            table.row(name, each, speed.median(each), share, speed.ratio("stocache", each))
     shares = [share for peer in (LitData, Mosaic, Article) for share in table.column("stocache to it", store=peer.name)]
     run.claim("preparing is at least as fast as with LitData, MosaicML streaming and torch.save", min(shares), least=1)
 
@@ -166,7 +162,7 @@ def read(run: Run) -> None:
         readers: list[Store] = [make(folder, BLOCK_BYTES) for make in (Stocache, OwnLoader, LitData, Mosaic, Article)]
         for store in readers:
             if not isinstance(store, OwnLoader):
-                in_fork(partial(store.prepare, source, 0))
+                in_fork(partial(store.prepare, source))
             in_fork(partial(check, store, source))
         order = random.Random(0).sample(range(len(source)), min(len(source), Store.reads))
         orders: dict[str, Callable[[Store], Callable[[int], Iterable[Any]]]] = {

@@ -3,11 +3,9 @@
 Peers that are not installed have empty cells: SPDL (``pip install spdl==0.8.0``), grain (``pip install grain``), dataloader-rs
 (``pip install dataloader-rs``, from Python 3.13 on).
 
-``warm``: the *bare* threads gather rows by ``torch.index_select``, with indices that were drawn before, into memory that they
-use again: each into one buffer, or into eight in turn, as a loader must whose user may hold batches. *With torch's sampler*
-means eight buffers, too, and that the main thread draws the indices meanwhile, as it must in any loader. SPDL's threads run
-``torch.index_select`` on the same rows, the rows of dataloader-rs collate rows of the same tensors; it shuffles by itself.
-Workers are kept. An epoch is several passes over the samples.
+``warm``: the two *bare* threads gather rows by ``torch.index_select``, with indices that were drawn before, each into a buffer
+that it uses again. SPDL's threads run ``torch.index_select`` on the same rows, the threads of dataloader-rs collate rows of the
+same tensors; it shuffles by itself. Workers are kept. An epoch is several passes over the samples.
 
 ``photos``: each contender has a fresh interpreter in each round, which has decoded one photograph. The first epoch gives the
 time from ``iter()`` to the first batch. *Start* is that time without decoding: without the share that the first batch has in an
@@ -28,23 +26,20 @@ import heapq
 import os
 import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable
-from itertools import cycle
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 from benchmark.support.datasets import Made, images
 from benchmark.support.datasets import photos as decoded_photos
 from benchmark.support.harness import Figures, Run, experiment, is_missing
-from benchmark.support.measuring import epoch_s, pss, settle
+from benchmark.support.measuring import epoch_s, pss, run_threads, settle
 from benchmark.support.peers import filled, in_grain, in_rust, in_spdl, in_torch, ours
 from benchmark.support.processes import in_interpreter
 from stocache import CachedDataset
@@ -64,9 +59,8 @@ PASSES = 4
 def warm(run: Run) -> None:
     """Samples per second from a full cache; the limit is two threads that only gather."""
     torch.set_num_threads(1)
-    bare = "bare, 2 threads", "bare, 8 buffers each", "bare, with torch's sampler"
-    names = *bare, "threads", "processes", "torch over stocaching", "SPDL", "dataloader-rs"
-    table = run.table("samples", "batch", "workers", *names, *(f"threads to {name}" for name in bare))
+    names = "bare", "threads", "processes", "torch over stocaching", "SPDL", "dataloader-rs"
+    table = run.table("samples", "batch", "workers", *names, "threads to bare")
     bars = {(3, 64, 64): 0.75, (3, 224, 224): 0.85}
     for dims in bars:
         count = run.size(1024, 32) * MIB // int(np.prod(dims))
@@ -75,16 +69,14 @@ def warm(run: Run) -> None:
         for batch in run.size((256, 32), (256,)):
             for workers in run.size((1, 2, 4), (2,)):
                 contenders = gathering(cached, theirs, batch, workers)
-                for contender in contenders.values():
-                    contender()  # until each worker has touched most of the cache, whose pages are mapped into it one by one
-                took = run.turns(contenders)
+                # until each worker has touched most of the cache, whose pages are mapped into it one by one
+                took = run.turns(contenders, warm_up=2)
                 rates = (PASSES * count / took.median(name) if name in took else None for name in names)
-                shares = [took.ratio(name, "threads") for name in bare]
-                table.row("x".join(map(str, dims)), batch, workers, *rates, *shares)
+                table.row("x".join(map(str, dims)), batch, workers, *rates, took.ratio("bare", "threads"))
                 del contenders
         del theirs, cached
         gc.collect()
-    shares = table.column("threads to bare, 2 threads", batch=256, workers=2)
+    shares = table.column("threads to bare", batch=256, workers=2)
     for share, (dims, least) in zip(shares, bars.items(), strict=True):
         run.claim(f"threads gather batches of {dims} at {least} of bare threads", share, least=least)
 
@@ -94,16 +86,12 @@ def gathering(cached: Any, theirs: Any, batch: int, workers: int) -> dict[str, C
     count, (rows, labels) = len(cached), cached.cache.array
     columns = rows.flatten(1).view(torch.int64), labels
     drawn = [indices for _ in range(PASSES) for indices in torch.randperm(count).split(batch)]
-    memory = [[[column.new_zeros(batch, *column.shape[1:]) for column in columns] for _ in range(8)] for _ in range(2)]
     options = {"sampler": RandomSampler(range(count), num_samples=PASSES * count)}
-    sampler = BatchSampler(options["sampler"], batch, drop_last=False)
     contenders: dict[str, Callable[[], float]] = {
         "torch over stocaching": functools.partial(epoch_s, in_torch(theirs, batch, workers, **options)),
         "processes": functools.partial(epoch_s, ours(cached, batch, workers, "multiprocessing", **options)),
         "threads": functools.partial(epoch_s, ours(cached, batch, workers, "thread", **options)),
-        "bare, 2 threads": lambda: bare_gather(columns, drawn, [buffers[:1] for buffers in memory]),
-        "bare, 8 buffers each": lambda: bare_gather(columns, drawn, memory),
-        "bare, with torch's sampler": lambda: bare_gather(columns, sampler, memory),
+        "bare": functools.partial(bare_gather, columns, drawn),
     }
     if not is_missing("spdl"):
         select = functools.partial(_select, columns)
@@ -118,38 +106,16 @@ def _select(columns: Iterable[Tensor], indices: Tensor) -> list[Tensor]:
     return [torch.index_select(column, 0, indices) for column in columns]
 
 
-def bare_gather(columns: Iterable[Tensor], batches: Iterable[Any], memory: list[list[list[Tensor]]]) -> float:
-    """Return the seconds in which threads gather batches, each into its own buffers in turn, while this thread draws them."""
-    drawn: SimpleQueue[Any] = SimpleQueue()
+def bare_gather(columns: Sequence[Tensor], drawn: list[Tensor]) -> float:
+    """Return the seconds in which two threads gather batches, each into a buffer of its own."""
+    left = iter(drawn)
 
-    def gather(buffers: list[list[Tensor]]) -> None:
-        for buffer in cycle(buffers):
-            indices = drawn.get()
-            if indices is None:
-                return
-            indices = torch.as_tensor(indices)
+    def gather(buffer: list[Tensor]) -> None:
+        for indices in left:  # next() of a list's iterator is atomic
             for column, rows in zip(columns, buffer, strict=True):
                 torch.index_select(column, 0, indices, out=rows[: len(indices)])
 
-    def draw() -> None:
-        for indices in batches:
-            drawn.put(indices)
-        for _ in memory:
-            drawn.put(None)
-
-    return run_threads(gather, memory, draw)
-
-
-def run_threads(function: Callable[[Any], None], arguments: list[Any], meanwhile: Callable[[], None] = lambda: None) -> float:
-    """Return the seconds in which threads, one for each argument, call a function. This thread calls ``meanwhile``."""
-    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    meanwhile()
-    for thread in threads:
-        thread.join()
-    return time.perf_counter() - began
+    return run_threads(gather, [[column[: len(drawn[0])].clone() for column in columns] for _ in range(2)])
 
 
 # ---------------------------------------------------------------------------------------------------- photographs
@@ -168,16 +134,8 @@ DECODERS: dict[str, tuple[str, Callable[[Any, int, int], Any]]] = {  # each with
 }
 
 
-class PhotoRun(NamedTuple):
-    """What a contender needs for photographs."""
-
-    rate: float
-    start_s: float
-    nbytes: float
-
-
-def photo_run(name: str, paths: list[str], count: int) -> PhotoRun:
-    """Run three epochs of one contender, with batches of 32."""
+def photo_run(name: str, paths: list[str], count: int) -> tuple[float, float, float]:
+    """Return the photographs per second of a contender, the seconds to start, and the bytes: three epochs, batches of 32."""
     torch.set_num_threads(1)
     dataset = decoded_photos(count, [Path(path) for path in paths])
     dataset[0]  # loads the decoder
@@ -190,7 +148,7 @@ def photo_run(name: str, paths: list[str], count: int) -> PhotoRun:
     for number, _ in enumerate(loader):
         if number == middle:
             nbytes = pss(os.getpid())
-    return PhotoRun(count / took_s, first_s - min(1.0, 32 / count) * took_s, nbytes)
+    return count / took_s, first_s - min(1.0, 32 / count) * took_s, nbytes
 
 
 @experiment(rounds=5)
@@ -252,27 +210,27 @@ def costly(work: Callable[[float], None], steps: list[float]) -> Made:
     return Made(len(steps), sample)
 
 
-def two_epochs(dataset: Any, method: str) -> tuple[float, float, bool]:
-    """Return the samples per second of two epochs of a new loader, and whether it has used threads."""
+def second_epoch(dataset: Any, method: str) -> tuple[float, bool]:
+    """Return the samples per second of the second epoch of a new loader, and whether it has used threads."""
     loader = ours(dataset, 32, WORKERS, method, persistent_workers=False)
-    first, second = (len(dataset) / epoch_s(loader) for _ in range(2))
-    return first, second, loader._stocache._uses_threads
+    epoch_s(loader)
+    return len(dataset) / epoch_s(loader), loader._stocache._uses_threads
 
 
 @experiment(rounds=5)
 def gil(run: Run) -> None:
-    """What worker_method="auto" chooses for samples of 1 ms, and samples per second in the first and second epoch."""
+    """What worker_method="auto" chooses for samples of 1 ms, and samples per second in the second epoch."""
     torch.set_num_threads(1)
-    table = run.table("samples", "worker_method", "first epoch, /s", "second epoch, /s", "auto to it", "used threads")
+    table = run.table("samples", "worker_method", "second epoch, /s", "auto to it", "used threads")
     right = []
     methods = "auto", "multiprocessing", "thread"
     for kind, work, wanted in (("hold the GIL", python_work, "multiprocessing"), ("leave it free", c_work, "thread")):
         dataset = costly(work, [steps_for(work, 0.001)] * run.size(2000, 500))
-        found = run.results({method: functools.partial(two_epochs, dataset, method) for method in methods})
-        first, second, uses_threads = Figures.columns(found)
+        found = run.results({method: functools.partial(second_epoch, dataset, method) for method in methods})
+        rate, uses_threads = Figures.columns(found)
         for method in methods:
             often = f"{sum(uses_threads[method]):.0f} of {run.rounds} times"
-            table.row(kind, method, first.median(method), second.median(method), second.ratio("auto", method), often)
+            table.row(kind, method, rate.median(method), rate.ratio("auto", method), often)
         right.append(sum(uses_threads["auto"]) == (run.rounds if wanted == "thread" else 0))
     shares = table.column("auto to it", samples="hold the GIL", worker_method="multiprocessing")
     shares += table.column("auto to it", samples="leave it free", worker_method="thread")
@@ -283,19 +241,14 @@ def gil(run: Run) -> None:
 # ---------------------------------------------------------------------------------------------------- slow samples
 
 
-class Steps(NamedTuple):
-    """An epoch: its seconds; of the times of ``next()`` the median, the 99th percentile, and their ratio."""
-
-    took_s: float
-    p50_s: float
-    p99_s: float
-    spread: float
+Steps = tuple[float, float]
+"""An epoch: its seconds, and the 99th percentile of the times of ``next()`` to their median."""
 
 
 def steps_of(ends_s: list[float]) -> Steps:
     """Return the figures of batches that come at these times."""
     p50_s, p99_s = np.quantile(np.diff(ends_s), (0.5, 0.99)).tolist()
-    return Steps(ends_s[-1], p50_s, p99_s, p99_s / p50_s)
+    return ends_s[-1], p99_s / p50_s
 
 
 def next_times(loader: Iterable[Any]) -> Steps:
@@ -314,7 +267,7 @@ def bare_costs(dataset: Any) -> list[float]:
             dataset[idx]
             costs_s[at] = time.perf_counter() - began
 
-    run_threads(load, list(range(WORKERS)))
+    run_threads(load, range(WORKERS))
     return costs_s
 
 
@@ -332,18 +285,16 @@ def best_steps(costs_s: list[float], batch: int) -> Steps:
 def slow(run: Run) -> None:
     """How even the times of ``next()`` are, if one sample in ten takes 20 times as long."""
     torch.set_num_threads(1)
-    table = run.table("cost", "cached", "batch", "contender", "p50, ms", "p99, ms", "p99 to p50", "epoch to costs")
+    table = run.table("cost", "cached", "batch", "contender", "p99 to p50", "epoch to costs")
     for kind, work in (("sleep", time.sleep), ("busy", c_work)):
-        step, count = steps_for(work, 0.0005), run.size(10_240, 2_048)
+        step, count = steps_for(work, 0.0005), run.size(10_240, 1_024)
         dataset = costly(work, [step * times for times in random.Random(0).choices((1, 20), (0.9, 0.1), k=count)])
         with CachedDataset(dataset, f"{count // 2 * (3 * 32 * 32 + 9)}B") as half:
             half.warm(progress=False)
             for (cached, source), batch in ((case, batch) for case in (("0%", dataset), ("50%", half)) for batch in (32, 256)):
-                found = slow_epochs(run, source, batch)
-                shares, p50_s, p99_s, spread = Figures.columns(found)
+                took, spread = Figures.columns(slow_epochs(run, source, batch))
                 for name in ("limit", "threads", "processes", "torch"):
-                    ms = 1e3 * p50_s.median(name), 1e3 * p99_s.median(name)
-                    table.row(kind, cached, batch, name, *ms, spread.median(name), shares.ratio(name, "costs"))
+                    table.row(kind, cached, batch, name, spread.median(name), took.ratio(name, "costs"))
     spreads = table.column("p99 to p50", contender="threads", batch=256)
     run.claim("threads stay within 5 % of the costs", max(table.column("epoch to costs", contender="threads")), most=1.05)
     run.claim("p99 of next() is within 1.5 of p50, batches of 256", max(spreads), most=1.5)
@@ -360,5 +311,5 @@ def slow_epochs(run: Run, dataset: Any, batch: int) -> dict[str, list[Steps]]:
     found = run.results(contenders)
     costs = found.pop("costs")
     found["limit"] = [best_steps(costs_s, batch) for costs_s in costs]
-    found["costs"] = [Steps(sum(costs_s) / WORKERS, *limit[1:]) for costs_s, limit in zip(costs, found["limit"], strict=True)]
+    found["costs"] = [(sum(costs_s) / WORKERS, 0.0) for costs_s in costs]
     return found

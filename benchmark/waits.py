@@ -30,7 +30,7 @@ from stocache import CachedDataset
 from stocache.loader import collate as loader_collate
 from stocache.loader import thread_maker
 from stocache.loader.workers import requests
-from stocache.observe.recording import record
+from stocache.observe.recording.record import TimingRecord
 
 CLAIM = "Recording waits costs under 1 %, and the verdict finds eight bottlenecks."
 
@@ -39,7 +39,7 @@ OBEYED_S = 0.02
 
 
 class NoRow:
-    """A `Row` that records nothing."""
+    """A `TimingRow` that records nothing."""
 
     def add(self, *arguments: Any) -> None:
         """Do nothing."""
@@ -47,34 +47,10 @@ class NoRow:
     begin = begin_step = add_later = add_making = add_collating = add_gathered = add_loads = add_look = write = add
 
 
-class NoRecord:
-    """A `TimingRecord` that records nothing. Its ``read`` returns an empty record."""
-
-    mine = True
-
-    def __init__(self, workers: int) -> None:
-        self.main, self.workers = NoRow(), workers
-        self._counted = record.TimingRecord(workers, False).read()
-
-    def row(self, number: int) -> NoRow:
-        """Return the row that records nothing."""
-        return self.main
-
-    def read(self) -> record.Counted:
-        """Return counts of zero."""
-        return self._counted
-
-    def write(self) -> None:
-        """Do nothing."""
-
-    def claim(self, worker: int) -> None:
-        """Return no row."""
-
-
 NO_ROW = NoRow()
 
 
-def no_row() -> NoRow:
+def no_row(*_: object) -> NoRow:
     """Return the row that records nothing."""
     return NO_ROW
 
@@ -83,13 +59,22 @@ def no_row_here() -> None:
     """Say that this process does not record. (A mock that returns None takes 10 µs.)"""
 
 
+def no_record(workers: int) -> Any:
+    """Return a `TimingRecord` that records nothing."""
+    record: Any = TimingRecord(workers, False)
+    counted = record.read()
+    record.main, record.row, record.read = NO_ROW, no_row, lambda: counted
+    return record
+
+
 @contextlib.contextmanager
 def rows_replaced() -> Iterator[None]:
     """Let the worker threads of this process, or the worker that it is, record nothing."""
-    with contextlib.ExitStack() as patches:
-        for module in (requests, thread_maker):
-            patches.enter_context(mock.patch.object(module, "row_here", no_row))
-        patches.enter_context(mock.patch.object(loader_collate, "row_here", no_row_here))
+    with (
+        mock.patch.object(requests, "row_here", no_row),
+        mock.patch.object(thread_maker, "row_here", no_row),
+        mock.patch.object(loader_collate, "row_here", no_row_here),
+    ):
         yield
 
 
@@ -104,7 +89,7 @@ def obey(worker: int) -> None:
 def not_recording(loader: Any) -> Iterator[None]:
     """Let a loader and its workers record nothing."""
     workers = [process.pid for process in multiprocessing.active_children()]
-    kept, loader._stocache._record = loader._stocache._record, NoRecord(loader.num_workers)
+    kept, loader._stocache._record = loader._stocache._record, no_record(loader.num_workers)
     for pid in workers:
         os.kill(pid, signal.SIGUSR1)
     # Only where it must be: what runs in a process in which functions were replaced is slower afterwards, by 1 %
@@ -173,16 +158,6 @@ def burn(cost_s: float) -> None:
         pass
 
 
-def source(cost_s: float, wait: Callable[[float], None], size: int) -> Made:
-    """Return samples that take ``cost_s`` to load: waiting, as for a disk or a network, or in Python."""
-
-    def load(idx: int) -> tuple[torch.Tensor, int]:
-        wait(cost_s)
-        return torch.full((3, size, size), idx % 251, dtype=torch.uint8), idx
-
-    return Made(N, load)
-
-
 @dataclass(frozen=True)
 class Slow:
     """A function that burns ``cost_s``, and calls a different one."""
@@ -199,8 +174,13 @@ class Slow:
 def cached(
     cost_s: float = 0.0, limit: str = NEEDED_GIB, wait: Callable[[float], None] = time.sleep, size: int = 32, **options: Any
 ) -> Callable[[], CachedDataset]:
-    """Return a function that caches a `source`."""
-    return lambda: CachedDataset(source(cost_s, wait, size), limit, **options)
+    """Return a function that caches samples that take ``cost_s`` to load: waiting, as for a disk or a network, or in Python."""
+
+    def load(idx: int) -> tuple[torch.Tensor, int]:
+        wait(cost_s)
+        return torch.full((3, size, size), idx % 251, dtype=torch.uint8), idx
+
+    return lambda: CachedDataset(Made(N, load), limit, **options)
 
 
 @dataclass
@@ -224,26 +204,23 @@ class Bottleneck:
     warm: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Any]:
-        """Run all epochs, and give the loader."""
-        dataset = self.dataset()
-        if self.warm:
-            dataset.warm(progress=False)
-        defaults = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
-        loader = stocache.DataLoader(dataset, shuffle=True, **defaults | self.options)
-        held = deque(maxlen=self.hold)
-        try:
+    def verdict(self) -> Any:
+        """Run all epochs; return the last verdict."""
+        with self.dataset() as dataset:
+            if self.warm:
+                dataset.warm(progress=False)
+            defaults = {"batch_size": BATCH, "num_workers": 2, "persistent_workers": True}
+            loader = stocache.DataLoader(dataset, shuffle=True, **defaults | self.options)
+            held = deque(maxlen=self.hold)
             for _ in range(self.epochs):
                 for batch in loader:
                     held.append(batch)
                     del batch
                     time.sleep(self.step_s)
-            yield loader
-        finally:
+            found = loader.stats().verdict
             held.clear()
             loader.end_workers()
-            dataset.close()
+        return found
 
 
 LOADING, EACH = r"loading \d+ uncached samples of \d[\d.]* ms each is the limit", r"\d[\d.]* ms each"
@@ -303,8 +280,7 @@ def bottlenecks(run: Run) -> None:
     for name, bottleneck in run.chosen(BOTTLENECKS).items():
         right, text = 0, "(silent)"
         for _ in range(run.rounds):
-            with bottleneck.running() as loader:
-                verdict = loader.stats().verdict
+            verdict = bottleneck.verdict()
             text = "(silent)" if verdict is None else verdict.text
             named = None if verdict is None else verdict.limit
             right += named == bottleneck.limit and (verdict is None or re.search(bottleneck.says, text) is not None)

@@ -1,6 +1,5 @@
 """Seeded trials whose counts are summed, and child processes that may die or stall."""
 
-import logging
 import multiprocessing
 import operator
 import os
@@ -105,7 +104,6 @@ def trials(run: Run, cases: Mapping[str, Trial]) -> None:
 
     Something is left if more of /dev/shm or more descriptors are taken at the end of a case than after its first trial.
     """
-    logging.getLogger("stocache").setLevel(logging.ERROR)
     mount_private()  # if that is allowed: other programs use /dev/shm, too
     rows, left = dict[str, Counter[str]](), 0
     for name, trial in run.chosen(dict(cases)).items():

@@ -1,8 +1,10 @@
-"""Epochs, and the memory of processes."""
+"""Calls, epochs, threads, and the memory of processes."""
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -13,11 +15,28 @@ def settle(nbytes: int) -> None:
     torch.ones(nbytes, dtype=torch.uint8)
 
 
+def for_each(arguments: Iterable[Any], call: Callable[[Any], object]) -> None:
+    """Call something with each argument."""
+    for argument in arguments:
+        call(argument)
+
+
 def epoch_s(loader: Iterable[object]) -> float:
     """Return the seconds of an epoch."""
     began = time.perf_counter()
     for _ in loader:
         pass
+    return time.perf_counter() - began
+
+
+def run_threads(function: Callable[[Any], None], arguments: Iterable[Any]) -> float:
+    """Return the seconds in which threads, one for each argument, call a function."""
+    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return time.perf_counter() - began
 
 

@@ -126,7 +126,7 @@ def _flipped(image: Any) -> Any:
 
 
 def loaders() -> dict[str, float]:
-    """Return the microseconds of a batch, and of the first batch of an epoch; and p99 to p50 of `next` over slow samples."""
+    """Return the microseconds of a batch, and of the first batch of an epoch."""
     found: dict[str, float] = {}
     note = partial(note_in, found)
     torch.manual_seed(0)
@@ -159,25 +159,7 @@ def loaders() -> dict[str, float]:
         file.flush()
         with StreamLoader(file.name, 1000, 50_000, size_limit_gib="100MB") as stream:
             note("text, cached", lambda: deque(stream, 0), 100)
-    times = []
-    for _ in range(3):
-        batches = iter(DataLoader(_Slow(), BATCH, num_workers=2, worker_method="thread"))
-        next(batches)
-        for _ in range(7):
-            began = time.perf_counter()
-            next(batches)
-            times.append(time.perf_counter() - began)
-    found["one slow sample in ten, 2 threads: most to median"] = max(times) / statistics.median(times)
     return found
-
-
-class _Slow:
-    def __len__(self) -> int:
-        return 2048
-
-    def __getitem__(self, idx: int) -> int:
-        time.sleep(0.01 if random.Random(idx).random() < 0.1 else 0.0005)
-        return idx
 
 
 if __name__ == "__main__":

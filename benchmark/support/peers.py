@@ -30,14 +30,11 @@ def stocaching(limit_bytes: int, dataset_len: int, data_dims: tuple[int, ...]) -
         return stocaching.SharedCache((limit_bytes + 0.5) / GIB, dataset_len, data_dims)
 
 
-class OverStocaching(Dataset[Any]):
-    """Images, with labels or without, cached with stocaching as its documentation shows."""
+class OverSlots(Dataset[Any]):
+    """Images, with labels or without, behind a cache with get_slot and set_slot, as the documentation of stocaching shows."""
 
-    def __init__(self, source: Any) -> None:
-        self.source, sample = source, source[0]
-        self.labels = isinstance(sample, tuple)
-        image = sample[0] if self.labels else sample
-        self.cache = stocaching(2 * image.numel() * len(source), len(source), tuple(image.shape))
+    def __init__(self, source: Any, cache: Any, labels: bool) -> None:
+        self.source, self.cache, self.labels = source, cache, labels
 
     def __len__(self) -> int:
         return len(self.source)
@@ -51,9 +48,12 @@ class OverStocaching(Dataset[Any]):
         return (image, idx) if self.labels else image
 
 
-def filled(source: Any) -> tuple[OverStocaching, CachedDataset]:
-    """Return both caches of a dataset of images, with all its samples."""
-    theirs, cached = OverStocaching(source), CachedDataset(source, 4)
+def filled(source: Any) -> tuple[OverSlots, CachedDataset]:
+    """Return caches of stocaching and of stocache over images, with all samples."""
+    labels = isinstance(source[0], tuple)
+    image = source[0][0] if labels else source[0]
+    theirs = OverSlots(source, stocaching(2 * image.numel() * len(source), len(source), tuple(image.shape)), labels)
+    cached = CachedDataset(source, 4)
     for idx in range(len(source)):
         theirs[idx]
     cached.warm(progress=False)

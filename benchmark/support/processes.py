@@ -19,6 +19,25 @@ from stocache.shm import segment
 Result = TypeVar("Result")
 
 
+def calling(function: Callable[..., Any], *arguments: Any) -> list[str]:
+    """Return the command of a new interpreter that calls a function of a module, and prints the result; all values are JSON."""
+    of = f"from {function.__module__} import {function.__name__} as function"
+    code = f"import json, sys; {of}; print(json.dumps(function(*json.loads(sys.argv[1]))))"
+    return [sys.executable, "-c", code, json.dumps(arguments)]
+
+
+def start_ranks(count: int, port: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """Start torchrun, whose ranks on this machine, ``count`` of them, call a function of a module.
+
+    ``options``: more options of torchrun.
+    """
+    options |= {"nproc_per_node": count, "master_port": port}
+    command = [sys.executable, "-m", "torch.distributed.run", *(f"--{name}={value}" for name, value in options.items())]
+    command += ["--no-python", *calling(function, *arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, text=True)
+
+
 def in_interpreter(function: Callable[..., Any], *arguments: Any, before: Sequence[str] = (), **options: Any) -> Any:
     """Return what a function of a module returns in a new interpreter. Its arguments and its result are values of JSON.
 
@@ -31,11 +50,8 @@ def in_interpreter(function: Callable[..., Any], *arguments: Any, before: Sequen
     Raises:
         subprocess.CalledProcessError: it failed.
     """
-    of = f"from {function.__module__} import {function.__name__} as function"
-    code = f"import json, sys; {of}; print(json.dumps(function(*json.loads(sys.argv[1]))))"
-    command = [*before, sys.executable, "-c", code, json.dumps(arguments)]
     options = {"check": True, "cwd": Path(__file__).parents[2]} | options
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **options)
+    done = subprocess.run([*before, *calling(function, *arguments)], stdout=subprocess.PIPE, text=True, **options)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -3,7 +3,7 @@
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import stocache
 from benchmark.support.datasets import Made
 from benchmark.support.peers import clean_mosaic, mosaic
-from benchmark.support.processes import fork, wait
 from stocache import BlockSampler, OnDiskBlockDataStorage, StorageDataset, prepare
 
 BATCH, WINDOW = 64, 16
@@ -30,12 +29,10 @@ class Source(Made):
     """Samples to prepare: pairs of a value and the sample's number.
 
     Attributes:
-        name: what the samples are.
         column: the type of the values, as MosaicML streaming names it.
         nbytes: bytes of all samples.
     """
 
-    name: str
     column: str
     nbytes: int
 
@@ -44,7 +41,7 @@ def rows(count: int, *shape: int) -> Source:
     """Return random rows of uint8, and their numbers, from memory."""
     data = torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     column = f"ndarray:uint8:{','.join(map(str, shape))}"
-    return Source(count, partial(_row, data), f"{'x'.join(map(str, shape))} uint8, label", column, data.numel() + 8 * count)
+    return Source(count, partial(_row, data), column, data.numel() + 8 * count)
 
 
 def _row(data: torch.Tensor, idx: int) -> Any:
@@ -56,7 +53,7 @@ def texts(count: int) -> Source:
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 10))) for _ in range(1000)]
     text = " ".join(rng.choices(words, k=150_000))
-    return Source(count, partial(_text, text), "text of 1 KB, label", "str", 1008 * count)
+    return Source(count, partial(_text, text), "str", 1008 * count)
 
 
 def _text(text: str, idx: int) -> Any:
@@ -67,7 +64,7 @@ def _text(text: str, idx: int) -> Any:
 def photos(paths: list[Path]) -> Source:
     """Return the bytes of JPEG files, from files."""
     nbytes = sum(path.stat().st_size + 8 for path in paths)
-    return Source(len(paths), partial(_file, paths), "JPEG bytes, label", "bytes", nbytes)
+    return Source(len(paths), partial(_file, paths), "bytes", nbytes)
 
 
 def _file(paths: list[Path], idx: int) -> Any:
@@ -77,9 +74,7 @@ def _file(paths: list[Path], idx: int) -> Any:
 def decoded_photos(paths: list[Path]) -> Source:
     """Return the pixels of JPEG files, decoded and resized."""
     nbytes = (3 * 224 * 224 + 8) * len(paths)
-    return Source(
-        len(paths), partial(_pixels, paths), "decoded photo 3x224x224 uint8, label", "ndarray:uint8:3,224,224", nbytes
-    )
+    return Source(len(paths), partial(_pixels, paths), "ndarray:uint8:3,224,224", nbytes)
 
 
 def _pixels(paths: list[Path], idx: int) -> Any:
@@ -104,8 +99,6 @@ class Store(ABC):
     """A contender: a folder of its own that it prepares and reads."""
 
     name: str
-    parallel = True
-    """Whether it can be prepared by several processes."""
     reads = 2048
     """How many samples to read at random."""
 
@@ -117,8 +110,8 @@ class Store(ABC):
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     @abstractmethod
-    def prepare(self, source: Source, workers: int) -> None:
-        """Write all samples of a dataset."""
+    def prepare(self, source: Source) -> None:
+        """Write all samples of a dataset, in one process."""
 
     @abstractmethod
     def random(self, order: list[int], workers: int) -> Iterable[Any]:
@@ -133,27 +126,14 @@ class Store(ABC):
         """Return an iterable over batches in order."""
 
 
-def in_processes(work: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
-    """Make each call in a forked process of its own; a single one in this process."""
-    if len(calls) == 1:
-        work(*calls[0])
-        return
-    pids = [fork(partial(work, *arguments)) for arguments in calls]
-    assert all(wait(pid, 3600) == 0 for pid in pids)
-
-
-def write_bare(folder: Path, nbytes: int, block_bytes: int, workers: int) -> None:
+def write_bare(folder: Path, nbytes: int, block_bytes: int) -> None:
     """Write as many bytes in files of a block's size, each written at once and synchronised: the disk itself."""
-
-    def write(numbers: range) -> None:
-        for number in numbers:
-            with open(folder / str(number), "wb", buffering=0) as file:
-                file.write(block)
-                os.fsync(file.fileno())
-
-    block, files = os.urandom(block_bytes), max(1, round(nbytes / block_bytes))
+    block = os.urandom(block_bytes)
     folder.mkdir()
-    in_processes(write, [(range(rank, files, max(1, workers)),) for rank in range(max(1, workers))])
+    for number in range(max(1, round(nbytes / block_bytes))):
+        with open(folder / str(number), "wb", buffering=0) as file:
+            file.write(block)
+            os.fsync(file.fileno())
 
 
 def loading(dataset: Any, workers: int, make: Any = DataLoader, **options: Any) -> Iterable[Any]:
@@ -172,9 +152,9 @@ class Stocache(Store):
     def __init__(self, folder: Path, block_bytes: int) -> None:
         self.folder, self.block_bytes = folder / "stocache", block_bytes
 
-    def prepare(self, source: Source, workers: int) -> None:
+    def prepare(self, source: Source) -> None:
         """Write by `stocache.prepare`."""
-        prepare(source, self.folder, num_workers=workers, block_bytes=self.block_bytes, progress=False)
+        prepare(source, self.folder, num_workers=0, block_bytes=self.block_bytes, progress=False)
 
     def random(self, order: list[int], workers: int) -> Iterable[Any]:
         """Read by `StorageDataset`."""
@@ -213,11 +193,11 @@ class LitData(Store):
 
     name = "LitData"
 
-    def prepare(self, source: Source, workers: int) -> None:
-        """Write by `litdata.optimize`: with at least one worker, forked, because spawned ones import torch under the clock."""
+    def prepare(self, source: Source) -> None:
+        """Write by `litdata.optimize`: it needs a worker, forked, because a spawned one imports torch under the clock."""
         import litdata
 
-        options = {"num_workers": max(1, workers), "keep_data_ordered": True, "chunk_bytes": self.block_bytes}
+        options = {"num_workers": 1, "keep_data_ordered": True, "chunk_bytes": self.block_bytes}
         inputs = list(range(len(source)))
         litdata.optimize(source.__getitem__, inputs, str(self.folder), start_method="fork", verbose=False, **options)
 
@@ -257,22 +237,11 @@ class Mosaic(Store):
 
     name = "MosaicML streaming, 16 blocks"
 
-    def prepare(self, source: Source, workers: int) -> None:
-        """Write by `MDSWriter`; in parallel by one for each worker, in folders of their own, whose indices are merged."""
-        if not workers:
-            self._write(source, range(len(source)), self.folder)
-            return
-        bounds = np.linspace(0, len(source), workers + 1).astype(int).tolist()
-        in_processes(
-            self._write, [(source, range(*bounds[rank : rank + 2]), self.folder / str(rank)) for rank in range(workers)]
-        )
-        mosaic().base.util.merge_index(str(self.folder), keep_local=True)
-
-    def _write(self, source: Source, indices: range, folder: Path) -> None:
+    def prepare(self, source: Source) -> None:
+        """Write by `MDSWriter`."""
         columns = {"value": source.column, "label": "int"}
-        with mosaic().MDSWriter(columns=columns, out=str(folder), size_limit=self.block_bytes) as writer:
-            for idx in indices:
-                value, label = source[idx]
+        with mosaic().MDSWriter(columns=columns, out=str(self.folder), size_limit=self.block_bytes) as writer:
+            for value, label in map(source.make, range(len(source))):
                 writer.write({"value": value.numpy() if isinstance(value, torch.Tensor) else value, "label": label})
 
     def by_number(self) -> Any:
@@ -301,10 +270,9 @@ class Article(Store):
     """The storage of the article on block storage: lists of samples written by torch.save, the last one loaded is kept."""
 
     name = "torch.save blocks"
-    parallel = False
     reads = BATCH
 
-    def prepare(self, source: Source, workers: int) -> None:
+    def prepare(self, source: Source) -> None:
         """Write a file for each block."""
         self.folder.mkdir()
         size = max(1, round(self.block_bytes / (source.nbytes / len(source))))
