@@ -58,7 +58,8 @@ class DataLoader(TorchLoader[_T]):
             pickling and no shared memory, and are as fast if making a sample leaves the GIL free (decoding, reading, numpy,
             torch); "auto" tries both, and logs what it chooses. Each thread has its own copy of the dataset object, and
             shares its data; see NOTE [ A dataset for each thread ]. (The name is that of torch's ``WorkerInfo``.) None stands
-            for processes; for threads if the dataset is cached and the system shares no memory between processes.
+            for processes; for threads if the dataset is cached, the system shares no memory between processes, and there is no
+            ``sample_seed``.
         device: a GPU, such as "cuda", on which batches are delivered. They are copied, two ahead, on a stream of its own, from
             pinned memory, whatever ``pin_memory`` is. Samples of a `CachedDataset` that are in memory are read by the GPU
             itself. "cuda" is the current device when the first iterator is made. Parts that are no tensors stay on the host.
