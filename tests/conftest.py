@@ -55,7 +55,7 @@ QUICK = {  # files of units and contracts that start few processes
     "function_hash", "limits", "states", "histogram", "spec", "round_trips", "blocks",
     "type_lookup", "placement", "shared", "segment", "orders", "ring", "pinned", "pickling", "storage",
     "verdict", "choice", "parsers", "formats", "reading_graph", "rooms", "disk_tiers",
-    "contract", "batches", "record_store", "wrapping", "thread_datasets", "sources", "lines",
+    "contract", "batches", "wrapping", "thread_datasets", "sources", "lines",
     "neighbours", "listing",
 }  # fmt: skip
 SLOW = {  # files of slow tests alone

@@ -6,9 +6,6 @@ import inspect
 import operator
 import pickle
 import random
-import threading
-from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 import stocache
-from stocache import DataLoader, DatasetError, cache_method, cached
+from stocache import DatasetError, cache_method, cached
 from stocache.cache.keyed import functions
 from tests.support.containers import Point
 from tests.support.decorated import Mosaics, Windows, frame
@@ -67,18 +64,6 @@ def test_each_set_of_arguments_is_computed_once_however_they_are_given(calls):
         scaled(3)[0] = 0  # the caller's own
         assert scaled(3) == [6, {}]
     assert (scaled(3), len(calls)) == ([6, {}], 5)  # closed: it runs as before
-
-
-def test_none_is_compared_if_that_is_asked_for(calls):
-    @cached("1MB", audit=0)
-    def once(key):
-        calls.append(key)
-        return key
-
-    with once:
-        assert [once("a"), once("a"), once("b"), once("b")] == ["a", "a", "b", "b"]
-        assert in_child(lambda: [once("a"), calls.append("child")]) == 0
-        assert calls == ["a", "b"]
 
 
 def test_a_file_that_changes_is_read_again_if_that_is_asked_for(tmp_path):
@@ -235,30 +220,6 @@ def test_a_method_of_one_object_is_undone_by_close_and_travels_with_the_object(l
     assert torch.equal(dataset[0], expected[0])
 
 
-class Owned(Mosaics):
-    """Each copy of it is for one thread, and has a file of its own."""
-
-    owners = defaultdict(set)  # noqa: RUF012
-
-    def load_image(self, index):
-        self.owners[id(self)].add(threading.get_ident())
-        return super().load_image(index)
-
-
-def test_worker_threads_have_copies_of_the_object_and_share_the_results(log):
-    dataset, plain = Owned(), Mosaics()
-    expected = torch.stack([plain[idx] for idx in range(len(plain))])
-    before = len(log())
-    with cache_method(dataset, "load_image", "1MB", key=lambda self, index: index) as method:
-        loader = DataLoader(dataset, 4, num_workers=3, worker_method="thread")
-        for _ in range(2):
-            assert torch.equal(torch.cat(list(loader)), expected)
-        assert method.stats().filled == len(plain)
-        assert len(log()) - before <= len(plain) + 3 * 2  # each copy compares one
-    assert id(dataset) not in Owned.owners
-    assert all(len(threads) == 1 for threads in Owned.owners.values())
-
-
 def with_a_method_of_its_own():
     dataset = Mosaics()
     dataset.load_image = lambda index: index
@@ -266,8 +227,7 @@ def with_a_method_of_its_own():
 
 
 @pytest.mark.parametrize(("make", "name", "message"), [
-    (Mosaics, "nothing", "no method 'nothing'"), (Mosaics, "paths", "no method 'paths'"),
-    (list, "append", "no method 'append'"), (lambda: Slotted(1), "helper", "takes no attribute"),
+    (Mosaics, "paths", "no method 'paths'"), (lambda: Slotted(1), "helper", "takes no attribute"),
     (with_a_method_of_its_own, "load_image", "an attribute of the object itself"),
 ])  # fmt: skip
 def test_what_has_no_such_method_or_one_of_its_own_is_refused(make, name, message):
@@ -276,16 +236,16 @@ def test_what_has_no_such_method_or_one_of_its_own_is_refused(make, name, messag
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("workers", "method"), [(3, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)])
-def test_workers_compute_each_frame_once(workers, method, log):
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_compute_each_frame_once(method, log):
     frame.cache.clear()
     for _ in range(2):
-        batches = torch.cat(list(TorchDataLoader(Windows(), 4, num_workers=workers, multiprocessing_context=method)))
+        batches = torch.cat(list(TorchDataLoader(Windows(), 4, num_workers=2, multiprocessing_context=method)))
         assert batches.shape == (36, 5, 3, 8)
         assert batches[:, :, 0, 0].tolist() == [list(range(idx, idx + 5)) for idx in range(36)]
     computed = [line for line in log() if line]
     assert set(computed) == {f"v {number}" for number in range(40)}
-    assert len(computed) - 40 <= 2 * workers + 1  # each process compares one, and each loop starts processes anew
+    assert len(computed) - 40 <= 2 * 2 + 1  # each process compares one, and each loop starts processes anew
     assert frame.stats().filled == 40
     frame.cache.clear()
 
@@ -342,24 +302,14 @@ def test_functions_that_close_over_objects_share_nothing_with_others():
         assert [in_child(child, by) for by in (3, 4)] == [0, 0]
 
 
-def test_functions_are_decorated_without_parentheses_and_by_their_own_signature(calls):
-    def add(a, b=1):
-        return a + b
-
-    @functools.wraps(add)
-    def one(a, b=2):
-        return add(a, b)
-
+def test_functions_are_decorated_without_parentheses(calls):
     @cached
     def nothing(key):
         calls.append(key)
 
-    with nothing, cached("1MB")(one) as added, cached("1MB")(max) as largest:
+    with nothing:
         assert [nothing("a"), nothing("a"), nothing("a")] == [None] * 3
         assert len(calls) == 2  # once to compare
-        assert [added(3), added(3, 1), added(3)] == [5, 4, 5]
-        assert [largest(1, 2), largest(3, 2), largest(1, 2)] == [2, 3, 2]
-        assert pickle.loads(pickle.dumps(largest))(1, 5) == 5
 
 
 def test_static_and_class_methods():
@@ -383,28 +333,3 @@ def test_arguments_that_equal_one_another_but_differ_have_results_of_their_own()
     with cached("1MB")(lambda value: f"{type(value).__name__} {value}") as shown:
         for value in (200, np.uint8(200), np.int64(200), 200.0, (1, 2), Point(1, 2), "1", Path("1")) * 2:
             assert shown(value) == f"{type(value).__name__} {value}"
-
-
-def test_first_calls_that_wait_for_each_other_do_not_hang():
-    class Pair:
-        def outer(self, number):
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(self.inner, number).result(20)
-
-        def inner(self, number):
-            return number + 1
-
-    pair = Pair()
-    with cache_method(pair, "outer", "1MB", key=None), cache_method(pair, "inner", "1MB"):
-        assert [pair.outer(1), pair.outer(1)] == [2, 2]
-    assert "__getattribute__" not in vars(Pair)
-
-
-def test_once_refused_no_process_serves_a_result_even_if_the_cache_is_full_or_nothing_is_compared():
-    @cached("1MB", audit=0)
-    def drawn(number):
-        return random.random()
-
-    with drawn:
-        assert in_child(drawn, 1) == 0
-        assert drawn(1) != drawn(1)

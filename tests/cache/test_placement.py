@@ -122,13 +122,3 @@ def test_a_limit_above_the_machine_caches_what_fits_and_says_so(monkeypatch, cap
     monkeypatch.setattr(limits, "shm_free", lambda: 0)
     assert slots_for(1000, MIB).affordable(1, named=False) == 0
     assert "memfd_create is forbidden" in caplog.text
-
-
-def test_a_layout_of_samples_that_vary_in_size_counts_bytes(monkeypatch, caplog):
-    layout = CacheLayout(10, 90, {})
-    assert layout.affordable("100B", named=False) == layout.data_bytes(10) == 10
-    with pytest.raises(LimitError, match="holds 0 bytes: size_limit_gib=90B leaves 0 bytes after the 90-byte state array"):
-        layout.affordable("90B", named=False)
-    monkeypatch.setattr(limits, "memory", lambda: Memory(GIB, 100 * MIB))
-    assert layout.affordable(1, named=False) == 100 * MIB - 64 * MIB - 90
-    assert "Caching what fits: 36.0 MiB" in caplog.text

@@ -1,7 +1,6 @@
 """RaggedCache: what it does beyond the contract of all caches."""
 
 import functools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,13 +13,12 @@ from typer.testing import CliRunner
 
 from stocache import CachedDataset, RaggedCache
 from stocache.cache import arena
-from stocache.cache.records import LATER, NEVER, YES, CostAdmission, admission_bytes
 from stocache.cache.stats import SlotState
 from stocache.errors import MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.tools.cli.app import app
 from tests.support.equality import same
 from tests.support.makers import codec
-from tests.support.processes import in_child, run_all
+from tests.support.processes import in_child
 
 N = 60
 
@@ -39,8 +37,15 @@ def fill(cache, indices=range(N)):
         assert same(cache.get_or_load(idx, sample), sample(idx))
 
 
+def fill_by_batches(cache):
+    for begin in range(0, N, 12):
+        part = range(begin, begin + 12)
+        assert same(list(cache.get_or_load_many(part, lambda missing: map(sample, missing))), list(map(sample, part)))
+
+
+@pytest.mark.parametrize("fill", [fill, fill_by_batches])
 @pytest.mark.parametrize("limit", [1000, 5000, 100_000])
-def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit):
+def test_the_limit_is_kept_and_what_found_no_room_is_outside(limit, fill):
     with RaggedCache(f"{limit}B", N) as cache:
         fill(cache)
         stats = cache.stats()
@@ -65,20 +70,6 @@ def test_many_at_once_and_overwriting():
         assert cache.get_slot(0) == "new"
         cache.set_slot(0, "x" * 4000, allow_overwrite=True)  # for which there is no room
         assert cache.get_slot(0) == "new"
-
-
-@pytest.mark.linux
-def test_processes_share_what_each_has_loaded():
-    def work(number):
-        fill(cache, [(idx + number * N // 3) % N for idx in range(N)] * 2)
-
-    options = {"size_limit_gib": "1MB", "dataset_len": N, "codec": codec("lz4")}
-    with RaggedCache(**options, admission="cost") as cache, RaggedCache(**options) as alone:
-        run_all(multiprocessing.get_context("fork"), 3, work)
-        for each in (cache, alone):
-            fill(each)
-            assert each.stats().filled == each.stats().fills == N
-        assert cache.stats().slot_bytes == alone.stats().slot_bytes  # each kind of samples is stored once
 
 
 @pytest.mark.linux
@@ -152,23 +143,6 @@ def test_a_treedef_outside_of_the_memory_is_an_error(forge):
                 fresh.get_slot(0)
 
 
-def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
-    def admission_of(n, capacity):
-        return CostAdmission(memoryview(bytearray(admission_bytes(n))), n, capacity)
-
-    costs, admission = [1.0] * 5 + [1e-3] * 95, admission_of(100, 10_000)
-    first, second = ([admission.decide(idx, cost, 1000) for idx, cost in enumerate(costs)] for _ in range(2))
-    assert set(first[:31]) == {LATER}
-    assert NEVER not in first  # until it is asked again
-    assert second[:5] == [YES] * 5
-    assert (first + second).count(YES) == 10
-    assert set(second) == {YES, NEVER}
-    for cost in (0.0, 1e-12, 1e300):  # any cost has a bin
-        admission = admission_of(1, 10)
-        admission.decide(0, cost, 10**12 if cost else 1)
-        assert admission.decide(0, 1.0, 1) in (YES, NEVER)
-
-
 @pytest.mark.parametrize(("cost_s", "nbytes"), [
     (lambda idx: 1e-3 if idx % 5 else 1.0, lambda idx: 1000), (lambda idx: 0.01, lambda idx: 3000 if idx % 5 else 500),
 ], ids=["the costly", "the small"])  # fmt: skip
@@ -211,14 +185,6 @@ class LateScans:
         return late_scans.Scan(torch.full((3, idx), idx), idx)
 
 
-USES = [  # of samples that cannot be made here, and what they return
-    (lambda cache: [cache.get_slot(idx) for idx in range(4)], [None] * 4),
-    (lambda cache: [*cache.get_slots(range(4))[0], cache.get_slots([3])[1].item()], [None] * 4 + [False]),
-    (lambda cache: [cache.get_or_load(idx, str) for idx in range(4)], ["0", "1", "2", "3"]),
-    (lambda cache: cache.get_or_load_many(range(4), lambda indices: map(str, indices)), ["0", "1", "2", "3"]),
-]
-
-
 @pytest.mark.linux
 def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_to_import(tmp_path, monkeypatch, caplog):
     def read():  # in a process that has not imported late_scans
@@ -230,8 +196,9 @@ def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_
     monkeypatch.syspath_prepend(tmp_path)
     with CachedDataset(LateScans(), "1MB", probe=0) as dataset:
         assert in_child(read) == 0
-        for use, found in USES:
-            assert use(dataset.cache) == found
+        assert [dataset.cache.get_slot(idx) for idx in range(4)] == dataset.cache.get_slots(range(4))[0] == [None] * 4
+        assert dataset.cache.get_or_load(1, str) == "1"
+        assert list(dataset.cache.get_or_load_many(range(4), lambda indices: map(str, indices))) == ["0", "1", "2", "3"]
         (record,) = caplog.records
         assert "Import late_scans first" in record.message
         with pytest.raises(SlotError, match=r"the cache holds samples that cannot be read here.* Import late_scans first"):

@@ -34,13 +34,10 @@ def test_stats_and_repr_say_what_happened():
 
 def test_slots_can_be_read_and_written_by_number():
     with in_shm() as cache:
-        assert cache.array.shape == (SLOTS, *DIMS)
-        cache[0], cache[SLOTS - 1] = sample(0), sample(1)
-        assert same([cache[0], cache[-1], cache[0:1]], [sample(0), sample(1), sample(0)[None]])
-        cache.array[2, 1] = 5
         cache[0:2] = 7
-        assert (cache[2][1] == 5).all()
-        assert (cache[1] == 7).all()
+        cache[SLOTS - 1] = sample(1)
+        assert (cache[0:2] == 7).all()
+        assert same(cache[-1], sample(1))
         for slot in (SLOTS, -SLOTS - 1):
             with pytest.raises(SampleIndexError, match=rf"cache\[{slot}\]: outside the cache of 12 slots"):
                 cache[slot]
@@ -98,8 +95,7 @@ def test_values_of_any_layout_are_stored_right(values, stored):
 
 @pytest.mark.parametrize(("dtype", "good", "bad"), [
     (torch.int64, (5, np.int64(5)), (np.int32(5), 2**63, float("nan"))), (torch.uint8, (255,), (256, -1, 0.7)),
-    (torch.float32, (0.5,), (0.1,)), (torch.float64, (0.1,), ()), (torch.bool, (True,), (2,)),
-    (torch.float16, (float("nan"),), ()),
+    (torch.float32, (0.5, float("nan")), (0.1,)), (torch.bool, (True,), (2,)),
 ], ids=str)  # fmt: skip
 def test_scalar_slots_take_numbers_that_survive(dtype, good, bad):
     with SharedCache(1, 3, (), dtype) as cache:

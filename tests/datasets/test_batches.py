@@ -93,22 +93,6 @@ def test_samples_in_another_order_come_back_and_are_collated_as_they_were(kind):
         assert str(Structure.of(batch)) == str(Structure.of(wanted))  # strides, too
 
 
-def test_whole_batches_of_another_order_are_contiguous_and_may_be_set():
-    samples = [(image, image.numpy(), idx) for idx, image in enumerate(permuted())]
-    with filled(samples) as cache:
-        rows, _ = cache.get_slots([3, 1, 3])
-        assert rows[0].is_contiguous()
-        assert cache.get_slots([1, 2, 3], out=rows)[0][0] is rows[0]
-        for row, stacked in zip(rows, default_collate(samples[1:4]), strict=True):
-            assert torch.equal(torch.as_tensor(row), stacked)
-        cache.clear()
-        cache.set_slots([5, 6, 7], rows)
-        for idx, row in ((5, 1), (6, 2), (7, 3)):
-            assert everywhere(identical, cache.get_slot(idx), (*samples[row][:2], row))
-        cache.set_slot(8, (samples[8][0].contiguous(), *samples[8][1:]))  # another order than the first's is no misfit
-        assert everywhere(identical, cache.get_slot(8), samples[8])
-
-
 @settings(max_examples=25)
 @given(st.data())
 def test_any_mixture_of_hits_and_misses(data):
@@ -138,11 +122,6 @@ def test_a_misfit_is_read_with_all_others_and_loaded_once():
             assert unread.gather(new) is None  # it is read already
 
 
-class Own(CachedDataset):
-    def __getitems__(self, indices):
-        return super().__getitems__(indices)
-
-
 def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
     samples = KINDS["tuple"]()
     with CachedDataset(samples, 1) as dataset:
@@ -160,6 +139,6 @@ def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
     assert with_lazy_batches(Subset(samples, [1])) is None
 
     ragged = [torch.zeros(n) for n in range(4)]
-    for unfit in (CachedDataset(samples, 1, transform=len), CachedDataset(ragged, 1), Own(samples, 1)):
+    for unfit in (CachedDataset(samples, 1, transform=len), CachedDataset(ragged, 1)):
         with unfit:
             assert with_lazy_batches(unfit) is None

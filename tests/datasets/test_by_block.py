@@ -11,8 +11,7 @@ import torch
 
 import stocache
 from stocache import CachedDataset, DamagedError, OnDiskBlockDataStorage, RaggedCache, SharedCache, StorageDataset
-from stocache.cache.placement import BlockBounds, residency
-from stocache.datasets.loaders import BlockAdmitter, BlockLoader
+from stocache.datasets.loaders import BlockAdmitter
 from stocache.storage.block import Block
 from stocache.storage.manifest import block_name
 from tests.support.equality import identical
@@ -177,28 +176,6 @@ def test_a_damaged_sample_is_left_out_and_an_error_when_it_is_wanted(prepared, c
             cached.warm(progress=False)
 
 
-class Sick(StorageDataset):
-    """Sample 13 cannot be read."""
-
-    def __getitem__(self, idx):
-        return self.__getitems__([idx])[0]
-
-    def __getitems__(self, indices):
-        if 13 in indices:
-            raise OSError("sample 13 cannot be read")
-        return super().__getitems__(indices)
-
-
-def test_a_sample_that_cannot_be_read_costs_only_itself(prepared):
-    with CachedDataset(Sick(prepared(text)), 1) as cached:
-        for _ in range(2):
-            with pytest.raises(OSError, match="sample 13 cannot be read"):
-                cached[13]
-            for idx in (*range(8, 13), *range(14, 24)):
-                assert cached[idx]["label"] == idx
-        assert cached.cache.aux_array[16:24].tolist() == [1] * 8
-
-
 def half(dataset):
     """Bytes that hold half of the samples."""
     with CachedDataset(dataset, "10MB") as cached:
@@ -265,61 +242,12 @@ def test_wanted_samples_come_first_and_whole_blocks_are_kept(prepared, made, ord
             assert in_blocks(cached) == held
 
 
-def test_a_block_that_does_not_fit_into_the_arena_is_left_out_whole(prepared, made):
-    make = lambda idx: bytes([idx]) * (1000 if idx < 8 else 4000 + idx)
-    with CachedDataset(StorageDataset(prepared(make)), "100MB") as filled:
-        cache = RaggedCache("60KB", N)
-        loader = BlockLoader(filled.dataset, cache, filled._loader._chosen)
-        made.clear()
-        for block in (1, 2, 0, 3):
-            loader.admit(block)
-        assert made == []
-        assert cache.aux_array.tolist() == [1] * 16 + [2] * 8 + [2] * 5
-        assert [cache.get_slot(idx) for idx in range(16)] == [make(idx) for idx in range(16)]
-
-
-def test_a_block_that_has_no_room_leaves_alone_what_others_have_cached_meanwhile(monkeypatch):
-    with RaggedCache("4KB", 3) as cache:
-
-        def encode(value, where, real=cache._store.encode):
-            monkeypatch.undo()
-            cache.get_slot(0)
-            cache.set_slot(0, "by another one")
-            return real(value, where)
-
-        monkeypatch.setattr(cache._store, "encode", encode)
-        cache.set_if_empty([0, 1, 2], ["a", bytes(3000), bytes(3000)])
-        assert cache.get_slot(0) == "by another one"
-        assert cache.aux_array.tolist() == [1, 2, 2]
-
-
 @pytest.mark.parametrize(("make", "each", "room"), [(labelled, 1, 5 * 24), (text, 9, 3000)], ids=["fixed", "ragged"])
 def test_a_limit_below_one_block_is_warned_of(prepared, caplog, make, each, room):
     with CachedDataset(StorageDataset(prepared(make)), f"{each * N + room}B") as cached:
         assert "is less than a block of the storage: nothing is cached." in caplog.text
         assert identical(cached[3], make(3))
         assert cached_set(cached) == []
-
-
-@pytest.mark.parametrize("subset", SUBSETS)
-def test_the_caches_of_two_machines_hold_all_blocks_between_them(prepared, subset):
-    dataset = StorageDataset(prepared(labelled, MANY), SUBSETS[subset])
-    held, reads, seen = [], [], []
-    for node in range(2):
-        placement = stocache.Placement("scattered", node=node, nodes=2)
-        room = len(dataset) + (len(dataset) // 2 + SIZE) * 24  # for half of all samples, and one block
-        with CachedDataset(dataset, f"{room}B", placement=placement) as cached:
-            sampler = stocache.LocalityDistributedSampler(cached, 10, num_replicas=2, rank=node, stratify=True)
-            seen += sampler
-            cached.warm(progress=False)
-            before = cached.stats().total.misses
-            for idx in sampler:
-                assert cached[idx][1] == dataset.indices[idx]
-            held.append(in_blocks(cached))
-            reads.append(cached.stats().total.misses - before)
-    assert sorted(seen) == list(range(len(dataset)))
-    assert held[0] | held[1] == set(range(BLOCKS))
-    assert max(reads) <= SIZE  # parts are of whole blocks, and stretches are not
 
 
 @pytest.mark.parametrize("make", [labelled, text], ids=["fixed", "ragged"])
@@ -371,20 +299,6 @@ def test_each_block_or_sample_is_read_once(prepared, monkeypatch, whole):
             assert storage.counts() == (4, 4, 0)
 
 
-@pytest.mark.parametrize(("make", "room"), [(labelled, f"{N + 12 * 24}B"), (text, 0)], ids=["fixed", "ragged"])
-def test_with_a_disk_a_block_at_a_url_is_fetched_once_in_two_runs(prepared, monkeypatch, tmp_path, make, room):
-    monkeypatch.setattr(Counting, "reads_whole_blocks", True)
-    storage = prepared(make, storage=Counting)
-    for run in range(2):
-        options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "1"}
-        with CachedDataset(StorageDataset(storage), room, **options) as cached:
-            whole, _, singly = storage.counts()  # of the probe
-            for idx in np.random.permutation(N).tolist() * 2:
-                assert identical(cached[idx], make(idx))
-            fetched = storage.counts()[0]
-            assert fetched == 0 if run else fetched <= 4 <= fetched + whole + singly
-
-
 @pytest.mark.parametrize("has_room", [True, False])
 def test_blocks_at_a_url_are_fetched_whole_only_if_there_is_no_room_for_all(prepared, made, tmp_path, has_room):
     source = prepared(text)
@@ -402,8 +316,6 @@ def test_local_and_global_indices(prepared):
     assert [dataset[idx] for idx in (0, 1, 2, -1)] == [40, 3, 7, 7]
     assert dataset.block_bounds is None
     dataset.prefetch_blocks([1])  # which changes nothing
-    with pytest.raises(IndexError, match="index 3 is out of bounds"):
-        dataset[3]
     with pytest.raises(stocache.DatasetError, match=r"SimpleNamespace has no length\. Give the indices"):
         StorageDataset(numbers)
     storage = prepared(labelled)
@@ -415,16 +327,3 @@ def test_local_and_global_indices(prepared):
     assert unsorted.block_bounds is None
     with CachedDataset(unsorted, "10MB") as cached:
         assert [cached[idx][1] for idx in range(4)] == [9, 1, 8, 0]
-
-
-def test_units_are_compared_and_checked():
-    for order in ("prefix", "scattered"):
-        one, other = (residency(stocache.Placement(order, unit), 100, 45) for unit in (BlockBounds(range(0, 101, 10)), 10))
-        assert (one.resident(np.arange(100)) == other.resident(np.arange(100))).all()
-    one, again, other = BlockBounds([0, 2, 5]), BlockBounds([0, 2, 5]), BlockBounds([0, 3, 5])
-    assert (one == again, hash(one) == hash(again), one == other, str(one) == str(other)) == (True, True, False, False)
-    for bounds in ([], [1, 2], [0, 2, 2], [0, 3, 1], [[0, 1]]):
-        with pytest.raises(stocache.LimitError, match="bounds of blocks must ascend from 0"):
-            BlockBounds(bounds)
-    with pytest.raises(stocache.LimitError, match="blocks of 5 samples in all, the dataset has 6"):
-        residency(stocache.Placement("prefix", BlockBounds([0, 5])), 6, 3)

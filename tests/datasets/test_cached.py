@@ -192,9 +192,7 @@ class Unending:
     ({"train": [1], "test": [2]}, {}, DatasetError, r"is a mapping with the keys \['train', 'test'\].*dict\['train'\]"),
     ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
     ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
-    ([1], {"size_limit_gib": CacheOptions(1), "codec": "lz4"}, LimitError, "codec is one of the CacheOptions that were given"),
     ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
-    ([1], {"probe": "all"}, LimitError, "probe='all' is not a number of samples"),
     ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
     (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
     (["a", "b"], {"variable": False}, SampleError, "value is a str, which has no fixed size"),
@@ -202,7 +200,6 @@ class Unending:
     ([1], {"variable": False, "admission": "cost"}, LimitError, "Leave variable=False out"),
     ([1], {"disk": "unused"}, LimitError, "disk_limit"), ([1], {"disk_limit": "1MB"}, LimitError, "go together"),
     ([1], {"cut": "middle"}, LimitError, "cut='middle'"), ([1], {"store": "jpeg"}, LimitError, "store='jpeg'"),
-    ([print], {"variable": False}, SampleError, "value is a builtin_function_or_method, which has no fixed size"),
     ([threading.Lock()], {"variable": False}, SampleError, "sample 0: value is a lock, which cannot be pickled"),
 ])  # fmt: skip
 def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
@@ -214,7 +211,6 @@ ADVICE = r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cach
 UNFIT = {
     "pickles": (lambda idx: print, 0), "does not pickle": (lambda idx: threading.Lock(), 0),
     "gradient": (lambda idx: torch.zeros(2, requires_grad=True), 0),
-    "only the first": (lambda idx: None if idx else threading.Lock(), 11),
 }  # fmt: skip
 
 
@@ -288,7 +284,7 @@ def test_stats_and_the_log_have_an_entry_for_each_epoch_that_was_set(caplog):
         ]  # fmt: skip
         assert epochs[1].hit_rate == 0.5
         assert all(epoch.seconds > 0 for epoch in epochs)
-        assert cached.stats().total.fills == N // 2
+    assert (cached.stats().total.fills, "of Counted in a SharedCache" in repr(cached)) == (N // 2, True)  # closed
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
     assert (len(lines), seen) == (3, [0, 1, 2, 3])
     assert lines[1].startswith("epoch 2: 48 samples requested, 50.0 % from the cache, 24 read from the dataset, 0 newly cached")

@@ -1,6 +1,5 @@
 """CachedDataset with a tier on a disk: the source is read once in the life of the folder."""
 
-import contextlib
 import logging
 import multiprocessing
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import stocache
-from stocache import CachedDataset, Placement
+from stocache import CachedDataset
 from tests.support.equality import same
 from tests.support.images import Counted, many_sizes, one_size
 from tests.support.processes import run_all
@@ -110,28 +109,6 @@ def test_what_fits_in_memory_is_not_written_to_a_small_disk(tmp_path, source):
         assert counted(source.reads) == N - stats.total.filled - stats.disk.filled
 
 
-class Transformed(Counted):
-    def __init__(self):
-        super().__init__(N)
-        self.transform = lambda image: image.float() + torch.rand(())
-
-    def __getitem__(self, idx):
-        image, label = super().__getitem__(idx)
-        return self.transform(image), label
-
-
-def test_a_transform_runs_after_both_tiers_and_its_cut_is_kept(tmp_path):
-    source = Transformed()
-    torch.manual_seed(0)
-    expected = [source[idx] for idx in range(N)]
-    for run in range(2):
-        counted(source.reads)
-        with open_tiers(source, tmp_path, 0.0) as cached:
-            torch.manual_seed(0)
-            assert all(same(cached[idx], expected[idx]) for idx in range(N)), run
-    assert counted(source.reads) < N
-
-
 def test_another_fingerprint_reads_the_source_again(tmp_path, source, caplog, monkeypatch):
     for fingerprint, reads in (("1", ONCE), ("1", 0), ("2", ONCE), ("large", ONCE), ("large", 9)):
         if fingerprint == "large":  # samples are too large to be described, and probed in each run
@@ -158,28 +135,3 @@ def test_a_disk_that_cannot_be_used_is_warned_of_once_and_the_source_is_read(tmp
         check_epochs(cached, source)
         assert cached.stats().disk.filled == 0
     assert [str(tmp_path / "disk") in record.message for record in caplog.records] == [True]
-
-
-@pytest.mark.parametrize("stratify", [False, True])
-def test_the_disks_of_two_machines_add_up_as_their_memories_do(tmp_path, stratify):
-    nodes, reads = [], []
-    with contextlib.ExitStack() as stack:
-        for node in range(2):
-            tiers = open_tiers(Counted(N), tmp_path / str(node), disk_limit="10KB", placement=Placement(nodes=2, node=node))
-            nodes.append(stack.enter_context(tiers))
-        samplers = [
-            stocache.LocalityDistributedSampler(cached, 8, num_replicas=2, rank=node, num_nodes=2, stratify=stratify)
-            for node, cached in enumerate(nodes)
-        ]
-        for epoch in range(3):
-            for sampler, cached in zip(samplers, nodes, strict=True):
-                sampler.set_epoch(epoch)
-                assert all(same(cached[idx], cached.sample(idx)) for idx in sampler)
-                cached.disk_cache.flush()
-            reads.append(sum(counted(cached.reads) for cached in nodes))
-        kept = [(cached.cache.aux_array == 1) | (cached.disk_cache.aux_array == 1) for cached in nodes]
-    assert N / 4 < kept[0].sum() <= N / 2  # more than memory has room for
-    assert not (kept[0] & kept[1]).any()
-    missing = N - int((kept[0] | kept[1]).sum())
-    assert reads[0] >= N
-    assert reads[2] == missing if stratify else missing <= reads[2] < N / 2

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, get_worker_info, random_split
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset, random_split
 from torch.utils.data import DataLoader as TorchLoader
 
 from stocache import CachedDataset, DataLoader
@@ -33,7 +33,6 @@ def arrow(kind, *left_out):
 
 TABLES = {
     "dtypes": lambda: TensorDataset(*(torch.randint(0, 2, (ROWS, 2)).to(dtype) for dtype in DTYPES)),
-    "columns of one number": lambda: TensorDataset(torch.rand(ROWS)),
     "a view": lambda: TensorDataset(torch.rand(ROWS, 8)[:, 2:6]),
     "channels_last": lambda: TensorDataset(torch.rand(ROWS, 3, 4, 4).to(memory_format=torch.channels_last)),
     "Subset": lambda: Subset(table(), range(ROWS - 1, 0, -2)),
@@ -76,18 +75,11 @@ class Own(TensorDataset):
         return super().__getitem__(index)[0] + 1
 
 
-class OwnTensor(torch.Tensor):
-    """A subclass, whose rows are of it."""
-
-
 NO_TABLES = {
     "a subclass": lambda: Own(torch.rand(ROWS, 2)),
-    "a subclass of Tensor": lambda: TensorDataset(torch.rand(ROWS, 2).as_subclass(OwnTensor)),
     "gradients": lambda: TensorDataset(torch.rand(ROWS, 2, requires_grad=True)),
     "sparse": lambda: TensorDataset(torch.eye(ROWS).to_sparse()),
-    "quantized": lambda: TensorDataset(torch.quantize_per_tensor(torch.rand(ROWS, 2), 0.1, 0, torch.quint8)),
     "no rows": lambda: TensorDataset(torch.rand(0, 2)),
-    "meta": lambda: TensorDataset(torch.rand(ROWS, 2, device="meta")),
     "text": lambda: arrow("torch").add_column("text", ["a"] * (ROWS - 1)),
     "rows of float64 in batches of float32": lambda: arrow("numpy"),
     "without a format": lambda: arrow(None),
@@ -103,15 +95,9 @@ def test_a_table_with_images_is_not_read_to_find_out(monkeypatch):
     assert with_lazy_batches(rows) is None
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("make", NO_TABLES.values(), ids=NO_TABLES)
 def test_other_tables_are_made_as_torch_makes_them(make):
     assert with_lazy_batches(make()) is None
-
-
-def test_a_conjugate_column_is_resolved_as_by_torch():
-    dataset = TensorDataset(torch.rand(ROWS, 2, dtype=torch.complex64).conj())
-    assert identical(played(DataLoader, dataset), played(TorchLoader, dataset))
 
 
 def test_a_column_may_change_between_batches():
@@ -148,29 +134,3 @@ def test_a_batch_is_memory_of_its_own_and_a_collate_function_of_the_user_gets_th
     batch[0][:] = -1
     assert (dataset.tensors[0] >= 0).all()
     assert [type(row) for row in next(iter(DataLoader(dataset, batch_size=3, collate_fn=list)))] == [tuple] * 3
-
-
-def test_a_worker_sees_the_attributes_of_its_dataset():
-    dataset = table()
-    dataset.scale = 3
-
-    def init(worker):
-        assert get_worker_info().dataset.scale == 3
-
-    assert len(list(DataLoader(dataset, batch_size=50, num_workers=1, worker_method="thread", worker_init_fn=init))) == 3
-
-
-def test_a_resumed_loader_continues_a_table():
-    dataset = table()
-    torch.manual_seed(2)
-    loader, resumed = (DataLoader(dataset, batch_size=16, shuffle=True) for _ in range(2))
-    batches = iter(loader)
-    next(batches)
-    state, expected = loader.state_dict(), list(batches)
-    resumed.load_state_dict(state)
-    assert identical(list(resumed), expected)
-
-
-def test_seeded_samples_of_a_table_draw_nothing():
-    dataset = table()
-    assert identical(played(DataLoader, dataset, sample_seed=1)[0][0], played(TorchLoader, dataset)[0][0])

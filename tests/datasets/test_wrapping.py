@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DatasetError, StorageDataset, prepare
@@ -40,9 +40,8 @@ class Folder(Dataset):
         return (image if self.transform is None else self.transform(image)), idx
 
 
-@pytest.mark.parametrize("members", [{}, {"Dataset": Dataset}], ids=["a folder", "with a class"])
-def test_attributes_are_set_where_they_are_read(monkeypatch, members):
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(**members))  # a module of the user's, not Hugging Face
+def test_attributes_are_set_where_they_are_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Dataset))  # a module of the user's, not Hugging Face
     folder = Folder()
     with CachedDataset(folder, 1) as cached:
         cached.tag = "new"
@@ -76,32 +75,12 @@ def test_setting_what_cached_samples_are_made_with_is_refused_or_ends_the_cache(
     assert caplog.text.count("size of Folder was set") == (name == "size")
 
 
-class Own(CachedDataset):
-    limit = 3
-
-    def __init__(self, *args, **options):
-        self.before = 1
-        super().__init__(*args, **options)
-        self.after = 2
-
-
-@pytest.mark.parametrize("cached_class", [CachedDataset, Own])
-def test_isinstance_finds_the_class_of_a_dataset_of_torch_also_in_copies(cached_class):
-    with cached_class(Folder(), 1) as cached:
-        if cached_class is Own:
-            cached.limit = 4
+def test_isinstance_finds_the_class_of_a_dataset_of_torch_also_in_copies():
+    with CachedDataset(Folder(), 1) as cached:
         for each in (cached, copy.copy(cached), copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):
-            assert [isinstance(each, kind) for kind in (Folder, cached_class, IterableDataset)] == [True, True, False]
-            assert (type(each), each.tag, each[4][1]) == (cached_class, "none", 4)
-            if cached_class is Own:
-                assert (each.before, each.after, each.limit) == (1, 2, 4)
+            assert [isinstance(each, kind) for kind in (Folder, CachedDataset, IterableDataset)] == [True, True, False]
+            assert (type(each), each.tag, each[4][1]) == (CachedDataset, "none", 4)
         assert len(ConcatDataset([cached, *torch.utils.data.random_split(cached, [2, N - 2])])) == 2 * N
-
-
-def test_what_wraps_another_dataset_or_is_not_of_torch_is_not_found():
-    for source in (Subset(Folder(), [1, 2]), [torch.zeros(1)] * 2, {0: 1, 1: 2}):
-        with CachedDataset(source, "1MB") as cached:
-            assert not isinstance(cached, type(source))
 
 
 def test_a_cached_dataset_in_another_is_not_taken_for_a_plain_one(tmp_path):
@@ -211,11 +190,6 @@ def test_several_indices_and_names_are_not_asked_of_the_cache():
         assert source.asked == [[3, 7], []]
         with pytest.raises(IndexError, match="out of bounds"):
             cached[[N]]
-    numbers = list(range(N))
-    with CachedDataset(numbers, 1) as cached:
-        assert cached[::-1] == numbers[::-1]
-        with pytest.raises(TypeError, match="list indices must be integers or slices"):
-            cached[[1, 2]]
 
 
 def test_a_transform_runs_on_one_sample_only():
@@ -245,16 +219,6 @@ def test_a_dataset_whose_length_changes_makes_its_samples_itself_or_is_refused_i
             cached[length]
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_sampler_of_the_dataset_itself_may_yield_indices_of_new_samples(changes):
-    numbers = list(range(10))
-    with CachedDataset(numbers, 1) as cached:
-        assert len(list(stocache.DataLoader(cached, 5, num_workers=2))) == 2
-        numbers[:] = range(int(changes), 12 + changes)  # samples that are cached differ, or do not
-        batches = stocache.DataLoader(cached, 5, sampler=torch.utils.data.SequentialSampler(numbers), num_workers=2)
-        assert torch.cat(list(batches)).tolist() == numbers
-
-
 class Rows(Dataset):
     """Slices and methods that return a part, as of torch_geometric."""
 
@@ -273,32 +237,11 @@ class Rows(Dataset):
     def split(self, count):
         return self[:count], self[count:]
 
-    def me(self):
-        return self
-
-    def first(self):
-        return Subset(self, range(5))
-
 
 def test_methods_and_parts_of_a_dataset_are_its_own():
     with CachedDataset(source := Rows(), 1) as cached:
-        assert cached.me() is source
         assert [type(part) for part in (cached[3:15], cached.shuffle(), *cached.split(5))] == [Rows] * 4
-        assert cached.first().dataset is source
         assert torch.equal(cached.shuffle()[0], source[N - 1])
-
-
-@pytest.mark.parametrize("variable", [False, True])
-def test_reading_and_closing_change_neither_repr_nor_length(variable):
-    cached = CachedDataset(Rows(), 1, variable=variable)
-    before = repr(cached)
-    assert "Rows" in before
-    assert all(torch.equal(sample, its) for sample, its in zip(cached, map(Rows().__getitem__, range(N)), strict=True))
-    stats = cached.stats()
-    cached.close()
-    cached.close()
-    assert (repr(cached), len(cached)) == (before, N)
-    assert (cached.stats().total.hits, cached.stats().total.filled) == (stats.total.hits, N)
 
 
 class Speaks(Rows):
@@ -307,7 +250,7 @@ class Speaks(Rows):
     stats = "mean"
 
     def __getitem__(self, idx, raw=False):
-        return (idx, "raw") if raw else (torch.tensor([idx]), idx)
+        return "raw" if raw else idx
 
     def __iter__(self):
         yield from "abc"
@@ -320,23 +263,11 @@ def test_attributes_that_ours_hide_are_said_once_and_missing_ones_name_the_datas
     monkeypatch.setattr(proxy, "_said_hidden", set())
     for _ in range(2):
         with CachedDataset(Speaks(), 1) as cached:
-            assert cached.dataset.stats == "mean"
+            assert (cached.dataset.stats, cached.__getitem__(3, raw=True), list(cached)) == ("mean", "raw", ["a", "b", "c"])
             for name in ("classes", "__classes__"):
                 with pytest.raises(AttributeError, match=f"'Speaks' object has no attribute '{name}'"):
                     getattr(cached, name)
     assert caplog.text.count("attributes of its own called close, stats. Ask its `dataset` for those of Speaks") == 1
-
-
-def test_more_arguments_an_order_of_its_own_and_the_type_of_an_index_are_those_of_the_dataset():
-    with CachedDataset(Speaks(), 1) as cached:
-        assert cached.__getitem__(3, raw=True) == (3, "raw")
-        assert list(cached) == ["a", "b", "c"]
-        for kind in (int, np.int64, torch.tensor, bool):
-            (one,) = cached.__getitems__([kind(1)])
-            assert type(cached[kind(1)][1]) is type(one[1]) is type(Speaks()[kind(1)][1])
-    with CachedDataset(Speaks(), 1, transform=str) as cached:
-        assert cached.__getitem__(3, raw=True) == "(3, 'raw')"
-        assert len(list(cached)) == N
 
 
 @pytest.mark.parametrize("pickles", [False, True])

@@ -46,13 +46,11 @@ def test_a_sample_comes_apart_and_together_again(sample):
     ((1, 2), (1, 2, 3), r"has the entries \[0, 1, 2\]"), ((1, 2), [1, 2], "value is a list, the cache holds tuple"),
     (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), r"has the entries \['b', 'a'\]"),
     ({Key.A: 1}, {"a": 1}, r"has the entries \['a'\]"), (Point(1, 2), (1, 2), "value is a tuple, the cache holds Point"),
-    ({1: 1, 2: 2}, {2: 2, True: 1}, r"has the entries \[2, True\], the cache holds the entries \[1, 2\]"),
     ({"a": [1, 2.0]}, {"a": [1, 2]}, r'sample\["a"\]\[1\] is 2, a int; the cache holds float\.'),
     ({"a": None}, {"a": 1}, r'sample\["a"\] is a int, the cache holds NoneType'),
     (1, True, "sample: value is True, a bool; the cache holds int"), (1, 2**63, "9223372036854775808, which exceeds 64 bits"),
     (np.zeros(3), torch.zeros(3), "value is a Tensor, the cache holds numpy <f8"),
     (np.zeros(3), np.zeros(4), r"value is numpy <f8\[4\], the cache holds numpy <f8\[3\]"),
-    (np.float32(1), np.ones(()), "value is a ndarray, the cache holds numpy <f4"),
 ])  # fmt: skip
 def test_encode_names_the_place_and_the_difference(example, sample, message):
     with pytest.raises(SampleError, match=message):
@@ -102,53 +100,29 @@ def test_from_dims_builds_the_structure_of_tensors(dims, dtype, example):
 @pytest.mark.parametrize(("dims", "dtype", "message"), [
     (3, torch.uint8, "data_dims=3 is not a shape"), ("abc", torch.uint8, "data_dims='abc' is not a shape"),
     ((3, -1), torch.uint8, r"data_dims=\(3, -1\) has a negative size"), ((3, 1.5), torch.uint8, "is not a shape"),
-    ((3,), "uint8", "dtype 'uint8' is not a torch dtype"), ((3,), np.uint8, "is not a torch dtype"),
-    ((3,), torch.quint8, "torch.quint8 cannot be cached"), ({"a": (3,)}, {"b": torch.uint8}, "does not match data_dims"),
-    (((3,), ()), (torch.uint8,), "does not match data_dims"),
+    ((3,), "uint8", "dtype 'uint8' is not a torch dtype"), ((3,), torch.quint8, "torch.quint8 cannot be cached"),
+    ({"a": (3,)}, {"b": torch.uint8}, "does not match data_dims"),
 ])  # fmt: skip
 def test_from_dims_refuses_what_is_no_shape_or_dtype(dims, dtype, message):
     with pytest.raises(SampleError, match=message):
         Structure.from_dims(dims, dtype)
 
 
-@pytest.mark.parametrize(("value", "order"), [
-    (torch.zeros(6, 5, 3).permute(2, 0, 1), (1, 2, 0)), (np.zeros((3, 4), order="F"), (1, 0)),
-    (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), (0, 2, 3, 1)),
-    (torch.zeros(3, 4), None), (torch.zeros(3, 8)[:, ::2], None), (torch.zeros(3, 1).expand(3, 4), None),
-    (torch.zeros(5, 1, 0).permute(2, 1, 0), None), (torch.zeros(4, 1, 1).permute(2, 0, 1), None),
-    (np.zeros((3, 4))[::-1].T, None), (np.float32(1), None),
-])  # fmt: skip
-def test_what_is_dense_in_another_order_is_held_in_it(value, order):
-    structure = Structure.of(value)
-    assert structure.leaves[0].kind.order == order
-    assert (order is not None) == (" order [" in str(structure))
-    plain = value.copy() if isinstance(value, np.ndarray | np.generic) else value.contiguous()
-    assert bytes(structure.encode(value)[0]) == bytes(structure.encode(plain)[0])
-    assert Structure.of(plain).encode(value)
-
-
 Left, Right = (type(name, (), {"Point": namedtuple("Point", "x y")}) for name in ("Left", "Right"))
 Left.Point.__qualname__, Right.Point.__qualname__ = "Left.Point", "Right.Point"
 AB, BA = [("a", "<f4"), ("b", "<f4")], [("b", "<f4"), ("a", "<f4")]
 ALIGNED = np.dtype([("a", "i1"), ("b", "<f8")], align=True)
-TWO = {"names": ["a", "b"], "formats": ["<i2", "<i2"], "itemsize": 8}
 
 
 @pytest.mark.parametrize(("one", "other"), [
     *((np.zeros(2, one), np.zeros(2, other)) for one, other in (
-        (AB, BA), (AB, "V8"), (AB, [("a", "<f4"), ("b", "<i4")]), (AB, [("a", "<f4"), ("b", ">f4")]),
-        ([("a", AB)], [("a", BA)]), ([("a", "<f4", (2,))], AB), ([("a", "<f4", (2, 1))], [("a", "<f4", (1, 2))]),
-        ([(("t", "a"), "<f4")], [("a", "<f4")]), ("<M8[ns]", "<M8[us]"), ("<m8[s]", "<m8[25s]"),
-        ([("a", "i1"), ("b", "<f8")], ALIGNED), (TWO | {"offsets": [0, 4]}, TWO | {"offsets": [0, 6]}),
-        ("<U3", "<U4"), ("<U1", "S4"), ([("a", "<M8[s]")], [("a", "<M8[ms]")]),
+        (AB, BA), (AB, "V8"), (AB, [("a", "<f4"), ("b", ">f4")]), ([("a", AB)], [("a", BA)]), ([("a", "<f4", (2,))], AB),
+        ([("a", "<f4", (2, 1))], [("a", "<f4", (1, 2))]), ([(("t", "a"), "<f4")], [("a", "<f4")]), ("<M8[ns]", "<M8[us]"),
+        ([("a", "i1"), ("b", "<f8")], ALIGNED), ("<U3", "<U4"), ("<U1", "S4"),
     )),
     (np.zeros((), AB)[()], np.zeros((), BA)[()]),
-    (np.rec.array([(1, 2)], dtype=AB), np.zeros(1, AB)),
-    (Left.Point(1, 2), Right.Point(1, 2)),
-    ([Left.Point(1, 2)], [Right.Point(1, 2)]),
-    *(({one: 1}, {other: 1}) for one, other in (
-        (1, True), (1, 1.0), (1, "1"), (Key.A, "a"), (Key.A, Other.A), (b"a", "a"), (("a", 1), ("a", True)), ((1,), 1))),
-    ({"a: int, 'b'": 1}, {"a": 1, "b": 1}),
+    (Left.Point(1, 2), Right.Point(1, 2)), ({"a: int, 'b'": 1}, {"a": 1, "b": 1}),
+    *(({one: 1}, {other: 1}) for one, other in ((1, True), (Key.A, "a"), (Key.A, Other.A), (("a", 1), ("a", True)))),
 ], ids=str)  # fmt: skip
 def test_the_identity_of_a_structure_tells_what_differs(one, other):
     assert Structure.of(one).identity != Structure.of(other).identity

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-import torch
 
 from stocache import SampleError, SegmentError
-from stocache.samples.leaves import type_lookup
 from stocache.samples.leaves.texts import TEXTS
 from stocache.samples.leaves.type_lookup import find_class, member_of, numpy_dtype, torch_dtype
 from stocache.samples.pytree import Container, check_image
@@ -72,26 +70,9 @@ class Virtual:
 Mapping.register(Virtual)
 
 
-class Sly(Meta):
-    def __instancecheck__(cls, instance):
-        ran.append("instancecheck")
-        return True
-
-    def __subclasscheck__(cls, other):
-        ran.append("subclasscheck")
-        return True
-
-    __mro__ = (tuple, dict, torch.Tensor, enum.Enum)
-
-
-class Disguised(metaclass=Sly):
-    __dataclass_fields__ = ()
-
-
 NAMES = [
     *(f"{__name__}:{name}" for name in (
-        "Virtual", "Disguised", "ran", "Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "",
-        "Outer.__class__", "ran.append")),
+        "Virtual", "ran", "Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "", "ran.append")),
     *(f"lazy_package:{name}" for name in ("gone", "Real.gone", "__class__", "__dict__")),
     *("builtins:int", "builtins:type", "builtins:object", "builtins:print", "builtins:exec", "types:ModuleType", "sys:modules"),
     *("os:environ", "os:getcwd", "os:system", "os:gone", "os:path.join", "numpy.random:seed", "subprocess:Popen"),
@@ -153,14 +134,6 @@ def test_namedtuples_and_members_are_made_without_their_own_code():
         member_of(Colour, "RED|BLUE")
 
 
-def test_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
-    module, Hidden = types.ModuleType("hooked"), type("Hidden", (), {"__module__": "hooked"})
-    module.__dict__["__getattr__"] = {"Hidden": Hidden}.__getitem__
-    monkeypatch.setitem(sys.modules, "hooked", module)
-    with pytest.raises(ValueError, match="other processes do not find as hooked:Hidden"):
-        type_lookup.name_of(Hidden)
-
-
 @pytest.mark.parametrize(("text", "message"), [
     ("", "cannot be read here"),
     ("__import__('os')", "cannot be read here"),
@@ -170,9 +143,7 @@ def test_a_class_that_only_a_hook_finds_is_not_written(monkeypatch):
     ("('scalar', '|O8', 0)", "cannot be read here"),
     *((text, "is not an order of dimensions") for text in (
         "('tensor', 'uint8', 2, (0, 0))", "('tensor', 'uint8', 2, (1, 0, 2))", "('array', '|u1', 1, (1,))")),
-    ("('enum', 'collections:OrderedDict')", "have members of collections:OrderedDict, which is not an enum"),
     ("('enum', 'no_such_module:Kind')", "Import no_such_module first"),
-    ("('in', 'list', 'no_such_module:List', (), (), ())", "Import no_such_module first"),
     ("('in', 'tuple', 'antigravity:fly', (0,), (), (('str',),))", "Import antigravity first"),
     ("('in', 'dict', 'builtins:dict', (('enum', 'antigravity:A', 'A'),), (), (('str',),), 'coded')", "Import antigravity"),
     ("('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')", "which is not an enum"),
@@ -203,11 +174,9 @@ def test_modules_of_classes_are_imported_only_if_pickles_are_allowed(tmp_path, m
 
 
 NO_DTYPES = [
-    *("|O8", "O", "object", "<O8", "f4,O", "(2,)f4", "float", "<V-1", "<U1e3", "<M8[x]", "|T16", "<f3", "p", "P", "", "<f4 "),
-    (("a", "|O"),), (("a", "<f4"), ("b", (("c", "|O8"),))), (("a", "|O8", (2,)),), (("a", (("b", "O", (1,)),), (3,)),),
-    (("a", "<f4", (2**31, 2**31)),), (("a", "<f4", -1),), (("a", "<f4", (True,)),), (("a", "<f4", "12"),), (("a", "<f4", "O"),),
-    (("a",),), ("a", "<f4"), ("<f4", (2,)), ((1, "<f4"),), ((("t", "a", "b"), "<f4"),), (("a", "<f4"), ("a", "<f4")),
-    (("a", "<i8", (2**30,)),), *(None, 1, {}, True, object, np.dtype("f4"), "|V2147483647", [("a", "<f4")]),
+    *("|O8", "O", "f4,O", "(2,)f4", "float", "<V-1", "<M8[x]", "<f3", "P", "", "<f4 "), (("a", "<f4"), ("b", (("c", "|O8"),))),
+    (("a", "|O8", (2,)),), (("a", "<f4", (2**31, 2**31)),), (("a", "<f4", -1),), (("a", "<f4", (True,)),), (("a", "<f4", "O"),),
+    (("a",),), ((1, "<f4"),), ((("t", "a", "b"), "<f4"),), (("a", "<f4"), ("a", "<f4")), *(None, 1, "|V2147483647"),
 ]  # fmt: skip
 NO_TORCH_DTYPES = "qint8", "quint8", "quint4x2", "save", "nn", "Tensor", "float", "dtype", "no_such", "", None, 1, ["uint8"]
 

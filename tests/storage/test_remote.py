@@ -194,29 +194,6 @@ def test_worker_processes_prepare_at_a_url_that_all_of_them_see(tmp_path, memory
     assert not OnDiskBlockDataStorage(memory).is_prepared()
 
 
-def test_a_block_at_a_url_that_cannot_be_looked_at_is_an_error_and_stays(memory, monkeypatch):
-    with pytest.raises(KeyboardInterrupt, match="by the user"):
-        prepare(Preparer(stop_at=60), memory, **QUIET)
-    before = there(memory)
-    real, block = MEMORY.cat_file, mock.Mock(side_effect=TimeoutError("no answer"))
-    with monkeypatch.context() as patch:
-        patch.setattr(MEMORY, "cat_file", lambda fs, path, **its: (block if "blocks" in path else real)(fs, path, **its))
-        with pytest.raises(StorageError, match=r"safetensors cannot be read: TimeoutError: no answer"):
-            prepare(Preparer(), memory, **QUIET)
-    assert there(memory) == before
-
-
-def test_what_must_not_be_written_is_left_alone(memory, monkeypatch):
-    with pytest.raises(StorageError, match="are shuffled by way of a local folder"):
-        prepare(Preparer(), memory, shuffle_seed=1, progress=False)
-    assert there(memory) == {}
-    with monkeypatch.context() as patch:
-        patch.setattr(MEMORY, "pipe_file", mock.Mock(side_effect=PermissionError("read only")))
-        with pytest.raises(StorageError, match=r"preparing\.json cannot be written: PermissionError: read only"):
-            prepare(Images(), memory, progress=False)
-    assert there(memory) == {}
-
-
 class Locked(MEMORY):
     protocol = "locked"
 

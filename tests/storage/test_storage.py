@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import random
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -178,11 +177,6 @@ def test_samples_that_are_asked_for_twice_are_two_objects(tmp_path):
             assert [int(sample.add_(100)) for sample in samples] == [100 + row for row in rows]
 
 
-def test_a_child_forked_while_a_block_is_opened_reads(texts):
-    with texts._lock:
-        assert in_child(lambda: len(texts.load_range(0, 200)) == 200 or os._exit(1)) == 0
-
-
 def test_a_subclass_that_makes_samples_makes_those_of_ranges_and_blocks(texts, tmp_path):
     class Upper(OnDiskBlockDataStorage):
         def load_sample(self, idx):
@@ -233,9 +227,6 @@ def test_few_blocks_are_open_and_threads_and_forks_read_closed_ones_without_thei
         for idx in (0, 5):
             with pytest.raises(DamagedError, match=f"00000{idx // 5}"):
                 storage.load_sample(idx)
-        monkeypatch.setattr("stocache.storage.storage._CLOSED_SAMPLES", 15)
-        assert read(storage, range(10, N))
-        assert len(storage._closed_blocks) == 3
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -259,18 +250,6 @@ def test_a_block_that_is_cut_while_it_is_open_is_an_error_and_no_signal(images, 
             load()
 
 
-def test_too_many_open_files_are_not_damage(disk):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-    try:
-        with pytest.raises(OSError, match="Too many open files") as caught:
-            disk.load_block(1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not isinstance(caught.value, StorageError)
-    assert disk.check(1) is None
-
-
 def test_what_is_no_index_is_an_error(tmp_path):
     for text, error, message in (
         *((text, DamagedError, "is damaged: it is not JSON") for text in (b"", b"\xff" * 100, b"[" * 100_000)),
@@ -286,12 +265,9 @@ def test_what_is_no_index_is_an_error(tmp_path):
 
 FORGED = [
     {"samples": 0, "blocks": [], "block_size": 0},
-    {"samples": N + 1}, {"samples": 2**60}, {"samples": float(N)}, {"block_size": 0}, {"block_size": 8}, {"block_size": 7.0},
-    {"blocks": 7}, {"blocks": [[7, 100, "0"]]}, {"blocks": [["7", 100, "0"]]}, {"blocks": [[True, 100, "0"]], "samples": 1},
-    {"blocks": [[2**60, 2**60, "0"]], "samples": 2**60, "block_size": 2**60},
-    {"blocks": [[N, 100, "0"]], "block_size": N}, {"blocks": [[float(N), 10_000, "0"]], "block_size": N},
+    {"samples": 2**60}, {"samples": float(N)}, {"block_size": 8}, {"blocks": 7}, {"blocks": [["7", 100, "0"]]},
+    {"blocks": [[2**60, 2**60, "0"]], "samples": 2**60, "block_size": 2**60}, {"blocks": [[N, 100, "0"]], "block_size": N},
     {"blocks": [[N, 10_000, 0]], "block_size": N}, {"plan": []}, {"info_checksum": 1}, {"unknown": 1},
-    {"plan": None, "structure": None, "info": None, "info_checksum": None, "blocks": None},
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +28,6 @@ class Images(Dataset):
 
     def image(self, idx):
         return torch.arange(idx * 12, idx * 12 + 12).reshape(3, 4)
-
-
-class Object:
-    """A sample that has to be pickled."""
-
-    def __init__(self, value):
-        self.value = value
 
 
 class Scale:
@@ -89,21 +83,6 @@ class Transformed(Images):
         setattr(self, self.name, transform)
 
 
-class Buffered(Images):
-    """Its transform mixes an image with one of those that loading has left behind."""
-
-    def __init__(self):
-        super().__init__(recent=[], transform=None)
-        self.transform = self.mix
-
-    def mix(self, image):
-        return image + random.choice(self.recent)
-
-    def __getitem__(self, idx):
-        self.recent = [*self.recent[-3:], idx]
-        return self.transform(self.image(idx))
-
-
 class Files(Images):
     """Reads its images from files."""
 
@@ -128,13 +107,13 @@ def effect_free(dataset, idx):
     return dataset.image(idx)
 
 
+OF_MODULE = SimpleNamespace()
 MAKERS = {
     "image": Images.image, "mosaic": mosaic, "without effect": effect_free,
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
     "own Generator": lambda dataset, idx: dataset.image(idx) + dataset.rng.random(),
     "own torch.Generator": lambda dataset, idx: dataset.image(idx) + torch.rand((), generator=dataset.rng).item(),
-    "objects": lambda dataset, idx: Object(dataset.rng.random()),
-    "new generator each time": lambda dataset, idx: dataset.image(idx) + np.random.default_rng().integers(1 << 30),
+    "a Generator of the module": lambda dataset, idx: dataset.image(idx) + OF_MODULE.rng.random(),
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
     "time": lambda dataset, idx: (dataset.image(idx), time.time_ns()),
     "factors": lambda dataset, idx: dataset.image(idx) * dataset.factors[idx % len(dataset.factors)],
@@ -163,6 +142,10 @@ def drawing(maker, repeats=True, rng=None, **options):
     return Kind(make, repeats=repeats, options=tuple(options.items()))
 
 
+def new_of_module():
+    OF_MODULE.rng = np.random.default_rng(0)
+
+
 def setting(change):
     return Kind(lambda folder: Setting(), change)
 
@@ -177,30 +160,16 @@ def files(folder):
     return made
 
 
-def scale_in_place(*path):
-    """Return a function that sets the factor of a transform in place."""
-
-    def change(dataset, inner, epoch):
-        holder = dataset
-        for step in path:
-            holder = holder[step] if isinstance(step, int) else getattr(holder, step)
-        holder.factor = epoch + 1
-
-    return change
-
-
 KINDS = {
     **{name: drawing(name) for name in ("mosaic", "without effect", "one sample in 32 draws")},
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
+    "a Generator of the module": drawing("a Generator of the module", rng=new_of_module),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
-    "objects": drawing("objects", rng=lambda: random.Random(0), allow_pickle=True),
-    **{name: drawing(name, False) for name in ("new generator each time", "os.urandom", "time")},
-    "recent images": Kind(lambda folder: Buffered()),
+    **{name: drawing(name, False) for name in ("os.urandom", "time")},
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),
     "setter": setting(lambda dataset, inner, epoch: dataset.set_factor(epoch + 1)),
-    "transform in place": transformed(scale_in_place("transform", "transforms", 0)),
-    "steps in place": transformed(scale_in_place("steps", "transforms", 1), "steps", lambda: Compose(Scale(2), Scale(1))),
+    "transform in place": transformed(lambda dataset, _, epoch: setattr(dataset.transform.transforms[0], "factor", epoch + 1)),
     "set_transform": transformed(lambda dataset, inner, epoch: dataset.set_transform(Scale(epoch)), "crop", lambda: Scale(0)),
     "set_transform, split": transformed(lambda dataset, inner, epoch: dataset.set_transform(Compose(Scale(epoch), Flip()))),
     "files edited": Kind(files, lambda dataset, inner, epoch: inner.write(epoch + 1)),

@@ -106,7 +106,6 @@ def ragged_named():
 RAGGED = [ragged, ragged_named]
 RAGGED += called(
     ragged_zstd=lambda: ragged(codec=codec("zstd")),
-    ragged_lz4=lambda: ragged(codec=codec("lz4")),
     ragged_unpickled=lambda: copied(ragged()),
     ragged_attached=lambda: left_behind(ragged_named),
 )
@@ -143,7 +142,6 @@ def disk_in(make):
 
 DISK = [disk, disk_records]
 DISK += called(
-    disk_prefix=lambda: disk(placement="prefix"),
     disk_zstd=lambda: disk(112, codec=codec("zstd")),
     disk_unpickled=lambda: disk_in(lambda path: copied(disk(folder=path))),
     disk_reopened=lambda: disk_in(lambda path: left_behind(lambda: disk(folder=path, fingerprint="1"))),

@@ -1,19 +1,15 @@
 """Prepare by a real Ray, in a process of its own: ``python -m tests.support.ray_programs FUNCTION FOLDER``."""
 
-import contextlib
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
-import pytest
 
 from stocache.storage.manifest import block_name
 from tests.support.preparing import Faulty, Images, N, content, prepare_quietly, prepared
-from tests.support.processes import wait_until
 
 
 def by_ray(source, folder, **options):
@@ -51,37 +47,11 @@ def a_killed_worker_costs_the_block_it_was_at(folder):
     assert content(folder / "ray") == prepared(Unpickled(seeded=True), folder / "here")
 
 
-def wait_for_an_end(dataset, idx):
-    """At sample 60 an error, once another block has begun; those that come later swallow the interruption, and go on."""
-    if idx == 60:
-        wait_until(Path(f"{dataset.log}.pids").exists)
-        raise ValueError("photo 60 cannot be read")
-    if idx > 63:
-        log(dataset, "pids", os.getpid())
-        for _ in range(2):
-            with contextlib.suppress(KeyboardInterrupt):
-                ended = time.monotonic() + 60
-                while time.monotonic() < ended:
-                    time.sleep(0.01)  # a cancelled task is interrupted between two of these, not within one
-
-
-def after_an_error_of_the_dataset_nothing_is_written_any_more(folder):
-    with pytest.raises(ValueError, match="photo 60 cannot be read") as raised:
-        by_ray(Faulty(log=folder / "log", at=wait_for_an_end), folder / "error")
-    before = content(folder / "error")
-    assert "RayTaskError" in type(raised.value.__cause__).__name__
-    pids = set(map(int, logged(folder / "log.pids")))
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
-    assert content(folder / "error") == before
-    assert len([name for name in before if name.startswith("blocks/")]) == 8
-
-
 def in_a_real_ray(path):
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     a_killed_worker_costs_the_block_it_was_at(Path(path))
-    after_an_error_of_the_dataset_nothing_is_written_any_more(Path(path))
     ray.shutdown()
 
 

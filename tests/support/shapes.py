@@ -4,8 +4,6 @@
 waves and texts.
 """
 
-# ruff: noqa: SIM201
-
 import contextlib
 import copy
 import functools
@@ -56,12 +54,6 @@ def arrays(folder):
     return files(folder, "arrays", "npy", lambda path, seed: np.save(path, make(seed)))
 
 
-def texts(folder):
-    """Write lines of numbers, and return the paths."""
-    make = lambda seed: random_of(seed, 32 * scale, 4) / 8
-    return files(folder, "texts", "txt", lambda path, seed: np.savetxt(path, make(seed), fmt="%.3f"))
-
-
 def boxes(_=None):
     return [[{"box": [1.0 + number, 2.0, 6.0, 8.0]} for _ in range(1 + number % 3)] for number in range(N)]
 
@@ -73,10 +65,6 @@ def read(path):
 def read_wave(path):
     """Return a wave and its rate."""
     return np.load(path).ravel() / 256, 16000
-
-
-def read_numbers(path):
-    return np.loadtxt(Path(path).read_text().splitlines())
 
 
 def decoded(data):
@@ -241,23 +229,6 @@ class Within(Base):
         return window
 
 
-@shape("speech: noise, then a spectrogram", "cut, hoisted", paths=arrays, words=texts, noise=0.4)
-class Speech(Base):
-    def parse_audio(self, path):
-        wave, _ = read_wave(path)
-        if self.noise and np.random.binomial(1, self.noise):
-            wave = wave + np.random.normal(size=wave.shape) * 0.1
-        spectrum = torch.FloatTensor(np.log1p(np.abs(np.fft.rfft(wave.reshape(-1, 32)))))
-        spectrum.add_(-spectrum.mean())
-        start = np.random.randint(0, 8)
-        spectrum[start : start + 3] = 0
-        return spectrum
-
-    def __getitem__(self, index):
-        spectrum = self.parse_audio(self.paths[index])
-        return spectrum, (read_numbers(self.words[index])[:, 0] % 29).astype(int).tolist()
-
-
 class Segment(Base):
     """A random part of a wave, which may be kept for the next samples."""
 
@@ -320,19 +291,6 @@ class Seeds(Base):
         return apply_seeded(sample, self.augment)
 
 
-@shape("tries until it succeeds", "uncached", paths=pictures)
-class Tries(Base):
-    def __getitem__(self, index):
-        while True:
-            try:
-                picture = read(self.paths[index])
-                if random.random() < 0.5:
-                    picture = picture[:, ::-1]
-                return to_tensor(picture)
-            except OSError:
-                index = random.randint(0, N - 1)
-
-
 class Mosaic(Base):
     def load_mosaic(self, index):
         tiles = [resized(read(self.paths[number])) for number in (index, *random.choices(range(N), k=3))]
@@ -356,81 +314,6 @@ shape("a mosaic", "uncached", 4, paths=pictures, indices=range(N), mosaic=0.5)(M
 shape("a mosaic that is off", "cut, hoisted", paths=pictures, indices=range(N), mosaic=0.0)(Mosaic)
 
 
-@shape("a picture that is open, and a template", "cut, hoisted", paths=pictures, templates=("a {}", "the {}"), flip=flipping)
-class Inversion(Base):
-    def __getitem__(self, i):
-        picture = Image.open(self.paths[i % N])
-        if not picture.mode == "RGB":
-            picture = picture.convert("RGB")
-        text = random.choice(self.templates).format("toy")
-        pixels = np.array(picture).astype(np.uint8)
-        picture = Image.fromarray(pixels[:16, :16]).resize((8, 8), resample=Image.Resampling.BICUBIC)
-        return {"ids": [ord(letter) for letter in text], "pixels": self.flip(picture)}
-
-
-class Coco(Base):
-    def __getitem__(self, index):
-        return Image.open(self.paths[index]).convert("RGB"), copy.deepcopy(self.objects[index])
-
-
-def prepared(picture, target):
-    boxes = torch.as_tensor([each["box"] for each in target["objects"]], dtype=torch.float32).reshape(-1, 4)
-    boxes[:, 0::2].clamp_(min=0, max=picture.size[0])
-    return picture, {"boxes": boxes, "id": torch.tensor([target["id"]])}
-
-
-@shape("transforms of a picture and its boxes", paths=pictures, objects=boxes, prepare=lambda _: prepared,
-       steps=lambda _: Compose(Flip(), lambda picture, boxes: (to_tensor(picture), boxes + random.random())))  # fmt: skip
-class Detection(Coco):
-    def __getitem__(self, idx):
-        picture, target = super().__getitem__(idx)
-        picture, target = self.prepare(picture, {"id": idx, "objects": target})
-        picture, target["boxes"] = self.steps(picture, target["boxes"])
-        return picture, target
-
-
-@shape("masked words, changed in place", paths=texts)
-class Masked(Base):
-    def mask(self, tokens):
-        labels = []
-        for number, token in enumerate(tokens):
-            if random.random() < 0.15:
-                tokens[number] = random.randrange(30)
-                labels.append(token)
-            else:
-                labels.append(0)
-        return tokens, labels
-
-    def __getitem__(self, item):
-        words = read_numbers(self.paths[item])[:, 0].astype(int).tolist()
-        tokens, labels = self.mask(words)
-        return {"tokens": torch.tensor([1, *tokens, 2]), "labels": torch.tensor([0, *labels, 0])}
-
-
-@shape("two views", paths=pictures, transform=flipping)
-class Views(Base):
-    def __getitem__(self, idx):
-        picture = Image.open(self.paths[idx]).convert("RGB").resize((16, 16))
-        picture = np.asarray(picture)
-        return [self.transform(picture) for _ in range(2)], idx
-
-
-@shape("functions and imports before the draw", "cut, hoisted", paths=pictures)
-class Nested(Base):
-    def __getitem__(self, idx):
-        import math
-        from os import path as paths
-
-        picture = read(self.paths[idx])
-        size = picture.shape[0]
-
-        def shifted(by, factor=2):
-            return np.roll(picture, by * factor, 0) if size else picture
-
-        scaled = lambda value: value * math.pi
-        return shifted(random.randrange(size)), scaled(random.random()), paths.basename(self.paths[idx])
-
-
 class Rarely(Base):
     """Sets an attribute before the draw, of another value for few samples, and reads it after it."""
 
@@ -452,13 +335,6 @@ class Rarely(Base):
 
 shape("an attribute that the rest reads", paths=pictures, in_method=False)(Rarely)
 shape("an attribute that a method sets and the rest reads", "uncached", paths=pictures, in_method=True)(Rarely)
-
-
-@shape("several statements in a line", paths=pictures, labels=masks)
-class OneLine(Base):
-    def __getitem__(self, idx):
-        one = read(self.paths[idx]); other = read(self.labels[idx]); at = random.randrange(8); one = one[at:]  # fmt: skip  # noqa: E702
-        return one.copy(), other[at:].copy()
 
 
 @shape("no draw", "cached", paths=pictures)
@@ -486,15 +362,6 @@ class Rare(Base):
         if random.random() < 0.02:
             after += 1
         return before, after
-
-
-@shape("a picture in its own memory", paths=pictures, kept=[None] * N)
-class InMemory(Base):
-    def __getitem__(self, idx):
-        if self.kept[idx] is None:
-            self.kept[idx] = read(self.paths[idx])
-        picture = resized(self.kept[idx])
-        return np.roll(picture, random.randrange(16), 0)
 
 
 def outcome(cached):

@@ -232,14 +232,6 @@ def test_a_real_measurement_leaves_this_process_as_it_was(short, messages):
 
 
 @pytest.mark.linux
-def test_epochs_are_run_over_samples_of_any_kind(short):
-    samples = [(torch.arange(idx + 1), "x" * idx) for idx in range(30)]
-    advice = advise(samples, batch_size=4, progress=False)
-    assert {each.setting.method for each in advice.epochs} == {"multiprocessing", "thread"}
-    assert all(each.sample_s > 0 for each in advice.epochs)
-
-
-@pytest.mark.linux
 @pytest.mark.parametrize(("breaks", "error", "message"), [
     (7, ValueError, "sample 7 is broken"), ("dies", WorkerError, "exited with code 3"),
 ])  # fmt: skip

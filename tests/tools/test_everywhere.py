@@ -15,12 +15,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache.loader.dataloader import DataLoader
-from stocache.reading import DataLoader2, MultiProcessingReadingService
+from stocache.reading import DataLoader2
 from stocache.system.objects import TorchLoader
 from stocache.tools.run import caching
 from tests.support.equality import same
-
-AUDITS = 6  # at most, samples that are loaded again in three epochs
 
 
 class Squares(data.Dataset):
@@ -65,27 +63,21 @@ class Around:
             yield from iter(self.batch_sampler)
 
 
-def infinite(base, late=False):
+def infinite(base):
     class InfiniteDataLoader(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             object.__setattr__(self, "batch_sampler", Around(self.batch_sampler, True))  # past torch's guard
-            self.iterator = None if late else super().__iter__()
+            self.iterator = super().__iter__()
 
         def __len__(self):
             return len(self.batch_sampler.batch_sampler)
 
         def __iter__(self):
-            if self.iterator is None:
-                self.iterator = self._get_iterator()
             for _ in range(len(self)):
                 yield next(self.iterator)
 
     return InfiniteDataLoader
-
-
-def late_infinite(base):
-    return infinite(base, late=True)
 
 
 def to_device(base):
@@ -97,25 +89,6 @@ def to_device(base):
     return Prefetching
 
 
-def mixed(base):
-    class Doubles:
-        def __iter__(self):
-            return ((images * 2, labels) for images, labels in super().__iter__())
-
-    class Mixed(Doubles, base):
-        pass
-
-    return Mixed
-
-
-def own_iterator(base):
-    class OwnIterator(base):
-        def _get_iterator(self):
-            return super()._get_iterator()
-
-    return OwnIterator
-
-
 def own_argument(base):
     class WithArgument(base):
         def __init__(self, dataset, scale, **kwargs):
@@ -125,7 +98,7 @@ def own_argument(base):
     return lambda dataset, **kwargs: WithArgument(dataset, 3, **kwargs)
 
 
-MAKERS = infinite, late_infinite, to_device, mixed, own_iterator, own_argument
+MAKERS = infinite, to_device, own_argument
 KINDS = {"plain": lambda base: base} | {make.__name__: make for make in MAKERS}
 
 
@@ -137,7 +110,8 @@ def epochs(make, dataset, **options):
 
 
 @pytest.fixture
-def everywhere():
+def everywhere(monkeypatch):
+    monkeypatch.setattr(caching, "_TRIAL_S", 60.0)  # other programs may keep the machine busy
     with stocache.use_everywhere("1MB") as everywhere:
         yield everywhere
 
@@ -161,7 +135,7 @@ ALL_WORKERS = [{}, {"num_workers": 2}, {"shuffle": True, "num_workers": 1, "pers
 
 
 @pytest.mark.parametrize(("kind", "options"), [
-    (kind, options) for kind in KINDS for options in (ALL_WORKERS if kind in ("plain", "late_infinite") else ALL_WORKERS[::2])
+    (kind, options) for kind in KINDS for options in (ALL_WORKERS if kind == "plain" else ALL_WORKERS[::2])
 ])  # fmt: skip
 def test_batches_and_random_numbers_are_those_of_torch(kind, options, everywhere):
     for dataset in (Squares, Random):
@@ -169,33 +143,25 @@ def test_batches_and_random_numbers_are_those_of_torch(kind, options, everywhere
         assert same(epochs(KINDS[kind](data.DataLoader), dataset(), **options), theirs)
 
 
+@pytest.mark.unaudited
 def test_a_dataset_for_training_is_read_once_and_one_in_order_from_the_second_time_on(everywhere):
     training, validation = Squares(), Squares()
     shuffled, in_order = data.DataLoader(training, shuffle=True), data.DataLoader(validation)
     for _ in range(3):
         list(shuffled), list(in_order)
     assert shuffled.dataset is training  # what the program sees
-    assert 16 <= training.loads <= 16 + AUDITS  # a child process has loaded the other 8
-    assert 24 + 16 <= validation.loads <= 24 + 16 + AUDITS
+    assert (training.loads, validation.loads) == (16, 24 + 16)  # a child process has loaded the other 8
     assert "cached: 24 of 24 samples" in everywhere.report()
 
 
+@pytest.mark.unaudited
 @pytest.mark.parametrize(("sampler", "loads"), [(data.RandomSampler, 16), (data.SequentialSampler, 24 + 16)])
 def test_a_batch_sampler_is_in_order_if_the_sampler_in_it_is(sampler, loads, everywhere):
     dataset = Squares()
     loader = data.DataLoader(dataset, batch_sampler=Around(data.BatchSampler(sampler(dataset), 5, False)))
     for _ in range(3):
         list(loader)
-    assert loads <= dataset.loads <= loads + AUDITS
-
-
-@pytest.mark.parametrize("kind", ["infinite", "late_infinite"])
-def test_loaders_that_keep_one_iterator_cache_what_they_iterate(kind, everywhere):
-    training, validation = Squares(), Squares()
-    epochs(KINDS[kind](data.DataLoader), training, shuffle=True)
-    epochs(KINDS[kind](data.DataLoader), validation)
-    assert 16 <= training.loads <= 16 + AUDITS  # a child process has loaded the other 8
-    assert (validation.loads < 24) == (kind == "late_infinite")  # the others ask for an iterator as any loop does
+    assert dataset.loads == loads
 
 
 def test_one_limit_is_for_all_datasets_together():
@@ -264,15 +230,6 @@ def test_what_cannot_be_cached_is_listed_with_the_reason_and_iterated_as_it_is(e
         assert f"not cached: {reason}" in report
 
 
-def test_datasets_of_one_place_are_reported_if_one_is_cached_and_another_is_not(everywhere):
-    for kind in (Squares, type("Squares", (Stateful,), {})):
-        loader = data.DataLoader(kind(), shuffle=True)
-        list(loader), list(loader)
-    (lines,) = everywhere.lines()
-    assert "cached: 24 of 24 samples" in lines.state
-    assert "\n  not cached: it has a state_dict" in lines.state
-
-
 def test_the_report_says_what_each_loader_waited_for(everywhere):
     loader = data.DataLoader(Squares(), shuffle=True, batch_size=6)
     list(loader), next(iter(loader))
@@ -313,11 +270,8 @@ OWN = {  # what a program takes from stocache, and the class in the report
     "a loader": (lambda path: stocache.loader.DataLoader(Slow(8), batch_size=4), "Slow of 8 samples"),
     "workers": (lambda path: stocache.DataLoader(Slow(8), batch_size=4, num_workers=1), "Slow of 8 samples"),
     "a subclass": (lambda path: to_device(stocache.DataLoader)(Slow(8), batch_size=4), "Slow of 8 samples"),
-    "an iterator": (lambda path: own_iterator(stocache.DataLoader)(Slow(8), batch_size=4), "Slow of 8 samples"),
     "a graph": (lambda path: DataLoader2(graph()), "DataLoader2"),
-    "a graph in workers": (lambda path: DataLoader2(graph(), None, MultiProcessingReadingService(1)), "DataLoader2"),
     "a stream": (stream, "StreamLoader"),
-    "a stream in a loader": (lambda path: stocache.DataLoader(stream(path), batch_size=None), "StreamLoader"),
 }
 
 
@@ -344,27 +298,19 @@ def test_loaders_that_an_adapter_makes_are_reported_and_those_that_stocache_make
         assert len(everywhere.lines()) == count
 
 
+@pytest.mark.unaudited
 def test_a_loader_of_stocaches_own_is_cached_too_and_keeps_its_arguments(everywhere):
     dataset = Squares()
     loader = stocache.DataLoader(dataset, shuffle=True, worker_method="multiprocessing")
     for _ in range(2):
         list(loader)
     assert type(loader) is stocache.DataLoader
-    assert 16 <= dataset.loads <= 16 + AUDITS
+    assert dataset.loads == 16
     with DataLoader2(graph()) as of_graph:
         list(of_graph)
     cached, not_cached = everywhere.lines()
     assert "cached: 24 of 24 samples" in cached.state
     assert not_cached.state == "not cached: its batches are made in another way."
-
-
-def test_what_was_not_timed_is_not_said_to_be(everywhere):
-    itself = {"__iter__": lambda self: self, "__next__": lambda self: next(self.batches)}
-    loader = type("Itself", (data.DataLoader,), itself)(Squares(), batch_size=6)
-    loader.batches = data.DataLoader.__iter__(loader)
-    assert len(list(loader)) == 4
-    assert "stocache: no loop over a loader was timed" in everywhere.report()
-    assert "none of its loops was timed" in everywhere.report()
 
 
 def test_modules_that_hold_torchs_loader_already_are_named(monkeypatch, caplog):
@@ -379,33 +325,26 @@ def test_modules_that_hold_torchs_loader_already_are_named(monkeypatch, caplog):
 def test_it_can_be_switched_off_and_a_second_call_changes_nothing(monkeypatch, caplog):
     monkeypatch.setenv("STOCACHE_RUN", "off")
     with stocache.use_everywhere("1MB") as everywhere:
-        assert data.DataLoader is TorchLoader
-        assert everywhere.report() == ""
+        assert (data.DataLoader, everywhere.report()) == (TorchLoader, "")
     monkeypatch.delenv("STOCACHE_RUN")
     with stocache.use_everywhere("1MB") as everywhere:
         assert stocache.use_everywhere("2MB") is everywhere
         assert "which stays" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"cache": "much"}, "cache='much' is not a size"), ({"num_workers": 3}, "neither None nor 'auto'"),
-        ({"worker_method": "fibre"}, "unknown"), ({"cache": 1, "disk": "/tmp"}, "go together"),
-        ({"disk": "/tmp", "disk_limit": 1}, "Give cache, too"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "match"), [
+    ({"cache": "much"}, "cache='much' is not a size"), ({"num_workers": 3}, "neither None nor 'auto'"),
+    ({"worker_method": "fibre"}, "unknown"), ({"disk": "/tmp", "disk_limit": 1}, "Give cache, too"),
+])  # fmt: skip
 def test_wrong_arguments_are_refused_and_change_nothing(options, match):
     with pytest.raises(ValueError, match=match):
         stocache.use_everywhere(**options)
     assert data.DataLoader is TorchLoader
 
 
-def test_torchdatas_loader_is_stood_in_for_if_asked(monkeypatch):
-    for name in ("torchdata", "torchdata.stateful_dataloader", "torchdata.stateful_dataloader.stateful_dataloader"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    module, theirs = sys.modules["torchdata.stateful_dataloader"], type("Theirs", (), {})
-    module.StatefulDataLoader = sys.modules[f"{module.__name__}.stateful_dataloader"].StatefulDataLoader = theirs
+def test_torchdatas_loader_is_stood_in_for_if_asked():
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    theirs = module.StatefulDataLoader
     with stocache.use_everywhere(stateful=True):
         loader = module.StatefulDataLoader(Squares(8), batch_size=2)
         iterator = iter(loader)

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -70,19 +69,6 @@ def test_on_a_terminal_the_bars_of_tqdm_are_drawn_again_below(monkeypatch):
     assert re.search(r"\r +\r\Z", before)  # cleared
     assert after.startswith("\r")
     assert "1/3" in after
-
-
-def closed():
-    stream = io.StringIO()
-    stream.close()
-    return stream
-
-
-@pytest.mark.parametrize("stream", [None, SimpleNamespace(), closed()])
-def test_a_stream_that_cannot_be_written_to_is_no_error(stream, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "__stderr__", stream)
-    say_apart("a line")
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("says", "expected"), [

@@ -32,7 +32,7 @@ ELSEWHERE = {  # the folders whose tests play a symptom; some need a full /dev/s
     "tests/cache/test_keyed": "DiskError SampleError CacheKeyError BusyError", "tests/datasets": "S04 W03 W07 DatasetError",
     "tests/loader": "S07 S09 W14 W21 WorkerError StateError", "tests/tools": "S03 W13 StorageError DamagedError",
 }  # fmt: skip
-SLOW = {"adv", "col"}  # they measure for seconds
+SLOW = {"col"}  # it measures for seconds
 LOADED = []  # the indices of samples that this process has loaded
 SMALL = {"size_limit_gib": "1MB", "audit": 0}
 AUDITED = 3  # samples of an epoch, or pictures, that are loaded again at most, to compare them
@@ -169,18 +169,6 @@ def hold_fewer_batches(follow, test):
 @case("ring")
 def raise_the_prefetch_factor(follow, test):
     return batches_beside_the_ring(10, 32 if follow else 1)
-
-
-@case("advise")
-def take_what_advise_recommends(follow, test):
-    dataset, code = Numbers(), "DataLoader(dataset, batch_size=4)"
-    if follow:
-        code = stocache.advise(dataset, batch_size=4, time_limit_s=40, progress=False).best.code
-    loader = eval(code)
-    for _ in range(3):
-        list(loader)
-    loader.end_workers()
-    return max(0, 12 - (loader.stats().epochs[-1].hits or 0) - AUDITED)
 
 
 @case("collate, workers")

@@ -160,16 +160,6 @@ def test_wrong_options_are_refused_before_the_program_runs(options, run):
     assert (result.returncode, result.stdout, REFUSED[options] in result.stderr) == (2, "", True)
 
 
-FORKS = """
-import os, sys
-class Finder:
-    def find_spec(self, name, *_):
-        if name == "torch.utils.data":
-            sys.meta_path.remove(self)
-            if os.fork():
-                os.wait()
-sys.meta_path.insert(0, Finder())
-"""
 OWN = (
     TRAIN.replace("DataLoader, Dataset", "Dataset")
     + """
@@ -180,30 +170,31 @@ for _ in range(3):
     list(tqdm(loader, mininterval=0))
 """
 )
-NESTED = """
-class Nested(Squares):
-    def __getitem__(self, idx):
-        return torch.tensor([len(list(DataLoader([idx])))]), idx  # in a worker
-train(2, Nested)
+FINDS = """
+import importlib.util, sys
+from importlib.machinery import PathFinder
+importlib.util.find_spec("torch")
+
+class Finder:  # as of libraries that change others when these are imported
+    def find_spec(name, path=None, target=None):
+        if name.startswith("torch.utils.data") and (found := PathFinder.find_spec(name, path, target)):
+            places = {"submodule_search_locations": found.submodule_search_locations}
+            return importlib.util.spec_from_file_location(name, found.origin, **places)
+
+sys.meta_path.insert(0, Finder)
 """
-CLOSED = "import logging\nlog = open('log', 'w'); logging.basicConfig(level=20, stream=log); log.close()\n"
-HAS_TORCHS = "from torch.utils.data import dataloader\nLoader = vars(dataloader)['DataLoader']"
 PROGRAMS = {  # the program, and how often it says what
     "takes stocache's loader": (OWN, 1, "train.py:20: CachedDataset of 24 samples\n  3 epochs, 18 batches: "),
-    "asks for torch": (f"import importlib.util\nimportlib.util.find_spec('torch')\n{TRAIN}train()", 1, "3 epochs, 18 batches"),
-    "forks in a finder": (f"{FORKS}{TRAIN}train()", 2, "3 epochs, 18 batches"),
+    "asks for torch, and finds it": (f"{FINDS}{TRAIN}train()", 1, "3 epochs, 18 batches"),
     "makes no loader": (TRAIN, 1, "the main process imported torch, and made no DataLoader."),
     "makes one": (f"{TRAIN}DataLoader([1])", 1, "made loaders, and iterated over none of them."),
-    "has torch's": (HAS_TORCHS, 1, "made no DataLoader of stocache's; those of torch are in __main__."),
-    "logs to a closed stream": (f"{CLOSED}{TRAIN}train()", 0, "Logging error"),
     "closes the error stream": (f"{TRAIN}sys.stderr.close()\ntrain()", 0, "stocache"),
     "ends by os._exit": (f"{TRAIN}train()\nimport os; os._exit(0)", 1, "epoch 2: the trainer waited"),
-    "iterates in workers": (TRAIN + NESTED, 1, "in loops over 1 loader"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=pytest.mark.slow if row else []) for row, name in enumerate(PROGRAMS)]
+    "program", [pytest.param(name, marks=pytest.mark.slow if row > 1 else []) for row, name in enumerate(PROGRAMS)]
 )
 def test_a_program_is_reported_or_the_reason_why_not(program, run):
     source, count, says = PROGRAMS[program]

@@ -8,7 +8,7 @@ import pytest
 from stocache import CacheOptions
 from stocache.cache.disk.store import DiskStore
 from stocache.cache.disk.tiers import Tiers
-from stocache.errors import ClosedError, MismatchError, SampleError
+from stocache.errors import MismatchError
 from tests.support.disks import loaded, record
 from tests.support.equality import same
 
@@ -57,16 +57,3 @@ def test_a_hit_of_the_disk_is_kept_in_memory(opened):
         assert same([tiers.hit(3, True) for tiers in (cache, copied, cache)], [record(3)] * 3)
     memory, disk = cache.stats()
     assert (memory.filled, memory.hits, disk.hits) == (1, 2, 1)
-
-
-def test_errors_of_the_source_and_samples_that_do_not_fit(opened):
-    cache = opened("1MB")
-    with pytest.raises(ZeroDivisionError, match="by zero"):
-        cache.get_or_load(3, lambda idx: idx / 0)
-    with pytest.raises(SampleError, match="sample 3"):
-        cache.get_or_load(3, lambda idx: {1})
-    assert cache.get_or_load(4, lambda idx: {1}, strict=False) == {1}
-    for _ in range(2):
-        cache.close()
-    with pytest.raises(ClosedError, match="the cache is closed"):
-        cache.get_or_load(3, record)

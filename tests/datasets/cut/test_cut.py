@@ -6,7 +6,6 @@ import linecache
 import logging
 import random
 import sys
-import time
 import traceback
 
 import numpy as np
@@ -16,8 +15,7 @@ from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, LimitError
 from stocache.datasets.cut.division import Division, halves_of
-from stocache.datasets.cut.source import source_of, statements
-from stocache.system.describe import describe
+from stocache.datasets.cut.source import source_of
 from tests.support.epochs import difference_of, epochs
 
 N = 12
@@ -170,16 +168,11 @@ def decorated(function):
     return call
 
 
-class Assigned(Numbers):
-    __getitem__ = scaled
-
-
 class Decorated(Numbers):
     __getitem__ = decorated(scaled)
 
 
-def test_methods_that_are_decorated_or_assigned_are_followed_and_one_that_is_replaced_is_noticed(monkeypatch):
-    check(Assigned)
+def test_methods_that_are_decorated_are_followed_and_one_that_is_replaced_is_noticed(monkeypatch):
     check(Decorated)  # into what the decorator calls
     flipped = Flipped()
     with CachedDataset(flipped, 1) as cached:
@@ -231,19 +224,6 @@ def test_a_part_that_does_not_fit_its_slot_or_draws_is_not_cached(which, caplog)
     assert not which["drawn"] or "random numbers are drawn to load sample" in caplog.text
 
 
-class Slow(Numbers):
-    def __getitem__(self, idx):
-        time.sleep(1)
-        return self.read(idx) * random.random()
-
-
-def test_a_sample_that_takes_too_long_when_it_is_followed_leaves_the_program_whole(caplog, monkeypatch):
-    monkeypatch.setattr("stocache.datasets.cut.planning._PATIENCE_S", 0.1)
-    with CachedDataset(Slow(), 1) as cached:
-        assert cached.is_left
-    assert "sample 0 of Slow, nothing came from the child process" in caplog.text
-
-
 OPTIONS = {
     "views, shared tables": {"copy": False, "share": True}, "narrow": {"narrow": True}, "half": {"size_limit_gib": "20KB"},
     "any size, codec, cost": {"codec": "zstd", "admission": "cost"}, "name": {"name": "cut", "fingerprint": "v1"},
@@ -260,33 +240,6 @@ def test_a_program_is_cut_whatever_is_cached_where(name, tmp_path, monkeypatch):
         with CachedDataset(Flipped(), **{"size_limit_gib": 1} | OPTIONS[name]) as cached:
             assert cached.stats().cut
             assert difference_of(expected, epochs(cached, "torch")) is None
-
-
-@pytest.mark.linux
-@pytest.mark.parametrize("options", [
-    {"sample_seed": 5}, {"sample_seed": 5, "num_workers": 2}, {"sample_seed": 5, "num_workers": 2, "worker_method": "thread"},
-    {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"},
-], ids=repr)  # fmt: skip
-def test_a_program_is_cut_in_every_loader_also_if_it_is_resumed(options):
-    torch.manual_seed(1), random.seed(1)
-    plain = DataLoader(Flipped(), 4, **options)
-    expected = [describe([*plain]), describe([*plain])]
-    with CachedDataset(Flipped(), 1) as cached:
-        torch.manual_seed(1), random.seed(1)
-        loader = DataLoader(cached, 4, **options)
-        found = [describe([*loader]), describe([*loader])]
-        assert found == expected or options.get("worker_method") == "thread"  # these draw in no order
-        if "sample_seed" in options and "worker_method" not in options:
-            batches, rest = iter(loader), []
-            next(batches)
-            state = loader.state_dict()
-            del batches
-            for dataset in (cached, Flipped()):
-                again = DataLoader(dataset, 4, **options)
-                again.load_state_dict(state)
-                rest.append(describe([*again]))
-            assert rest[0] == rest[1]
-        assert cached.stats().cut
 
 
 def test_the_user_sees_the_two_parts(caplog):
@@ -343,22 +296,3 @@ def busy(rows, scale=2, *more, offset=1, **options):
 @pytest.mark.parametrize("arguments", [([1, 2, 3],), ([4], 3, 7), ([5, 6],)])
 def test_a_function_that_is_divided_anywhere_returns_the_same(arguments):
     assert all(result == busy(*arguments) for result in divided(busy, *arguments))
-
-
-def test_statements_have_one_call_each_and_keep_their_order():
-    calls = []
-
-    def note(value, *others):
-        calls.append(value)
-        return value
-
-    def nested(idx):
-        return [note(1, note(2), note(3, *[note(4)])), note(idx) + note(6) * note(7), {note(8): note(9)}[8], (note(10),)[0]]
-
-    expected = nested(5)
-    order, calls[:] = calls[:], []
-    source = source_of(nested)
-    assert sum(1 for _ in statements(source.tree.body)) > 10
-    results = list(divided(nested, 5))
-    assert all(result == expected for result in results)
-    assert calls == order * len(results)

@@ -3,19 +3,17 @@
 Every sample of every epoch is that of the dataset without a cache, bit for bit, and so are the random numbers.
 """
 
-import copy
 import importlib
 import logging
 import pickle
 import random
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 
 from stocache import CachedDataset, DatasetError, LimitError, deterministic, split_transforms
 from stocache.datasets.transforms.pipelines import open_pipeline
@@ -89,12 +87,10 @@ MADE = {
     "training": lambda folder: ImageFolder(folder, training(16)),
     "middle": lambda folder: ImageFolder(folder, middle()),
     "target": lambda folder: ImageFolder(folder, middle(), target_transform=plus_noise),
-    "marked by mistake": lambda folder: ImageFolder(folder, Compose([Resize(24), deterministic(RandomCrop(16))])),
     "opaque": lambda folder: ImageFolder(folder, augment),
     "joint": lambda _: Detection(vision.JointCompose([vision.ToImage(), vision.RandomVerticalFlip(), vision.ToDtype()])),
     "parts": lambda folder: Transformed(ImageFolder(folder, Compose([Resize(24), RandomCrop(20)])), training(16)),
     "concatenated": lambda folder: ConcatDataset([ImageFolder(folder, middle()), ImageFolder(folder, training(16))]),
-    "alike": lambda folder: ConcatDataset([Subset(ImageFolder(folder, middle()), range(2)), ImageFolder(folder, middle())]),
 }
 
 
@@ -134,48 +130,6 @@ def test_samples_and_random_numbers_are_those_without_a_cache(name, loader, fold
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-class Logged(ImageFolder):
-    def __getitem__(self, index):
-        with open(self.log, "a") as log:
-            log.write(f"{index}\n")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("transform", "most", "options"), [
-    (None, 9, {}), (middle(), 60, {}), (training(16), 100, {"cut": "smallest"}),
-])  # fmt: skip
-def test_each_probed_sample_is_loaded_a_few_times(transform, most, options, folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("stocache.datasets.probing._QUICK_S", 0)  # as of a slow dataset
-    dataset = Logged(folder, transform)
-    dataset.log = tmp_path / "loads"
-    with CachedDataset(dataset, 1, **options) as cached:
-        loads = Counter(dataset.log.read_text().split())
-        assert (len(loads), cached.stats().total.filled) == (8, 8)
-        assert sum(loads.values()) <= most
-
-
-def test_a_transform_that_is_set_is_split_again(folder):
-    dataset = ImageFolder(folder)
-    with CachedDataset(dataset, 1) as cached:
-        assert isinstance(cached[0][0], Image.Image)
-        cached.transform = training(16)
-        assert dataset.transform is cached.transform
-        check(cached, MADE["training"](folder))
-        cached.transform = Compose([Resize(20), CenterCrop(20), ToTensor()])
-        assert cached[0][0].shape == (3, 20, 20)
-        cached.transform = None
-        assert isinstance(cached[0][0], Image.Image)
-        dataset.transform = training(16)  # behind the cache
-        check(cached, MADE["training"](folder))
-        dataset.transform.transforms.insert(0, Resize(18))
-        check(cached, copy.copy(dataset))
-    with CachedDataset(ImageFolder(folder, middle()), 1, transform={0: torch.neg}) as cached:  # which runs last
-        image = sample_of(cached)[0]
-        cached.after_cache = None
-        assert torch.equal(image, -sample_of(cached)[0])
-        assert cached.transform is cached.dataset.transform
-
-
 def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_begin_anew(folder):
     with CachedDataset(ImageFolder(folder, middle()), 1) as cached:
         cached.warm(progress=False)
@@ -186,16 +140,14 @@ def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_beg
             cached.transform = other
             assert cached.stats().total.filled < N
             check(cached, ImageFolder(folder, other))
+        cached.dataset.transform = training(16)  # behind the cache
+        check(cached, MADE["training"](folder))
     dataset = ImageFolder(folder, middle())
     with CachedDataset(dataset, 1, name="fixed", on_change="raise") as cached:
         before = dataset.transform
         with pytest.raises(DatasetError, match=r"a transform of ImageFolder was set.*Set it before CachedDataset"):
             cached.transform = training(16)
         assert dataset.transform is before
-    dataset = Transformed(ImageFolder(folder), middle())  # under another name
-    with CachedDataset(dataset, 1) as cached:
-        dataset.tfm = training(16)
-        check(cached, Transformed(ImageFolder(folder), training(16)))
 
 
 FIXED = [Resize(24), CenterCrop(20), ToTensor(), normal()]
@@ -257,28 +209,6 @@ def test_without_a_probe_nothing_is_cut(options, folder, caplog):
         CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
 
 
-def test_a_cache_within_a_dataset_is_left_alone(folder):
-    with CachedDataset(ImageFolder(folder, middle()), 1) as inner:
-        outer = Transformed(Subset(inner, range(N)), normal())
-        with CachedDataset(outer, 1) as cached:  # whose samples are random
-            assert cached[0][0].shape == (3, 16, 16)
-        assert issubclass(kind_of_cached(inner), Image.Image)
-        check(inner, MADE["middle"](folder))
-
-
-def test_a_transform_with_state_goes_on_with_it(folder):
-    epochs = []
-
-    def counting(image):
-        epochs.append(1)
-        return ToTensor()(image) * len(epochs)
-
-    with CachedDataset(ImageFolder(folder, Compose([Resize(20), CenterCrop(20), counting])), 1) as cached:
-        assert epochs == []  # by the probe: it was a child's
-        first = cached[0][0]
-        assert torch.equal(cached[0][0], first * 2)
-
-
 def test_split_transforms_cuts_at_the_first_random_step():
     for transform, before, after in (
         (middle(), 2, 3), (vision.StandardTransform(middle(), None), 0, 1), (Compose([]), 0, 0),
@@ -290,17 +220,3 @@ def test_split_transforms_cuts_at_the_first_random_step():
         parts = split_transforms(transform)
         assert all(map(callable, parts))
         assert [len(open_pipeline(part).steps) for part in parts] == [before, after]
-
-
-def test_the_two_parts_do_what_the_whole_does():
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 40, 3), dtype=np.uint8))
-    before, after = split_transforms(middle())
-    seed(0)
-    whole = middle()(image)
-    seed(0)
-    assert torch.equal(after(before(image)), whole)
-    assert repr(before) == "Chain([Resize(size=24), CenterCrop(size=20)])"
-    assert pickle.loads(pickle.dumps(before))(image).size == (20, 20)
-    for wrong in ("resize", 3, [Resize(2), 7]):
-        with pytest.raises(DatasetError, match="is not a transform: it is not callable"):
-            split_transforms(wrong)

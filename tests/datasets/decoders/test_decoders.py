@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import types
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,14 +76,13 @@ EXIF[274], EXIF[271] = 6, "camera"
 TEXT = pytest.importorskip("PIL.PngImagePlugin").PngInfo()
 TEXT.add_text("before", "pixels")
 PICTURES = {
-    "jpeg": ("a.jpg", PIXELS, {}), "grey": ("a.jpg", PIXELS[..., 0], {}), "exif": ("a.jpg", PIXELS, {"exif": EXIF}),
-    "progressive": ("a.jpg", PIXELS, {"progressive": True, "quality": 95}), "png": ("a.png", PIXELS, {}),
+    "grey": ("a.jpg", PIXELS[..., 0], {}), "exif": ("a.jpg", PIXELS, {"exif": EXIF}),
     "text": ("a.png", PIXELS, {"pnginfo": TEXT}), "16 bits": ("a.png", PIXELS[..., 0].astype(np.uint16) * 257, {}),
     "alpha": ("a.png", np.dstack([PIXELS, PIXELS[..., :1]]), {}), "bmp": ("a.bmp", PIXELS, {}),
-    "tiff": ("a.tiff", PIXELS, {"compression": "tiff_lzw"}), "turned": ("a.tiff", PIXELS, {"exif": EXIF}),
-    "gif": ("a.gif", PIXELS[..., 0], {}), "webp": ("a.webp", PIXELS, {}),
+    "tiff": ("a.tiff", PIXELS, {"compression": "tiff_lzw"}),
+    "turned": ("a.tiff", PIXELS, {"exif": EXIF}), "gif": ("a.gif", PIXELS[..., 0], {}), "webp": ("a.webp", PIXELS, {}),
 }  # fmt: skip
-SERVED = {"jpeg", "grey", "exif", "progressive", "png", "text", "16 bits", "alpha", "tiff"}
+SERVED = {"grey", "exif", "text", "16 bits", "alpha", "tiff"}
 
 
 @pytest.mark.parametrize("kind", PICTURES)
@@ -112,22 +110,7 @@ def from_bytes(path):
     return picture.tobytes(), stream.tell() if picture.format != "JPEG" else None, stream.closed
 
 
-def from_zip(path):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.write(path, "a")
-    with zipfile.ZipFile(packed) as archive, archive.open("a") as file:
-        return np.asarray(Image.open(file)).copy()
-
-
-def drawn_on(path):
-    picture = Image.open(path).convert("RGB")
-    before = picture.tobytes()
-    picture.putpixel((0, 0), (1, 2, 3))
-    return before, picture.tobytes()
-
-
-@pytest.mark.parametrize("way", [palette, drafted, from_bytes, from_zip, drawn_on])
+@pytest.mark.parametrize("way", [palette, drafted, from_bytes])
 def test_pillow_is_served_however_an_image_is_read(way, tmp_path):
     path = image(tmp_path)
     if way is palette:
@@ -182,20 +165,6 @@ def test_a_library_is_served(library, read, files):
     assert twice(read, pytest.importorskip(library), files)
 
 
-def test_a_library_that_is_not_installed_is_served_as_it_would_be(tmp_path, monkeypatch):
-    if "torchvision" in sys.modules:
-        pytest.skip("it is installed")
-    for module in ("torchvision", "torchvision.io", "torchvision.io.image"):
-        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
-    calls, library = [], sys.modules["torchvision.io.image"]
-    library.read_image = lambda source: calls.append(source) or torch.arange(6).reshape(2, 3)
-    (tmp_path / "file").write_bytes(b"content")
-    with cached_decoders("64MB", audit=0):
-        results = [library.read_image(str(tmp_path / "file")) for _ in range(3)]
-    assert len(calls) == 1
-    assert all(torch.equal(each, results[0]) for each in results)
-
-
 def mixed(its, idx):
     """Read two random images."""
     one, other = (np.asarray(Image.open(random.choice(its.paths))) for _ in range(2))
@@ -220,7 +189,7 @@ PERSISTENT = {"persistent_workers": True}
 
 @pytest.mark.linux
 @pytest.mark.parametrize(("make", "workers", "options"), [
-    (mixed, 0, {}), (mixed, 2, PERSISTENT), (mixed, 2, {"ours": True}), (rarely_random, 0, {}), (rarely_random, 2, {}),
+    (mixed, 0, {}), (mixed, 2, PERSISTENT), (mixed, 2, {"ours": True}), (rarely_random, 2, {}),
     (mixed, 2, {"multiprocessing_context": "forkserver"} | PERSISTENT),
 ])  # fmt: skip
 def test_samples_that_cannot_be_cached_are_decoded_once(make, workers, options, tmp_path):
@@ -256,22 +225,6 @@ def decoder(monkeypatch):
     module.results, module.load = iter(()), lambda uri: next(module.results)
     monkeypatch.setitem(sys.modules, "torchaudio", module)
     return module
-
-
-def test_a_file_that_changes_while_it_is_decoded_is_not_cached(decoder, tmp_path):
-    path = tmp_path / "file"
-
-    def load(uri):
-        found = path.read_bytes()
-        path.write_bytes(b"two")
-        return np.frombuffer(found, np.uint8).copy()
-
-    decoder.load = load
-    with cached_decoders("64MB", audit=0) as decoders:
-        for _ in range(2):
-            path.write_bytes(b"one")
-            assert bytes(decoder.load(str(path))) == b"one"
-        assert decoders.stats()["torchaudio"] == (2, 0)
 
 
 def test_a_decoder_with_other_results_or_that_draws_is_off(decoder, caplog):
@@ -335,19 +288,6 @@ def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monke
         decoders.close()
         assert user.read is true
         assert (before(b"x")[0], decoders.stats()) == (1, {"torchaudio": (1, 0)})  # what was found before the close decodes
-    with pytest.raises(stocache.LimitError, match="size_limit_gib"), cached_decoders("many"):
-        pass
-
-
-def test_half_of_the_memory_is_for_what_is_asked_for_again(decoder):
-    decoder.results = iter([np.zeros(1 << 20, np.uint8)] * 99)
-    with cached_decoders("8MB", audit=0) as decoders:
-        for number in range(12):
-            decoder.load(b"%d" % number)
-        assert 2 <= len(decoders._cache) - 1 <= 5
-        for number in (11, 11):
-            decoder.load(b"%d" % number)
-        assert decoders.stats()["torchaudio"][1] == 1
 
 
 def test_a_decoder_that_takes_no_time_is_left_alone(decoder, monkeypatch):
@@ -362,22 +302,6 @@ def test_a_decoder_that_takes_no_time_is_left_alone(decoder, monkeypatch):
 def content(uri):
     """Decode a name: return its bytes many times."""
     return np.frombuffer(uri * 1000, np.uint8).copy()
-
-
-def test_a_decoder_that_a_signal_handler_calls_at_any_moment_returns_what_it_decodes(decoder):
-    decoder.load, found = content, []
-    before = signal.signal(signal.SIGALRM, lambda *_: found.append(bytes(decoder.load(b"handler")) == b"handler" * 1000))
-    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
-    try:
-        with cached_decoders("64MB") as decoders:
-            for number in range(4000):
-                assert bytes(decoder.load(b"%d" % (number % 7))) == b"%d" % (number % 7) * 1000
-            assert decoders.stats()["torchaudio"][1] > 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert found
-    assert all(found)
 
 
 def test_threads_are_served_together(tmp_path):
@@ -431,7 +355,7 @@ def test_memory_that_ends_and_results_that_are_larger_than_it_leave_the_decoder_
         assert decoders.stats()["numpy"] == (2, 0)
 
 
-def test_files_that_are_damaged_or_too_large_are_errors_as_without_a_cache(tmp_path, monkeypatch):
+def test_files_that_are_damaged_are_errors_as_without_a_cache(tmp_path):
     cv2, path = pytest.importorskip("cv2"), image(tmp_path)
     good = Path(path).read_bytes()
     with cached_decoders("64MB", audit=0) as decoders:
@@ -444,7 +368,3 @@ def test_files_that_are_damaged_or_too_large_are_errors_as_without_a_cache(tmp_p
         assert all(hits == 0 for _, hits in decoders.stats().values())
         (tmp_path / "b.jpg").write_bytes(good)
         assert looked_at(tmp_path / "b.jpg")[-1] == Image.open(io.BytesIO(good)).tobytes()
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-        for _ in range(2):
-            with pytest.raises(Image.DecompressionBombError):
-                looked_at(path)

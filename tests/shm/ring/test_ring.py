@@ -1,6 +1,5 @@
 """The ring: a buffer has one owner at a time, the receiver until the last tensor over it is dead, whoever is killed."""
 
-import gc
 import os
 import pickle
 import signal
@@ -13,10 +12,10 @@ import torch
 
 from stocache import WorkerError
 from stocache.shm.ring import ring as ring_module
-from stocache.shm.ring.ring import NO_BUFFER, NO_LANE, NO_MEMORY, TOO_LARGE, TOO_SMALL, Ring, fallback, ring_of
+from stocache.shm.ring.ring import NO_BUFFER, NO_MEMORY, TOO_LARGE, TOO_SMALL, Ring, fallback
 from stocache.system import limits
 from tests.support.equality import same
-from tests.support.processes import in_child, stop, stopped, wait_until
+from tests.support.processes import in_child, stop, stopped
 from tests.support.rings import filling, free, numbers, states
 
 
@@ -65,15 +64,12 @@ def test_a_tensor_born_in_the_buffer_is_not_copied_and_batches_of_one_kind_are_p
 
 
 def values(kept):
-    if isinstance(kept, dict):
-        return values(kept["x"])
     return kept.tolist() if hasattr(kept, "tolist") else list(kept)
 
 
 @pytest.mark.parametrize("keep", [
-    lambda batch: batch, lambda batch: batch["x"], lambda batch: batch["x"][5:7], lambda batch: batch["x"].numpy()[::2],
-    lambda batch: memoryview(batch["x"].numpy()), lambda batch: batch["x"].view(10, 100).t(),
-    lambda batch: batch["x"].untyped_storage(), lambda batch: np.from_dlpack(batch["x"]), lambda batch: batch["array"][3:],
+    lambda batch: batch["x"][5:7], lambda batch: memoryview(batch["x"].numpy()), lambda batch: batch["x"].untyped_storage(),
+    lambda batch: np.from_dlpack(batch["x"]), lambda batch: batch["array"][3:],
 ])  # fmt: skip
 def test_a_buffer_is_free_when_the_last_view_of_it_is_gone(ring, keep):
     batch = through(ring, {"x": numbers(0), "array": np.arange(10)})
@@ -140,9 +136,7 @@ def test_where_the_machine_gives_no_memory_batches_go_through_the_pipe(ring, mon
     assert "cache " not in caplog.text.replace("stocache explain", "")  # it is none
 
 
-@pytest.mark.parametrize(
-    "large", [b"a" * 100_000, bytearray(100_000), "é" * 50_000, ["a"] * 50_000, {"jpeg": b"x" * 40_000}], ids=type
-)
+@pytest.mark.parametrize("large", [bytearray(100_000), ["a"] * 50_000], ids=type)
 def test_a_large_pickle_lies_in_the_buffer_which_is_free_when_it_has_come(ring, large):
     batch = {"names": ["a", "b"], "large": large}
     message = send(ring, batch)
@@ -222,23 +216,6 @@ def test_too_many_iterations_get_no_lane(ring):
     assert ring.begin() != 0
 
 
-def test_a_process_that_did_not_make_the_ring_says_so():
-    ring = Ring(1, 1)
-    key, message = ring.key, pickle.dumps(fallback(ring.key, NO_LANE, 1))
-    del ring
-    for use in (lambda: pickle.loads(message), lambda: ring_of(key)):
-        with pytest.raises(WorkerError, match="did not make its DataLoader"):
-            use()
-
-
-def test_which_batch_a_process_ended_at_is_known_when_others_have_come():
-    ring = Ring(3, 2)
-    iteration = ring.begin()
-    work = lambda number: lambda: ring.lane(iteration).record_request(number) or os.getpid()
-    ended = [from_child(work(number)) for number in (5, 6)]
-    assert [ring.last_request_of(pid) for pid in ended] == [5, 6]
-
-
 def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
@@ -273,16 +250,3 @@ def test_children_that_have_ended_hold_nothing_and_free_nothing(ring):
     assert same(held, [numbers(start) for start in range(3)])
     held.clear()
     assert free(ring) == 6
-
-
-@pytest.mark.leaves_descriptors
-def test_what_cannot_be_placed_is_pickled_once(ring):
-    """Of a pickle that is thrown away, descriptors would wait to be fetched for ever."""
-    for turn in range(5):
-        value = torch.arange(3.0).requires_grad_()
-        assert torch.equal(through(ring, value), value)
-        del value
-        gc.collect()
-        if turn == 1:
-            before = descriptors()
-    wait_until(lambda: descriptors() <= before)  # torch's thread closes what it has handed over

@@ -12,14 +12,11 @@ import types
 from pathlib import Path
 from unittest.mock import ANY
 
-import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import stocache.storage.preparation
 from stocache import SampleError, StorageError
 from stocache.errors import WorkerError
-from stocache.tools.cli.app import app
 from tests.support.preparing import Faulty, FaultyTogether, Images, Locks, Preparer, content, prepared, written
 from tests.support.processes import run_python
 from tests.support.ray_programs import by_ray
@@ -56,14 +53,14 @@ class StandIn(types.ModuleType):
         most: the most tasks at a time.
         connected: the arguments that it was connected with; None at first, as if it had been connected before.
         cancelled: of each task that was cancelled, whether by force.
-        stubborn, dead: tasks end by force only; blocks whose workers die.
+        dead: blocks whose workers die.
     """
 
     def __init__(self):
         super().__init__("ray")
         self.cloudpickle, self.exceptions = pickle, types.ModuleType("ray.exceptions")
         vars(self.exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
-        self.at, self.most, self.connected, self.cancelled, self.stubborn, self.dead = None, 0, None, [], False, ()
+        self.at, self.most, self.connected, self.cancelled, self.dead = None, 0, None, [], ()
         self.initialized, self.turn = True, 0
         self.is_initialized, self.cluster_resources = lambda: self.initialized, lambda: {"CPU": 2.0}
         self.put = lambda value: Task(value=value)
@@ -81,8 +78,7 @@ class StandIn(types.ModuleType):
 
     def cancel(self, task, force):
         self.cancelled.append(force)
-        if force or not self.stubborn:
-            task.call = None
+        task.call = None
 
     def wait(self, tasks, num_returns=1, timeout=None):
         if timeout is None:
@@ -122,26 +118,13 @@ def ray(monkeypatch):
 
 @pytest.mark.parametrize(("make", "options", "most"), [
     (lambda: Images(seeded=True), {"num_workers": 1}, 1), (FaultyTogether, {"shuffle_seed": 3, "num_workers": 3}, 3),
-    (lambda: Images(0), {}, 0), (Preparer, {}, 4), (lambda: Preparer(30), {"shuffle_seed": 3}, 4),
-    (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}, 4),
+    (lambda: Images(0), {}, 0), (Preparer, {}, 4), (lambda: Faulty([3, 5, 60, 95, 99]), {"on_error": "skip"}, 4),
 ])  # fmt: skip
 def test_content_is_that_of_one_process_and_num_workers_blocks_are_in_work(tmp_path, monkeypatch, ray, make, options, most):
     monkeypatch.chdir(tmp_path)
     by_ray(make(), "ray", **options)  # a relative folder is one of this process
     assert content(tmp_path / "ray") == prepared(make(), tmp_path / "here", **options)
     assert (ray.connected, ray.most) == (None, most)
-
-
-class OddError(Exception):
-    """One that pickles, and does not unpickle."""
-
-    def __init__(self, one, other):
-        super().__init__(f"{one} and {other}")
-
-
-def odd(dataset, idx):
-    if sys.modules["ray"].at == 8:
-        raise OddError("this", "that")
 
 
 def only_here(dataset, idx):
@@ -151,11 +134,9 @@ def only_here(dataset, idx):
 
 FAULTS = [
     (Faulty(at=only_here), {"on_error": "skip"}, {}, FileNotFoundError, "is on another machine"),
-    (Faulty(at=odd), {}, {}, WorkerError, "OddError: this and that"),
     (Faulty(), {}, {"dead": {9}}, WorkerError, r"block 9 was not written: its Ray worker died, .*RayError: the worker died"),
     (Locks(), {}, {}, SampleError, "sample 100: value is a lock, which has no bytes of its own"),
     (Faulty([60]), {}, {}, ValueError, "photo 60 cannot\nbe read"),
-    (Faulty([60]), {}, {"stubborn": True}, ValueError, "photo 60 cannot\nbe read"),
 ]
 
 
@@ -167,7 +148,7 @@ def test_a_fault_comes_out_as_itself_and_running_tasks_are_ended(tmp_path, ray, 
     assert not {"index.json", "skipped.json"} & set(os.listdir(tmp_path))
     if error is ValueError:
         assert type(raised.value.__cause__) is RayTaskError
-        assert set(ray.cancelled) == ({False, True} if ray.stubborn else {False})
+        assert set(ray.cancelled) == {False}
         assert len(written(tmp_path)) == 8
 
 
@@ -191,27 +172,12 @@ def test_a_ray_that_is_not_there_or_not_installed_is_an_error(tmp_path, monkeypa
     ray.initialized, ray.connected, before = False, (), signal.getsignal(signal.SIGTERM)
     with pytest.raises(StorageError, match=r"Ray cannot be connected to at 127\.0\.0\.1:1: ConnectionRefusedError"):
         by_ray(Images(), tmp_path / "a", address="127.0.0.1:1")
-    monkeypatch.setattr(ray, "init", lambda address, **options: [][0])
-    for address, what in (("nonsense", "connected to at nonsense"), ("local", "started here")):
-        with pytest.raises(StorageError, match=f"Ray cannot be {what}: IndexError"):
-            by_ray(Images(), tmp_path / "a", address=address)
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "stocache.storage.preparation.ray")
     vars(stocache.storage.preparation).pop("ray")
     with pytest.raises(StorageError, match=r"engine='ray' needs Ray, .*: pip install 'stocache\[ray\]'"):
         by_ray(Images(), tmp_path / "a")
-
-
-def test_the_command_takes_ray_with_and_without_an_address(tmp_path, monkeypatch, ray):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    np.save(tmp_path / "table.npy", np.arange(20))
-    for arguments, address in (["--ray"], "local"), (["--ray", "auto"], "auto"):
-        ray.initialized, ray.connected = False, ()
-        prepare = ["prepare", str(tmp_path / "table.npy"), str(tmp_path / address), *arguments, "--block-size", "3"]
-        result = CliRunner().invoke(app, prepare)
-        assert "20 samples in 7 blocks of 3" in " ".join(result.output.split())
-        assert (result.exit_code, ray.connected[0]) == (0, address)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The commands over the folders of disk caches: ls, stat, rm, check and doctor."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,8 +11,6 @@ import torch
 
 from stocache import DiskCache
 from stocache.cache.disk import folder as folder_module
-from stocache.cache.disk import inspection
-from stocache.cache.disk.folder import Folder
 from stocache.cache.disk.samples_file import DATA_OFFSET, room_of
 from stocache.samples.spec import Structure
 from stocache.shm import registry
@@ -72,8 +69,7 @@ def test_a_disk_cache_in_use_is_listed(run, live):
     (found,) = listing.find()
     assert (found.kind, found.folder, found.stats) == ("disk", live.disk, live.stats())
     *_, row = run("ls").stdout.splitlines()
-    shown = rf"{re.escape(live.disk)} +{format_size(FILLED * ROOM)} +60% +75\.0% +live +{os.getpid()} "
-    assert re.match(shown, row)
+    assert re.match(rf"{re.escape(live.disk)} +{format_size(FILLED * ROOM)} +60% +75\.0% +live +{os.getpid()} ", row)
     (facts,) = json.loads(run("ls", "--json").stdout)
     assert (facts["kind"], facts["limit_bytes"], facts["stats"]["reserved_bytes"]) == ("disk", 10**6, FILLED * ROOM)
 
@@ -138,56 +134,11 @@ def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
     assert (found["samples"], found["structure"], found["fingerprint"]) == ("0 of 20 are there", "any size", "none")
 
 
-@pytest.mark.parametrize(("size", "there"), [(1 << 40, FILLED), (16 * 5 + 3, 5), (0, 0)])
-def test_an_index_of_another_size_is_read_as_far_as_there_are_samples(run, folder, size, there):
-    (folder / "index").write_bytes((folder / "index").read_bytes()[: 16 * N].ljust(16 * N, b"\0") + b"\1" * 16 * 100)
-    os.truncate(folder / "index", size)
-    assert rows(run("stat", folder))["samples"] == f"{there} of {N} are there"
-    assert run("check", folder).stdout == f"{there} of {N} samples are there, no damage\n"
-
-
-def test_a_folder_that_is_made_anew_at_this_moment_is_not_mixed_up(run, folder, monkeypatch):
-    open_files = Folder._open_files
-
-    def make_anew(*arguments):
-        monkeypatch.undo()
-        with open_cache(folder, fingerprint="v2") as cache:
-            cache.set_slot(0, sample(0))
-        return open_files(*arguments)
-
-    monkeypatch.setattr(Folder, "_open_files", make_anew)
-    result = run("stat", folder)
-    assert (result.exit_code, result.output) == (1, f"{folder} is being recreated by another process. Try again.\n")
-    assert run("stat", folder).exit_code == 0
-
-
-@pytest.mark.linux
-def test_names_are_shown_without_control_characters(run, tmp_path):
-    path = tmp_path / os.fsdecode(b"caf\xe9 \x1b[31m\n")
-    with open_cache(path) as cache:
-        fill(cache)
-        assert json.loads(run("ls", "--json").stdout)[0]["folder"] == cache.disk
-        results = [run("ls"), run("stat", path), run("rm", path), run("doctor", "--disk", path, "--disk-limit", "9000TB")]
-    results += [run("rm", path)]
-    assert not path.exists()
-    assert [result.exit_code for result in results] == [0, 0, 1, 1, 0]
-    for result in results:
-        assert r"caf\udce9 \x1b[31m\n" in result.output
-        assert "\x1b[31m" not in result.output
-
-
 def manifest_of(**changes):
     """A manifest whose checksum is right, with other values."""
     whole = {"version": 2, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
     whole |= {"facts": {"memory_slots": 0, "example": None}, "checksum": ZEROS}
     return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
-
-
-def test_a_false_manifest_takes_no_memory(run, folder):
-    (folder / "cache.json").write_bytes(manifest_of(identity={"dataset_len": 10**30, "samples": "x"}))
-    there = f"{FILLED} of {10**30}"
-    assert rows(run("stat", folder))["samples"] == f"{there} are there"
-    assert run("check", folder).stdout.startswith(f"{there} samples are there: 0 sound, {FILLED} damaged")  # another key
 
 
 DAMAGED = [
@@ -242,30 +193,6 @@ def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
         assert run("check", folder).stdout == "12 of 20 samples are there, no damage\n"
 
 
-def test_check_counts_what_a_cut_file_and_a_false_index_have_lost(run, folder):
-    os.truncate(folder / "samples", DATA_OFFSET + 10 * ROOM + 3)
-    assert "10 sound, 2 damaged: 10, 11\n" in run("check", folder).stdout
-    index = bytearray((folder / "index").read_bytes())
-    index[8:16] = (1 << 63).to_bytes(8, "little")  # bytes of the first sample
-    index[16:32] = b"\xff" * 16
-    (folder / "index").write_bytes(index)
-    assert "8 sound, 4 damaged: 0, 1, 10, 11\n" in run("check", folder).stdout
-    (folder / "samples").write_bytes(bytes(DATA_OFFSET))
-    assert run("check", folder).stdout.endswith(": 0 sound, 12 damaged: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …\n")
-
-
-def test_a_sample_that_is_written_anew_while_it_is_checked_is_looked_at_again(run, folder, monkeypatch):
-    is_sound, looks = inspection._is_sound, []
-
-    def changing(folder, idx):
-        looks.append(idx)
-        return looks.count(idx) > 1 and is_sound(folder, idx)
-
-    monkeypatch.setattr(inspection, "_is_sound", changing)
-    assert run("check", folder, "--workers", 0).stdout == "12 of 20 samples are there, no damage\n"
-    assert looks == [idx for idx in range(FILLED) for _ in range(2)]
-
-
 def test_rm_removes_a_folder_that_is_not_in_use(run, folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     result = run("rm", "photos/")
@@ -287,44 +214,33 @@ def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_
         assert torch.equal(live.get_slot(3), sample(3))
 
 
-def test_rm_spares_folders_with_other_files_and_does_not_follow_links(run, folder):
+def test_rm_does_not_follow_links(run, folder):
     link = folder.parent / "link"
     link.symlink_to(folder)
     for arguments in ((link,), (f"{link}/",), ("--force", link)):
         result = run("rm", *arguments)
         assert (result.exit_code, result.output) == (1, f"{link} is a symbolic link. Give the folder itself.\n")
     assert rows(run("stat", link))["samples"] == "12 of 20 are there"
-    (folder / "notes.txt").write_text("x")
-    result = run("rm", "--force", folder)
-    assert (result.exit_code, result.output) == (1, f"{folder} is not the folder of a disk cache: it holds 'notes.txt'.\n")
-    assert len(os.listdir(folder)) == 5
 
 
 @pytest.mark.linux
-def test_rm_removes_several_but_those_of_others_and_says_which_it_could_not(run, folder, tmp_path, monkeypatch):
+def test_rm_spares_the_folders_of_other_users_without_force(run, folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
         result = run("rm", folder)
     assert result.exit_code == 1
     assert f"{folder} belongs to user {folder.stat().st_uid}. To remove it anyway: stocache rm --force" in result.output
-    result = run("rm", "--force", tmp_path / "nothing", folder, "also-nothing")
-    assert (result.exit_code, f"removed {folder}\n" in result.output) == (1, True)
-    assert "nothing is not the folder of a disk cache: No such file" in result.output
-    assert "there is no cache 'also-nothing'." in result.output
+    assert run("rm", "--force", "nothing", folder).output.endswith(f"removed {folder}\n")
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("is_live", [True, False])
-def test_doctor_says_where_a_disk_cache_lies(tmp_path, monkeypatch, is_live):
-    path = tmp_path / "photos"
+def test_doctor_says_where_a_disk_cache_lies(live, monkeypatch):
     network = "is on a network file system (nfs4): it may be as slow as the source."
-    with open_cache(path) if is_live else contextlib.nullcontext():
-        for kind, what in (("ext4", None), ("", None), ("tmpfs", "is on tmpfs, which is memory."), ("nfs4", network)):
-            monkeypatch.setattr(folder_module, "filesystem_of", lambda fd, kind=kind: kind)
-            found = [each for each in doctor.examine(disk=None if is_live else str(path)) if str(path) in each.what]
-            expected = doctor.Finding(f"the disk cache {path} {what}", "give a folder on a local disk: disk=...")
-            assert found == ([expected] if what else [])
-    assert path.exists() == is_live
+    for kind, what in (("ext4", None), ("tmpfs", "is on tmpfs, which is memory."), ("nfs4", network)):
+        monkeypatch.setattr(folder_module, "filesystem_of", lambda fd, kind=kind: kind)
+        found = [each for each in doctor.examine() if live.disk in each.what]
+        expected = doctor.Finding(f"the disk cache {live.disk} {what}", "give a folder on a local disk: disk=...")
+        assert found == ([expected] if what else [])
 
 
 def test_doctor_says_that_a_disk_has_no_room_or_a_path_cannot_be_used(run, tmp_path):
@@ -337,12 +253,3 @@ def test_doctor_says_that_a_disk_has_no_room_or_a_path_cannot_be_used(run, tmp_p
     (tmp_path / "file").write_text("x")
     problem = f"{tmp_path / 'file'} is not the folder of a disk cache: Not a directory."
     assert f"problem: {problem}\n" in run("doctor", "--disk", tmp_path / "file").stdout
-
-
-@pytest.mark.linux
-def test_doctor_counts_what_the_cache_itself_takes_as_room(live, monkeypatch):
-    taken = os.stat(Path(live.disk, "samples")).st_blocks * 512
-    free = os.statvfs_result([4096, 4096, 10**6, 10**6, 100, 0, 0, 0, 0, 255])
-    monkeypatch.setattr(os, "fstatvfs", lambda fd: free)
-    assert inspection.place_of(live.disk)[1] == 409600 + taken
-    assert any(f"{live.disk} has room for " in finding.what for finding in doctor.examine())  # 1 MB

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import stocache
-from stocache.tools.cli.symptoms import symptom_of, symptoms
+from stocache.tools.cli.symptoms import symptoms
 
 PACKAGE = Path(stocache.__file__).parent
 PARTS = "Seen", "Cause", "Remedy", "Check"
@@ -81,15 +81,6 @@ def test_a_warning_ends_with_its_address_and_other_records_do_not(caplog):
         "cache stops growing at 1 of 2: 3 %.",
         "of another library",
     ]
-
-
-def test_a_page_that_was_not_installed_explains_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr("stocache.tools.cli.symptoms._PAGE", tmp_path / "none")
-    symptoms.cache_clear()
-    try:
-        assert (symptoms(), symptom_of("cache stops growing at 1")) == ((), None)
-    finally:
-        symptoms.cache_clear()
 
 
 def test_the_command_prints_a_section_a_class_or_the_list(run):
