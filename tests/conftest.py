@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin where others wait for a core
+os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin while others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="stocache-tests-")  # removed at exit
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`; children would ignore it too
@@ -94,7 +94,7 @@ def is_for_linux(item: pytest.Item) -> bool:
 
 
 def skipping_names():
-    """Skip a test that asks for a named cache where there are none."""
+    """Skip a test that asks for a named cache if there are none."""
     try:
         return (yield)
     except CacheNameError as error:

@@ -42,7 +42,7 @@ def test_a_constant_has_one_value_wherever_it_is_defined():
             names = target.elts if isinstance(target, ast.Tuple) else [target]
             several = isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(names)
             for number, name in enumerate(names):
-                if isinstance(name, ast.Name) and re.fullmatch("[A-Z][A-Z0-9_]*", name.id):  # those with _ are of one module
+                if isinstance(name, ast.Name) and re.fullmatch("[A-Z][A-Z0-9_]*", name.id):  # names with _ are of one module
                     values[name.id].add(ast.unparse(node.value.elts[number] if several else node.value))
     assert {name: found for name, found in values.items() if len(found) > 1 and name not in KNOWN} == {}
 

@@ -1,4 +1,4 @@
-"""The notebooks run as they are, in an empty folder, and print what is kept in them."""
+"""The notebooks run unchanged, in an empty folder, and print what is kept in them."""
 
 import json
 import os

@@ -24,7 +24,7 @@ EXAMPLES = {
     for name, text in PAGES.items()
     for number, found in enumerate(EXAMPLE.finditer(text), 1)
 }
-"""The programs, and what they print where the page says it."""
+"""The programs, and what they print if the page says it."""
 BLOCKS = {name: block for name, (block, _) in EXAMPLES.items()}
 DEAR = re.compile("spawn|lightning|monai|transformers|keras|jax|accelerate|ultralytics|ignite|timm|lerobot")
 VARIES = re.compile(r"\b\d+(\.\d+)?( ?(s|ms|µs|MB/s|GB/s|samples/s)\b|x\b)")  # times, and what follows from them
@@ -80,7 +80,7 @@ def test_every_example_runs_as_a_script(name, run_script, tmp_path):
         elif not is_there(module):
             pytest.skip(f"the example needs {module}")
     status, stdout, stderr = run_script(tmp_path, block, *path)
-    for cache in listing.find():  # those that persist
+    for cache in listing.find():  # caches that persist
         named.remove(cache.path)
     assert status == 0, stderr
     assert "Warning" not in stderr

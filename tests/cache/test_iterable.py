@@ -151,7 +151,7 @@ def test_each_rank_has_a_part_of_its_own_also_in_a_process_that_does_not_know_it
         assert (reads(), dataset.stats().fills) == (16, 16)
 
 
-class OwnIterator(IterableDataset):  # as those of LitData
+class OwnIterator(IterableDataset):  # as the iterators of LitData
     def __iter__(self):
         self.at = 0
         return self

@@ -68,7 +68,7 @@ def test_many_at_once_and_overwriting():
                 cache.set_slots(indices, ["x"])
         cache.set_slot(0, "new", allow_overwrite=True)
         assert cache.get_slot(0) == "new"
-        cache.set_slot(0, "x" * 4000, allow_overwrite=True)  # for which there is no room
+        cache.set_slot(0, "x" * 4000, allow_overwrite=True)  # which has no room
         assert cache.get_slot(0) == "new"
 
 

@@ -1,4 +1,4 @@
-"""The audit: a cached dataset gives what the dataset would give now, whatever its samples depend on besides their index."""
+"""The audit: a cached dataset returns what the dataset would give now, whatever its samples depend on besides their index."""
 
 import itertools
 import random
@@ -112,7 +112,7 @@ def test_no_sample_is_loaded_here_that_is_not_requested():
         for epoch, indices in enumerate([[1, 2], [0, 1], [31]]):
             cached.set_epoch(epoch)
             source.loads[:] = [0] * N
-            cached.offset = 0  # perhaps another value
+            cached.offset = 0  # perhaps a different value
             assert cached.__getitems__(indices) is not None
             assert {idx for idx in range(N) if source.loads[idx]} <= set(indices)
         assert cached.stats().compared >= 2

@@ -1,4 +1,4 @@
-"""Gathered batches are what default_collate makes of the samples; where that is more than stacking, they are not gathered."""
+"""Gathered batches are what default_collate makes of the samples; when that is more than stacking, they are not gathered."""
 
 from collections import namedtuple
 

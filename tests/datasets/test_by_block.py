@@ -272,7 +272,7 @@ def test_the_rest_of_a_missed_block_is_admitted_behind_while_nobody_loads_and_no
 
 def _read(number, cached, barrier):
     barrier.wait()
-    for idx in sorted(range(N), key=lambda idx: (idx // SIZE, (idx + number) % SIZE)):  # each another one of a block
+    for idx in sorted(range(N), key=lambda idx: (idx // SIZE, (idx + number) % SIZE)):  # each a different one of a block
         assert cached[idx]["label"] == idx
 
 

@@ -79,7 +79,7 @@ def test_indices_are_those_of_a_sequence():
         for idx in (1.0, None, {}):
             with pytest.raises(SampleIndexError, match="a sample index is one integer, not a"):
                 cached[idx]
-        for idx in ("image", slice(3), [1, 2]):  # what it gives of the dataset
+        for idx in ("image", slice(3), [1, 2]):  # what it returns of the dataset
             with pytest.raises(TypeError, match="not supported between"):
                 cached[idx]
 
@@ -174,7 +174,7 @@ def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
         assert cached[5][1] == 5
     with pytest.raises(FileNotFoundError, match=r"probing sample 0 of Failing.*example=sample.*probe=0.*the file is gone"):
         CachedDataset(Failing(size, set(range(N))), 1)
-    with CachedDataset(Failing(size, {0}), 1) as cached:  # one of the probed samples: that is no reason not to begin
+    with CachedDataset(Failing(size, {0}), 1) as cached:  # one of the probed samples: that is not a reason not to begin
         assert cached[5][1] == 5
 
 

@@ -32,7 +32,7 @@ def streamed(open_stream, stack):
 def line(read):
     record = b""
     while not record.endswith(b"\n"):
-        record += read(1) or b"!"  # which is no number
+        record += read(1) or b"!"  # which is not a number
     return record
 
 

@@ -115,7 +115,7 @@ def test_a_transform_of_parts_leaves_the_others_as_they_are(sample, parts, expec
     with CachedDataset(samples, 0, transform=parts) as uncached:
         assert same(uncached[1], expected)
     with CachedDataset(samples, 1) as cached:
-        cached.transform = parts  # where the dataset has none
+        cached.transform = parts  # when the dataset has none
         assert same(cached[1], expected)
         with pytest.raises(DatasetError, match="transform=3 is not callable"):
             cached.transform = 3

@@ -228,7 +228,7 @@ def train_in_rank(rank, folder):
     for epoch in range(2):
         shares = [flat(seen[epoch * 12 : epoch * 12 + 12]) for seen, _ in ranks]
         assert len(shares[0]) == len(shares[1]) == len(train) // 2
-        assert len(set(shares[0] + shares[1])) == len(train) // 2 * 2  # one is left out, and each time another
+        assert len(set(shares[0] + shares[1])) == len(train) // 2 * 2  # one is left out, a different one each time
         assert set(shares[0] + shares[1]) <= set(train)
     assert sorted(ranks[0][1] + ranks[1][1]) == sorted(val * 2)
     fit.strategy.barrier()

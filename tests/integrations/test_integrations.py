@@ -91,7 +91,7 @@ def test_monai_s_cache_dataset_is_one_copy_with_the_same_items():
     assert same(*epochs)
     states = datasets[1].cache.aux_array.tolist()
     assert states[:8] == [1] * 8
-    assert 2 in states[8:]  # outside, but for those that were looked at first
+    assert 2 in states[8:]  # outside, but for batches that were looked at first
     datasets[1].close()
 
 

@@ -1,7 +1,6 @@
 """The settings that are tried, and what is chosen by their times: the number of workers, and processes or threads."""
 
 import logging
-import math
 import random
 from typing import ClassVar
 
@@ -79,29 +78,6 @@ def test_threads_are_not_tried_where_samples_draw_and_no_more_where_the_time_is_
     assert tried(measure(list(range(9)), Study(Loader, [0, 1, 2], (4,), BOTH))[1]) == [("m", 0), ("m", 1)]
 
 
-@pytest.mark.linux
-def test_the_limit_of_a_cache_is_in_proportion_to_the_part_of_the_dataset(timed):
-    timed(lambda loader: 1.0)
-    items = [torch.full((64,), idx, dtype=torch.int64) for idx in range(20_000)]
-    limits = lambda samples: [(0, None), (samples.limit_for(None, len(items)) // 2, None)]
-    samples, epochs = measure(items, Study(Loader, [0], (4,), codecs=(None, "none"), choose_caches=limits))
-    assert samples.left_out == ("codec='none' is left out: codec='none' is unknown. Use 'zstd' or 'lz4', or None.",)
-    assert [each.setting.limit_bytes for each in epochs] == [0, samples.limit_for(None, len(items)) // 2]
-    cached = Loader.made[1].dataset
-    assert isinstance(cached, CachedDataset)
-    assert len(cached) <= 8192
-    assert cached.stats().total.slots == pytest.approx(len(cached) / 2, rel=0.25)
-
-
-def test_batches_of_slow_samples_are_smaller(timed, monkeypatch):
-    timed(lambda loader: 1.0)
-    samples = Samples(9, 0.02, False, {})
-    monkeypatch.setattr(module, "_load", lambda *_: samples)
-    measure(list(range(500)), Study(Loader, [0, 2], (64, 4)))
-    assert [loader.batch_size for loader in Loader.made] == [5, 5, 4, 4]
-    assert len(Loader.made[0].dataset) == 4 * 2 * 5
-
-
 def failing(error, *items):
     def in_children(*_):
         yield from items
@@ -135,21 +111,6 @@ def test_a_sample_that_cannot_be_cached_leaves_out_the_cache(timed, monkeypatch)
     assert (samples.cached_bytes, samples.left_out) == ({}, ("the cache is left out: it holds a lock",))
 
 
-@pytest.mark.parametrize(("samples_s", "until", "expected"), [((4.0, 2.0), math.inf, 0.2), ((4.0, 2.0), 0.0, None)])
-def test_the_first_epoch_does_not_count(samples_s, until, expected, monkeypatch):
-    class Clock:
-        now, left = 0.0, list(samples_s)
-        perf_counter = monotonic = lambda self: self.now
-
-        def __iter__(self):
-            self.now += self.left.pop(0)
-            yield
-
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    assert module._time(clock, 10, until) == expected
-
-
 def epoch(workers, sample_s, codec=None):
     return Epoch(Setting(workers, 32, 1, codec), sample_s)
 
@@ -174,7 +135,7 @@ STUDY = Study(stocache.DataLoader, (2,), (8,), BOTH)
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Have other seconds take the place of those that a child would measure, on a machine of 8 CPUs; none: it fails."""
+    """Have other seconds take the place of the seconds that a child would measure, on a machine of 8 CPUs; none: it fails."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
 
     def use(seconds, draws=False):

@@ -1,18 +1,14 @@
 """Batches on a real GPU. With a device that is played by the CPU: test_device.py."""
 
 import gc
-import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from stocache import DataLoader
-from stocache.errors import ClosedError
 from stocache.loader.device import gathering, kernels
 from stocache.loader.device.mapping import _mapped
-from stocache.shm.ring.pinned import Pinned
 from tests.support.devices import Images, cached, registered
 from tests.support.equality import identical
 from tests.support.processes import wait_until
@@ -80,22 +76,6 @@ def test_a_batch_that_is_held_does_not_change():
             del loader, held, batch
 
 
-def test_threads_of_the_user_iterate_over_one_loader():
-    with cached(SOURCE, warm=True) as dataset:
-        loader = DataLoader(dataset, BATCH, shuffle=True, device="cuda")
-        batches_of(loader, 1)
-
-        def read(iterator):
-            return [(batch["label"].cpu(), batch["image"].cpu()) for batch in iterator]
-
-        with ThreadPoolExecutor(4) as pool:
-            for batches in pool.map(read, [iter(loader) for _ in range(4)]):
-                assert sorted(torch.cat([labels for labels, _ in batches]).tolist()) == list(range(LENGTH))
-                for labels, images in batches:
-                    assert torch.equal(images, torch.stack([SOURCE[idx]["image"] for idx in labels.tolist()]))
-        del loader, batches
-
-
 def test_memory_that_the_user_frees_is_not_used_again_before_the_step_has_ended():
     rows = torch.arange(64 * 1_000_000, dtype=torch.int32).view(64, -1)
     loader, totals = DataLoader(TensorDataset(rows), 4, device="cuda"), []
@@ -133,93 +113,3 @@ def test_threads_pin_without_a_copy():
                 there = batch["image"].to("cuda", non_blocking=True)
                 assert torch.equal(there.cpu(), batch["image"])
             del loader, batch
-
-
-def test_a_batch_without_device_memory_is_the_error_of_torch_and_the_loop_goes_on():
-    torch.cuda.empty_cache()
-    loader = DataLoader(TensorDataset(torch.zeros(4, 64 << 20, dtype=torch.uint8)), 1, device="cuda")
-    _, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (32 << 20)) / total)
-    try:
-        iterator = iter(loader)
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            next(iterator)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert next(iterator)[0].is_cuda
-
-
-def test_a_cache_that_is_closed_under_way_is_an_error_and_harms_nothing(monkeypatch):
-    monkeypatch.setattr(gathering, "_TOGETHER", 1)
-    dataset = cached(SOURCE, warm=True)
-    loader = DataLoader(dataset, BATCH, device="cuda")
-    batches_of(loader, 1)
-    iterator = iter(loader)
-    batch = next(iterator)
-    dataset.close()
-    with pytest.raises(ClosedError):
-        list(iterator)
-    assert torch.equal(batch["image"].cpu(), torch.stack([SOURCE[idx]["image"] for idx in range(BATCH)]))
-    del loader, iterator, batch
-
-
-class Opaque:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def to(self, device):
-        return Opaque(self.tensor.to(device))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_sparse_tensors_and_objects_arrive_and_are_not_overwritten():
-    rows = [torch.arange(200_000.0).view(500, 400) + number for number in range(24)]
-    samples = [(row.to_sparse(), row.to_sparse_csr(), Opaque(row), row) for row in rows]
-    work, sums = torch.randn(4096, 4096, device="cuda"), []
-    for sparse, csr, opaque, row in DataLoader(samples, None, device="cuda"):
-        for _ in range(10):
-            torch.mm(work, work)
-        sums.append([part.double().sum() for part in (sparse.to_dense(), csr.to_dense(), opaque.tensor, row)])
-        assert all(part.is_cuda for part in (sparse, csr, opaque.tensor, row))
-        del sparse, csr, opaque, row
-    for row, own in zip(rows, sums, strict=True):
-        assert all(total.item() == row.double().sum().item() for total in own)
-
-
-def test_a_registration_that_fails_harms_no_later_call():
-    pinned = Pinned()
-    pinned.register(4096, 4096)  # no memory of this process
-    assert not pinned.works
-    assert torch.ones(8, device="cuda").sum().item() == 8
-    pinned.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*LeafSpec")
-def test_lightning_trains_on_batches_that_arrive_on_the_gpu(tmp_path):
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3 * 64 * 64, 2)
-            self.labels = []
-
-        def training_step(self, batch, _):
-            assert batch["image"].is_cuda
-            self.labels += batch["label"].tolist()
-            return self.layer(batch["image"].flatten(1).float()).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 1e-6)
-
-    with cached(SOURCE, 0.5) as dataset:
-        for options in ({"pin_memory": True}, {"device": "cuda"}, {"device": "cuda", "worker_method": "thread"}):
-            module = Module()
-            trainer = lightning.Trainer(
-                max_epochs=2, accelerator="gpu", devices=1, logger=False, enable_checkpointing=False,
-                enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            )  # fmt: skip
-            trainer.fit(module, DataLoader(dataset, BATCH, num_workers=2, **options))
-            assert module.labels == 2 * list(range(LENGTH))
-            del trainer, module
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

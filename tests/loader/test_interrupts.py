@@ -30,20 +30,6 @@ class Stop(Exception):
     """What a signal handler of the user's raises."""
 
 
-@contextlib.contextmanager
-def interrupts(error):
-    """Raise an error at a signal."""
-
-    def interrupt(*_):
-        raise error
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
 class Interrupt:
     """Sends a signal at a line that this thread runs in the package."""
 
@@ -69,11 +55,16 @@ def firsts(iterator):
 
 def interrupted(loader, error, after):
     """Return the batches before an interrupt, the iterator, and whether it came to the interrupt."""
+
+    def handler(*_):
+        raise error
+
     interrupt, got, iterator = Interrupt(after), [], None
+    signal.signal(signal.SIGUSR1, handler)
     before = sys.gettrace()
     sys.settrace(interrupt)
     try:
-        with interrupts(error), contextlib.suppress(error):
+        with contextlib.suppress(error):
             iterator = iter(loader)
             for first in firsts(iterator):
                 got.append(first)
@@ -110,29 +101,6 @@ def interrupt_epochs(method, step, cached, error):
             assert list(firsts(loader)) == WHOLE
             loader.end_workers()
         assert after > step
-
-
-class InterruptedSampler(torch.utils.data.SequentialSampler):
-    """At the middle a signal comes, whose handler raises."""
-
-    def __iter__(self):
-        yield from range(N // 2)
-        signal.raise_signal(signal.SIGUSR1)
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_an_interrupt_of_a_sampler_is_not_the_end_of_an_epoch(count):
-    loader = stocache.DataLoader(
-        Images(N), BATCH, sampler=InterruptedSampler(Images(N)), num_workers=count, worker_method="thread"
-    )
-    iterator = iter(loader)
-    with interrupts(Stop), pytest.raises(Stop):
-        list(iterator)
-    if count:
-        with pytest.raises(WorkerError, match="an interrupt"):
-            next(iterator)
-    else:
-        assert list(iterator) == []  # as with torch
 
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}

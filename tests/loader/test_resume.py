@@ -1,4 +1,4 @@
-"""A DataLoader goes on where its state was taken: after any batch, exactly, without loading what was delivered."""
+"""A DataLoader resumes at its state: after any batch, exactly, without loading what was delivered."""
 
 import copy
 import io
@@ -46,41 +46,12 @@ class Eager:
         return iter(random.sample(torch.randperm(N).tolist(), N))
 
 
-class Restless(Eager):
-    """Has a generator of its own kind, and can say where it stands."""
-
-    def __init__(self):
-        self.random = random.Random(5)
-
-    def __iter__(self):
-        return iter(self.random.sample(range(N), N))
-
-    def state_dict(self):
-        return {"random": self.random.getstate()}
-
-    def load_state_dict(self, state):
-        self.random.setstate(state["random"])
-
-
 class Lazy(Eager):
     """Draws from a global generator as it goes."""
 
     def __iter__(self):
         for _ in range(N):
             yield int(torch.randint(1000, ()))
-
-
-class Itself(Eager):
-    """Is its own iterator, which draws and begins anew when it is asked for one."""
-
-    def __iter__(self):
-        self.left = torch.randperm(N).tolist()
-        return self
-
-    def __next__(self):
-        if not self.left:
-            raise StopIteration
-        return self.left.pop()
 
 
 generator = lambda seed: torch.Generator().manual_seed(seed)
@@ -91,9 +62,8 @@ SAMPLERS = {
     "sampler's": lambda seed: {"sampler": shuffled(seed)},
     "with replacement": lambda seed: {"sampler": RandomSampler(range(N), True, 25, generator=generator(seed))},
     "weighted": lambda seed: {"sampler": WeightedRandomSampler(torch.arange(N) + 1.0, 40, generator=generator(seed))},
-    "eager": lambda seed: {"sampler": Eager()}, "stateful": lambda seed: {"sampler": Restless()},
+    "eager": lambda seed: {"sampler": Eager()},
     "batches": lambda seed: {"batch_sampler": BatchSampler(shuffled(seed), 4, False)},
-    "itself": lambda seed: {"sampler": Itself(), "batch_size": None},
     "lazy": lambda seed: {"sampler": Lazy()},
     "one by one": lambda seed: {"batch_size": None, "shuffle": True, "generator": generator(seed)},
 }  # fmt: skip
@@ -145,16 +115,6 @@ def test_resumed_after_any_batch_it_delivers_what_would_have_come_in_the_order_o
         assert same(came, [batch for _ in range(2) for batch in theirs])
 
 
-def test_a_state_outlives_an_iterator_that_could_not_be_made(monkeypatch):
-    batches, state = after(make(workers="workers"), 1)
-    resumed = make(workers="workers", state=state)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.utils.data.DataLoader, "__iter__", None)
-        with pytest.raises(TypeError, match="not callable"):
-            iter(resumed)
-    assert same(list(resumed), list(batches))
-
-
 class Endless:
     def __getitem__(self, idx):
         return idx
@@ -174,7 +134,9 @@ def test_taking_and_loading_a_state_draws_nothing_and_loads_nothing_again():
     batches, state = after(loader, 3)
     before, kept = (torch.get_rng_state(), random.getstate()), copy.deepcopy(state)
     dataset = Recorded()
-    resumed = iter(make("global", dataset=dataset, state=state))
+    resumed = make("global", dataset=dataset, state=state)
+    assert same(resumed.state_dict(), state)
+    resumed = iter(resumed)
     next(resumed)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
@@ -257,32 +219,3 @@ def test_the_epoch_may_be_set_after_the_iterator_is_made(delivered, epoch):
     iterator = iter(resumed)
     resumed.sampler.set_epoch(epoch)
     assert same(list(iterator), list(whole)[delivered if epoch == 1 else 0 :])
-
-
-@pytest.mark.parametrize(("workers", "delivered", "kind"), [
-    ("alone", 3, "distributed"), ("alone", 8, "generator"), ("persistent", 8, "distributed"), ("persistent", 8, "generator"),
-])  # fmt: skip
-def test_an_iterator_that_is_not_used_takes_the_resumed_epoch(workers, delivered, kind):
-    """As a trainer makes one that begins at the end of an epoch."""
-
-    def loader(state):
-        sampling = {"sampler": DistributedSampler(range(N), 1, 0)} if kind == "distributed" else SAMPLERS["own"](5)
-        made = stocache.DataLoader(Recorded(), 4, **sampling, **WORKERS[workers])
-        made.load_state_dict(state)
-        return made
-
-    first = loader({})
-    resumed = loader(after(first, delivered)[1])
-    iter(resumed)
-    for one in (first, resumed):
-        one.set_epoch(1)
-    assert same(list(resumed), list(first))
-    first.end_workers()
-    resumed.end_workers()
-
-
-def test_without_states_in_workers_nothing_is_loaded_again():
-    for workers in (0, 2):
-        loader = stocache.DataLoader(range(200), batch_size=2, num_workers=workers, snapshot_every_n_steps=50)
-        position = after(loader, 60)[1]["position"]
-        assert (position["batches"], position["replay"]) == (60, 0)

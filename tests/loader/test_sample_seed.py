@@ -5,11 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 import stocache
-from stocache import CachedDataset, DatasetError, LimitError, LocalityDistributedSampler, SampleSeed, StateError, StorageDataset
+from stocache import CachedDataset, DatasetError, LimitError, SampleSeed, StateError, StorageDataset
 from stocache.loader import sample_seed
 from stocache.system import generators
 from tests.support.equality import same
@@ -42,25 +41,13 @@ class Made(Dataset):
 
 
 class Together(Made):
-    """Makes samples together, where it is asked to."""
+    """Makes samples together, if it is asked to."""
 
     asked = ()
 
     def __getitems__(self, indices):
         self.asked = [*self.asked, len(indices)]
         return [self[idx] for idx in indices]
-
-
-class Mosaic(Made):
-    """Makes a sample of several others."""
-
-    def __init__(self, dataset):
-        super().__init__()
-        self.dataset = dataset
-
-    def __getitem__(self, idx):
-        parts = self.dataset.__getitems__([idx, (idx + 5) % N])
-        return torch.stack([*(part for part, _ in parts), self.dataset[(idx + 7) % N][0]]), idx
 
 
 def plain(idx):
@@ -72,17 +59,10 @@ def shake(value):
 
 
 shaken = lambda idx: shake(plain(idx))
-mosaic = lambda idx: torch.stack([shaken(each % N) for each in (idx, idx + 5, idx + 7)])
-
-
-def loaded(idx):
-    """Draws while it loads, so it is not cached, but returns the same each time."""
-    random.random(), np.random.random_sample(), torch.rand(())
-    return plain(idx)
 
 
 def rare(idx):
-    """One sample in 50 draws, each time from another generator."""
+    """One sample in 50 draws, each time from a different generator."""
     return {11: random.random, 61: np.random.standard_normal, 111: lambda: torch.rand(()).item()}.get(idx, float)()
 
 
@@ -119,9 +99,9 @@ def cached(request):
 before_cache = lambda limit: lambda cached: cached(limit, Made(plain, shake))
 
 
-def after_cache(limit, make=shake, load=plain):
+def after_cache(limit, make=shake):
     """A dataset whose transform comes after the cache."""
-    return lambda cached: cached(limit, Made(load), transform={0: make})
+    return lambda cached: cached(limit, Made(plain), transform={0: make})
 
 
 TWO = {"num_workers": 2}
@@ -136,28 +116,17 @@ HOOK = SampleSeed(17, hooks=(set_own,))
     (lambda cached: Made(shaken), shaken, None, 2, TWO | {"pin_memory": True}),
     (lambda cached: Made(shaken), shaken, 5, 1, PERSISTENT | {"prefetch_factor": 3, "shuffle": True}),
     (before_cache(2000), shaken, 1, 2, {}), (before_cache(300), shaken, None, 1, {}),
-    (before_cache(100), shaken, 5, 1, TWO | {"shuffle": True}), (before_cache(300), shaken, 1, 2, PERSISTENT),
+    (before_cache(300), shaken, 1, 2, PERSISTENT),
     (after_cache(2000), shaken, 4, 1, {}), (before_cache(2000), shaken, 32, 1, SPAWNED),
-    (after_cache(300), shaken, 3, 2, {"sampler": LocalityDistributedSampler}),
-    (lambda cached: Mosaic(after_cache(300)(cached)), mosaic, 4, 1, {}),
-    (lambda cached: ConcatDataset([after_cache(300)(cached)]), shaken, 4, 1, {}),
     (lambda cached: Subset(after_cache(300)(cached), range(N)), shaken, 4, 1, {}),
     (lambda cached: cached(99_000, Made(rare, n=150)), rare, 8, 1, {}),
-    (lambda cached: cached(99_000, Made(rare, n=150), variable=True), rare, 8, 1, TWO),
     (lambda cached: Together(rare, n=150), rare, 8, 1, {}),
     (lambda cached: Made(own), own, 5, 1, {"seed": HOOK, "num_workers": 1}),
     (after_cache(2000, lambda value: own(0)), own, 5, 1, {"seed": HOOK}),
-    (after_cache(2000, load=loaded), lambda idx: shake(loaded(idx)), 4, 1, {}),
 ])  # fmt: skip
 def test_samples_come_from_seed_epoch_and_index_alone(make, function, batch_size, ranks, options, cached):
     dataset, options = make(cached), {"seed": SampleSeed(17)} | options
-    sampler = options.pop("sampler", None)
-    if ranks == 1:
-        samplers = [None]
-    elif sampler is None:
-        samplers = [DistributedSampler(dataset, 2, rank) for rank in range(2)]
-    else:
-        samplers = [sampler(dataset, 3, num_nodes=1, num_replicas=2, rank=rank) for rank in range(2)]
+    samplers = [DistributedSampler(dataset, 2, rank) for rank in range(2)] if ranks == 2 else [None]
     loaders = [loader(dataset, batch_size, sampler=sampler, **options) for sampler in samplers]
     random.gauss(0, 1), np.random.randn(), torch.rand(1)  # each keeps the second number of a pair
     for epoch in range(2):
@@ -226,27 +195,11 @@ def test_samples_that_draw_nothing_are_made_without_seeds(cached, tmp_path, monk
         assert len(list(loader(drawless))) == 6
 
 
-def test_other_kinds_of_generators_are_seeded_and_kept():
-    found = [list(loader(Made(shaken)))]
-    try:
-        for kind in (np.random.MT19937, np.random.PCG64):
-            np.random.set_bit_generator(kind(3))
-            random.gauss(0, 1), np.random.randn()
-            before = generators.read() | {2: None}  # torch's: a loop draws from it when it begins
-            found.append(list(loader(Made(shaken))))
-            assert same(list(loader(Made(shaken))), found[-1])
-            assert generators.read() | {2: None} == before
-    finally:
-        np.random.set_bit_generator(np.random.MT19937())
-    assert same(found[0], found[1])
-    assert not same(found[1], found[2])
-
-
 def mix(samples):
     return torch.stack([values for values, _ in samples]) * random.random() + torch.rand(()) + np.random.randn()
 
 
-def test_a_collate_function_is_seeded_for_its_batch_also_a_default_collate_that_was_extended(monkeypatch):
+def test_a_collate_function_is_seeded_for_its_batch():
     seeds = []
     make = lambda seed=1, **options: list(loader(Made(plain), seed=seed, collate_fn=mix, **options))
     alone, before = make(), numbers_of_the_user()[1:]
@@ -256,23 +209,6 @@ def test_a_collate_function_is_seeded_for_its_batch_also_a_default_collate_that_
     assert len({(batch - batch[0]).sum().item() for batch in alone}) == N // 4
     assert not same(alone, make(seed=2))
     assert len({number for number in seeds if 0 <= number < 2**32}) == N + N // 4  # of each sample and each batch
-    monkeypatch.setitem(default_collate_fn_map, bool, lambda batch, *, collate_fn_map: torch.rand(len(batch)))
-    forked = {"num_workers": 2, "multiprocessing_context": "fork"}
-    extended = [list(loader(Made(lambda idx: True), **way)) for way in ({}, forked)]
-    assert same(*extended)
-    assert len({numbers for batch, _ in extended[0] for numbers in batch.tolist()}) == N
-
-
-def test_any_index_seeds_its_sample():
-    class Named(Dataset):
-        def __getitem__(self, key):
-            return torch.rand(2)
-
-    for keys in ([("a", 1), ("b", 2)] * 2, ["x", "y"] * 2, [-1, -2, 3, -1], [[1, 2], [3]] * 2):
-        ways = {"batch_size": 2, "sampler": keys}, {"batch_sampler": [keys]}, {"batch_size": None, "sampler": keys}
-        found = [torch.stack(list(stocache.DataLoader(Named(), sample_seed=5, **way))).reshape(-1, 2) for way in ways]
-        assert all(torch.equal(found[0], its) for its in found)
-        assert len(found[0].unique()) == 2 * len({repr(key) for key in keys})
 
 
 def break_ninth(idx):

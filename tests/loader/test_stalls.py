@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import stocache
-from stocache import CachedDataset, prepare
+from stocache import CachedDataset
 from stocache.system import waiting
 from stocache.system.loading.children import StalledError, in_children
 from stocache.system.loading.fallback import in_children_or_here
@@ -68,11 +68,6 @@ def test_a_dataset_with_a_pool_is_cached_as_any_other_and_stays_as_it_was(transf
         assert not cached.is_left
     assert caplog.text.count("a lock or a thread which it does not have") == 1
     assert "worker_method='thread'" in caplog.text
-
-
-def test_prepare_does_not_stall(tmp_path):
-    with prepare(Doubles(), tmp_path / "prepared", num_workers=2, block_size=16, progress=False) as storage:
-        assert [storage.load_sample(idx).item() for idx in range(N)] == [2.0 * idx for idx in range(N)]
 
 
 def test_auto_chooses_threads_or_no_workers():

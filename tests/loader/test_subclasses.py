@@ -37,20 +37,20 @@ class Mine:
 
 
 def subclass(base, kind, mine):
-    """A subclass with attributes set before or after torch's constructor, in slots, of the class, or as properties."""
+    """A subclass with attributes set before or after torch's constructor, of the class, or as properties."""
 
     def __init__(self, *args, **options):
         if kind == "before":
             vars(self).update(mine)
         base.__init__(self, *args, **options)
-        if kind in ("after", "slots"):
+        if kind == "after":
             for name, value in mine.items():
                 setattr(self, name, value)
 
     def of(name):
         return property(lambda self: self.asked[name])  # KeyError until the test asks
 
-    own = {"class": mine, "slots": {"__slots__": tuple(mine)}, "properties": {name: of(name) for name in mine}}
+    own = {"class": mine, "properties": {name: of(name) for name in mine}}
     return type("Own", (base,), {"__init__": __init__, "asked": {}} | own.get(kind, {}))
 
 
@@ -63,7 +63,7 @@ PERSISTENT = {"num_workers": 2, "persistent_workers": True}
 
 
 @pytest.mark.parametrize(("base", "kind", "options"), [
-    *((base, kind, {}) for kind in ("before", "after", "slots", "class", "properties") for base in BASES),
+    *((base, kind, {}) for kind in ("before", "after", "class", "properties") for base in BASES),
     (BASES[0], "after", PERSISTENT), (BASES[0], "after", THREADS | PERSISTENT),
 ])  # fmt: skip
 def test_a_subclass_keeps_its_attributes_whatever_their_names_are(base, kind, options):
@@ -95,79 +95,6 @@ def test_methods_of_ours_call_each_other_not_those_of_a_subclass():
     stocache.DataLoader.load_state_dict(loader, state)
     assert [batch.tolist() for batch in loader] == [[4, 5, 6, 7], [8, 9]]
     assert stocache.DataLoader.stats(loader).batches == 3
-
-
-def test_an_option_of_ours_works_beside_an_attribute_of_the_same_name():
-    class Loader(stocache.DataLoader):
-        device = property(lambda self: "mine")
-
-        def __init__(self, dataset, sample_seed, device, **options):
-            self.sample_seed = "mine"
-            super().__init__(dataset, sample_seed=sample_seed, device=device, **options)
-
-    loader = Loader(range(4), 7, "cpu")
-    assert (loader.sample_seed, loader.device) == ("mine", "mine")
-    assert loader.state_dict()["identity"]["sample_seed"] == 7
-
-
-class Delegates(ProgramLoader):
-    """It answers for what it does not have with attributes of another object, which exists later."""
-
-    def __init__(self, dataset, **options):
-        super().__init__(dataset, **options)
-        self.inner = TorchLoader([1], batch_size=7)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)  # endless while there is no `inner`
-
-
-class Stub(ProgramLoader):
-    """It does not call torch's constructor."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __getattr__(self, name):
-        if name == "loader":
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-
-class Ends(ProgramLoader):
-    """It ends what its iterator uses when it is deleted, and has no hash, as a dataclass."""
-
-    ended, __hash__ = 0, None
-
-    def __del__(self):
-        type(self).ended += 1
-
-
-@pytest.mark.parametrize("make", [Delegates, Ends, lambda dataset: Stub(TorchLoader(dataset)), ProgramLoader])
-def test_a_subclass_is_iterated_and_copied_as_one_of_torch_is(make):
-    loader = make(range(3))
-    assert [batch.tolist() for batch in loader] == [[0], [1], [2]]
-    assert isinstance(loader, Ends) <= (Ends.ended == 0)  # no code of the class runs for what iterates
-    if isinstance(loader, Delegates):
-        return  # its `__getattr__` cannot be copied
-    begun = iter(loader)
-    next(begun)
-    for copied in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader)) if make in BASES else loader):
-        assert [batch.tolist() for batch in copied] == [[0], [1], [2]]
-    assert [batch.tolist() for batch in begun] == [[1], [2]]
-
-
-class OwnState(ProgramLoader):
-    """Its copies share its attributes."""
-
-    def __getstate__(self):
-        return dict(vars(self))
-
-
-def test_two_copies_that_share_their_attributes_keep_two_positions():
-    loader = OwnState(range(3))
-    copied = copy.copy(loader)
-    next(iter(copied))
-    assert [each.state_dict()["position"]["batches"] for each in (loader, copied)] == [0, 1]
 
 
 @pytest.mark.parametrize("base", BASES)

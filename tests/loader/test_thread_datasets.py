@@ -6,7 +6,6 @@ import contextvars
 import datetime
 import functools
 import gc
-import hashlib
 import itertools
 import logging
 import queue
@@ -14,7 +13,6 @@ import re
 import socket
 import sqlite3
 import struct
-import tarfile
 import threading
 import time
 import types
@@ -22,7 +20,7 @@ import uuid
 import weakref
 import zipfile
 from collections import OrderedDict, defaultdict, deque
-from io import BytesIO, StringIO
+from io import BytesIO
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -105,15 +103,6 @@ class Reader:
         return self.file.read(1)[0]
 
 
-class ReducedReader(Reader):
-    """Pickles and copies as a call."""
-
-    def __reduce__(self):
-        return type(self), (self.path,)
-
-    __copy__ = None
-
-
 class Records(Reader, Through):
     """Keeps the file itself."""
 
@@ -140,9 +129,8 @@ def of_memory(file):
 
 LAZY = {
     **{"file": Records, "lmdb": LmdbRecords},
-    "object": lambda path: Through(ReducedReader(path).read),
+    "object": lambda path: Through(Reader(path).read),
     "bytes in memory": lambda path: of_memory(BytesIO(path.read_bytes())),
-    "text in memory": lambda path: of_memory(StringIO("".join(map(chr, range(N))))),
     "one for each sample": lambda path: ConcatDataset([Subset(Records(path), [idx % N]) for idx in range(1200)]),
 }
 
@@ -186,11 +174,9 @@ def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open,
 
 @pytest.mark.parametrize(("make", "name"), [
     (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
-    (functools.partial(tarfile.open, mode="w"), ".fileobj, a "), (sqlite3.connect, "sqlite3.Connection"),
-    (lambda path: socket.socket(), "socket"), (lambda path: hashlib.sha1(), "_hashlib.HASH"),
+    (sqlite3.connect, "sqlite3.Connection"), (lambda path: socket.socket(), "socket"),
     (lambda path: pytest.importorskip("soundfile").SoundFile(path, "w", 8000, 1, format="WAV"), "SoundFile"),
     (lambda path: pytest.importorskip("cv2").createCLAHE(), "CLAHE"),
-    (lambda path: pytest.importorskip("pyarrow").OSFile(str(path), "wb"), "pyarrow"),
     (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
 ])  # fmt: skip
 def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
@@ -204,16 +190,6 @@ def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
     function = lambda: unset
     assert find_open_handle(Through([function, function, None, BytesIO()])) is None
     unset = None
-
-
-class OnClass:
-    file = None
-
-
-def test_a_handle_that_a_class_holds_for_all_its_objects_is_found(path, monkeypatch):
-    with open(path, "rb") as file:
-        monkeypatch.setattr(OnClass, "file", file)
-        assert "read.file" in find_open_handle(Through(OnClass()))
 
 
 def test_values_of_classes_in_c_are_not_handles():
@@ -276,44 +252,15 @@ class Drawing(Records):
         return super().__getitem__(idx) + torch.rand((), generator=torch.random.thread_safe_generator()).item()
 
 
-def by_each_method(make, epochs, **options):
-    """The numbers of some epochs, with worker processes and with threads."""
-    for method in ("multiprocessing", "thread"):
-        loader = thread_loader(make(), worker_method=method, generator=torch.Generator().manual_seed(3), **options)
-        yield [numbers_of(loader) for _ in range(epochs)]
-
-
 def test_samples_that_draw_do_not_wait_for_those_that_wait_for_the_dataset(path):
     dataset = Drawing(path)
-    with dataset.open() as file:
-        opened = iter((None, file))
-
-        def make():
-            dataset.file = next(opened)
-            return dataset
-
-        processes, threads = by_each_method(make, 1, batch_size=8, num_workers=3)
-    assert processes == threads
+    with dataset.open() as dataset.file:
+        assert [int(number) for number in numbers_of(thread_loader(dataset, batch_size=8, num_workers=3))] == list(range(N))
 
 
 def boxes(parts, idx):
     parts[idx][:, 2:] += parts[idx][:, :2]
     return parts[idx].sum().item()
-
-
-def views():
-    table = np.ones((4, N))
-    return [table, table.T[::-1], torch.from_numpy(table)]
-
-
-def doubled(parts, idx):
-    parts[0][:, idx] *= 2
-    return parts[1][N - 1 - idx].sum() + parts[2][0, idx].item()
-
-
-def counted(parts, idx):
-    parts[idx % len(parts)]["counts"][0] += 1
-    return parts[idx % len(parts)]["counts"][0]
 
 
 def painted(parts, idx):
@@ -326,12 +273,15 @@ def set_in_frame(parts, idx):
     return int(parts.loc[idx, "label"])
 
 
+def counted(parts, idx):
+    parts[idx % len(parts)]["counts"][0] += 1
+    return parts[idx % len(parts)]["counts"][0]
+
+
 CHANGED = {
     "tensors": (lambda: [torch.ones(2, 4) for _ in range(N)], boxes),
     "arrays": (lambda: tuple(np.ones((2, 4)) for _ in range(N)), boxes),
-    "an array of arrays": (lambda: np.array([np.ones((1 + idx % 2, 4)) for idx in range(N)], dtype=object), boxes),
     "many dicts": (lambda: [{"counts": [0]} for _ in range(5000)], counted),
-    "views of one memory": (views, doubled),
     "images": (lambda: [pytest.importorskip("PIL.Image").new("L", (2, 2)) for _ in range(N)], painted),
     "a frame": (lambda: pytest.importorskip("pandas").DataFrame({"label": [0] * N}), set_in_frame),
 }
@@ -363,8 +313,12 @@ def test_threads_change_their_own_arrays_in_place_as_processes_do(name):
 @pytest.mark.linux  # spawned processes share the memory of a tensor that is sent to them
 @pytest.mark.parametrize("name", ["tensors", "many dicts"])
 def test_persistent_threads_go_on_with_what_each_has_changed(name):
-    processes, threads = by_each_method(lambda: ChangesInPlace(name), 3, persistent_workers=True, shuffle=True)
-    assert processes == threads
+    found = []
+    for method in ("multiprocessing", "thread"):
+        options = {"worker_method": method, "generator": torch.Generator().manual_seed(3), "persistent_workers": True}
+        loader = thread_loader(ChangesInPlace(name), shuffle=True, **options)
+        found.append([numbers_of(loader) for _ in range(3)])
+    assert found[0] == found[1]
 
 
 def test_a_large_array_that_is_changed_is_said_once(caplog):
@@ -375,21 +329,10 @@ def test_a_large_array_that_is_changed_is_said_once(caplog):
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["an array of 60.0 MiB"]
 
 
-class Missing:
-    def __init__(self):
-        self.name = "missing"
-
-    def __reduce__(self):
-        return self.name
-
-
-missing = Missing()
-
-
 def test_what_is_made_to_be_shared_is_shared_and_what_is_small_is_copied():
     names, module = {str(idx): idx for idx in range(5000)}, torch.nn.Sequential(torch.nn.Linear(1, 1))
     shared = [
-        threading.Event(), queue.Queue(), threading.Lock(), threading.local(), logging.getLogger("stocache"), missing, names,
+        threading.Event(), queue.Queue(), threading.Lock(), threading.local(), logging.getLogger("stocache"), names,
         list(range(100_000)), torch.zeros(1 << 24), torch.arange(N).share_memory_(), ("a", None),
     ]  # fmt: skip
     small = [{"a": [1]}, OrderedDict(a=[1]), defaultdict(list, a=[1]), [[1]], ([1],), deque([[1]], 5)]
@@ -426,39 +369,7 @@ def test_a_copy_is_whole():
     assert (mine.counts(), count) == ((1, mine.read), 0)
 
 
-class Part:
-    """Has attributes."""
-
-
-def calls_itself(reader):
-    def read(depth=2):
-        return read(depth - 1) if depth else reader
-
-    return functools.wraps(read)(lambda: read())
-
-
-def in_parts(reader):
-    part = Part()
-    part.reader, part.child = reader, Part()
-    part.child.above, part.child.proxy = weakref.ref(part), weakref.proxy(part)
-    return part
-
-
 Parts = collections.namedtuple("Parts", "name reader")
-
-
-class Kinds(tuple):
-    """A tuple with an attribute."""
-
-
-def in_attribute(reader):
-    kinds = Kinds(("a", reader))
-    kinds.extra = {"reader": reader}
-    return kinds
-
-
-class Recent(collections.deque):
-    """A deque of its own class."""
 
 
 class Settings(dict):
@@ -467,31 +378,11 @@ class Settings(dict):
     __getattr__ = dict.__getitem__
 
 
-class Forwards:
-    """Forwards every attribute, also those that nobody has."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        if name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
 class Slotted:
     __slots__ = ("__weakref__", "empty", "part")
 
     def __init__(self, part):
         self.part = part
-
-
-class SlottedToo(Slotted):
-    """Has attributes as well."""
-
-    def __init__(self, part):
-        super().__init__(None)
-        self.more = part
 
 
 class MadeOnce:
@@ -508,15 +399,11 @@ HOLDERS = {
     "set": (lambda reader: {reader}, lambda holder: next(iter(holder))),
     "default": (lambda reader: lambda idx, reader=reader: reader, lambda holder: holder(0)),
     "keyword default": (lambda reader: lambda idx, *, reader=reader: reader, lambda holder: holder(0)),
-    "calls itself": (calls_itself, lambda holder: holder()),
     "method in C": (lambda reader: [reader].__getitem__, lambda holder: holder(0)),
-    "reference": (in_parts, lambda holder: holder.child.above().reader), "proxy": (in_parts, attrgetter("child.proxy.reader")),
     "named tuple": (lambda reader: Parts("a", reader), itemgetter(1)),
-    "tuple": (in_attribute, itemgetter(1)), "attribute of a tuple": (in_attribute, lambda holder: holder.extra["reader"]),
-    "deque": (lambda reader: Recent(["a", reader], 5), itemgetter(1)),
+    "deque": (lambda reader: deque(["a", reader], 5), itemgetter(1)),
     "attributes of a dict": (lambda reader: Settings(reader=reader), itemgetter("reader")),
-    "forwards": (Forwards, attrgetter("inner")), "slot": (Slotted, attrgetter("part")),
-    "beside slots": (SlottedToo, attrgetter("more")), "own new": (MadeOnce, lambda holder: holder.extra[0]),
+    "slot": (Slotted, attrgetter("part")), "own new": (MadeOnce, lambda holder: holder.extra[0]),
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import stocache
 from stocache import CachedDataset, SampleSeed
 from stocache.loader.sample_seed import is_pure
-from stocache.loader.threads import crew
-from stocache.loader.threads.workers import Tasks
 from tests.support.equality import same
 from tests.support.processes import wait_until
 from tests.support.resuming import Counting
@@ -63,7 +60,7 @@ def test_samples_that_draw_before_a_cache_do_not_hang():
         for idx in range(0, N, 2):
             dataset[idx]  # of each batch, every second sample is a hit
         loader, _ = loaders(lambda: dataset, batch_size=8, num_workers=3)
-        first, *others = (list(loader) for _ in range(30))  # the parts of a batch may come after those of later ones
+        first, *others = (list(loader) for _ in range(30))  # the parts of a batch may come after the parts of later ones
         assert all(same(first, other) for other in others)
         assert [int(value) for value in torch.cat(first)[:, 0]] == list(range(N))
 
@@ -87,39 +84,29 @@ class Numbers(Draws):
         return torch.tensor([float(idx)])
 
 
-class Counted(Numbers):
-    """Its collate function returns how many samples were made before."""
+def draw(samples):
+    random.shuffle(samples)
+    return torch.stack(samples) + torch.rand(1), np.random.normal(), torch.initial_seed(), get_worker_info().id
 
-    made = 0
+
+class Counted(Numbers):
+    """Its collate function returns how many samples were made before, and how often it was called."""
+
+    made = calls = 0
 
     def __getitem__(self, idx):
         self.made += 1
         return super().__getitem__(idx)
 
     def collate(self, samples):
-        return torch.stack(samples) + torch.rand(1), self.made
-
-
-def draw(samples):
-    random.shuffle(samples)
-    return torch.stack(samples) + torch.rand(1), np.random.normal(), torch.initial_seed(), get_worker_info().id
+        self.calls += 1
+        return torch.stack(samples) + torch.rand(1), self.made, self.calls
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         info = get_worker_info()
         return iter(torch.arange(info.id, N, info.num_workers, dtype=torch.float32))
-
-
-class Lazy:
-    """Makes its generator at the first call, and counts."""
-
-    generator, calls = None, 0
-
-    def __call__(self, samples):
-        self.calls += 1
-        self.generator = self.generator or torch.Generator().manual_seed(get_worker_info().seed)
-        return torch.stack(samples) + torch.rand(1, generator=self.generator), self.calls
 
 
 def draw_one(sample):
@@ -132,8 +119,7 @@ def seed_all(worker):
 
 
 COLLATES = [
-    (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Numbers, Lazy(), {"persistent_workers": True}),
-    (Counted, "collate", {"prefetch_factor": 1, "num_workers": 3}),
+    (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Counted, Counted.collate, {"prefetch_factor": 1}),
     (Numbers, draw_one, {"batch_size": None}), (Numbers, draw, {"sample_seed": 5}),
     (Draws, collate, {}), (DrawsTogether, None, {"shuffle": True, "persistent_workers": True}), (Stream, draw, {}),
     (Counting, None, {"batch_size": None}), (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
@@ -145,7 +131,7 @@ def epochs(make, collate, options, method):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(3)
     dataset = make()
-    collate = getattr(dataset, collate) if isinstance(collate, str) else collate
+    collate = dataset.collate if make is Counted else collate
     options = {"batch_size": 4, "num_workers": 2, "collate_fn": collate} | options
     loader = stocache.DataLoader(dataset, worker_method=method, **options)
     return [
@@ -188,66 +174,3 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
         dataset.crew = iterator._batches._maker.crew
         assert len(list(iterator)) == 1
     assert caplog.text.count("global random number generators") == 1
-
-
-class Seen:
-    crew, waits = None, []
-
-
-def note_wait(samples):
-    Seen.waits.append(Seen.crew.waiting)
-    return samples
-
-
-def test_the_generators_of_a_collate_function_are_not_taken_for_draws_of_samples():
-    dataset = Global()
-    iterator = iter(stocache.DataLoader(dataset, N, collate_fn=note_wait, num_workers=1, worker_method="thread"))
-    dataset.crew = Seen.crew = iterator._batches._maker.crew
-    assert len(list(iterator)) == 1
-    assert Seen.waits == [0]  # the crew looks for draws while the loop waits
-
-
-@pytest.fixture
-def alone():
-    """A crew without threads."""
-    alone = crew.Crew(1, (None, list, None), 3, False, set())
-    alone.tasks = Tasks(1)
-    return alone
-
-
-def test_numbers_drawn_while_the_loop_goes_on_are_not_taken_for_those_of_a_sample(alone, caplog):
-    def load(meanwhile):
-        with alone.loading():
-            torch.rand(1)
-            meanwhile()
-
-    load(dict)  # the loop does not wait
-    alone.begin_wait()
-    load(lambda: setattr(alone, "waiting", 0))  # it has got its batch
-    alone.begin_wait()
-    load(alone.begin_wait)  # it has, and waits for the next one
-    assert not caplog.text
-    load(dict)
-    assert caplog.text.count("global random number generators") == 1
-
-
-class DrawsFirst(Draws):
-    """The second sample draws before the first one, as where it holds a lock that the first waits for."""
-
-    def __init__(self):
-        self.drawn = threading.Event()
-
-    def __getitem__(self, idx):
-        assert idx or self.drawn.wait(60)
-        drawn = torch.rand((), generator=torch.random.thread_safe_generator())
-        self.drawn.set()
-        return drawn
-
-
-def test_a_sample_that_waits_long_for_its_turn_is_told_and_with_a_sample_seed_none_waits(alone, monkeypatch, caplog):
-    monkeypatch.setattr(crew, "_LONG_S", 0.0)
-    alone.begin_wait()
-    alone.await_turn(lambda: bool(caplog.records))  # its turn comes with the warning
-    assert "holds a lock while it draws" in caplog.text
-    loader, _ = loaders(DrawsFirst, sample_seed=3)
-    assert len(list(loader)) == 8

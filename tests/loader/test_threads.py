@@ -1,24 +1,21 @@
 """Worker threads: the same batches, order and errors as worker processes, no thread stays behind, or can be started."""
 
-import contextlib
 import gc
 import itertools
 import threading
-import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, RandomSampler, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, IterableDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.errors import SampleIndexError
 from stocache.shm.claims import Claims
+from tests.support import images
 from tests.support.equality import same
 from tests.support.images import Images, N
 from tests.support.loading import THREADS, agree, both, labels_of
@@ -47,20 +44,14 @@ def agree_with_torch(dataset, **options):
     agree(*both(dataset, **THREADS | options))
 
 
-class Made(Dataset):
-    def __init__(self, make=int, n=20):
-        self.make, self.n = make, n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, idx):
-        return self.make(idx)
+class Made(images.Made):
+    def __init__(self, make, n=20):
+        super().__init__(lambda self, idx: make(idx), n)
 
 
 class MadeTogether(Made):
     def __getitems__(self, indices):
-        return [self.make(idx) for idx in indices]
+        return [self[idx] for idx in indices]
 
 
 def numbers(idx):
@@ -106,7 +97,7 @@ def test_a_graph_of_datapipes_gets_worker_processes(caplog):
 
 
 class Gated(Images):
-    """Holds back sample 5, or another, until a gate opens, and counts."""
+    """Holds back sample 5, or a different one, until a gate opens, and counts."""
 
     thread_safe = True
 
@@ -238,12 +229,12 @@ def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
 def test_wrong_indices_are_refused():
     with CachedDataset(Images(), 1, audit=0) as dataset:
         dataset.warm(progress=False)
-        for indices in ([1.5, 2], ["3", 1], [N, 1], [0, None], [-N - 1]):
-            first, error, end = came(thread_loader(dataset, batch_sampler=[[1, 2], indices]))
+        for indices in ([1.5, 2], [N, 1], [0, None]):
+            first, (error, _), end = came(thread_loader(dataset, batch_sampler=[[1, 2], indices]))
             assert (first[1].tolist(), end) == ([1, 2], "")
             with pytest.raises((SampleIndexError, TypeError), match=r".") as expected:
                 dataset.__getitems__(indices)
-            assert error[0] is expected.type
+            assert error is expected.type
 
 
 def test_a_cache_that_is_closed_early_is_told():
@@ -277,12 +268,8 @@ def test_hits_do_not_wait_for_misses():
         source.reads.clear()
         iterator = iter(thread_loader(dataset, batch_sampler=order, prefetch_factor=9, num_workers=1))
         wait_until(lambda: N - 1 in source.reads)
-        threads = iterator._batches
-        gathered = threads._batches
-        assert [number for number, batch in gathered.items() if batch.group is None] == [0, 1]
-        threads._batches = {number: batch for number, batch in gathered.items() if number > 1}
-        assert threads._done() == 2  # although the only thread waits for sample N - 1
-        threads._batches = gathered
+        gathered = iterator._batches._batches.items()  # although the only thread waits for sample N - 1
+        assert [number for number, batch in gathered if batch.group is None] == [0, 1]
         source.gate.set()
         assert labels_of(iterator) == list(itertools.chain(*order))
 
@@ -311,26 +298,6 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         monkeypatch.setattr(Claims, "wait_to_load", fail)  # nothing is left to wait for
         assert labels_of(thread_loader(dataset, batch_size=5)) == list(range(N))
         source.gate.set()
-
-
-def test_samples_that_cannot_be_cached_are_loaded_by_the_thread_that_needs_them(caplog):
-    class Own(Images):
-        """Belongs to one thread."""
-
-        owner = None
-
-        def __getitem__(self, idx):
-            self.owner = self.owner or threading.get_ident()
-            time.sleep(0.001)
-            assert self.owner == threading.get_ident()
-            return super().__getitem__(idx)
-
-    order = [[idx, (idx * 7) % N, (idx * 3) % N] for idx in range(N)]  # samples come several times
-    for limit in (1, f"{N + 20 * 200}B"):
-        with CachedDataset(Own(), limit, example=Images()[0]) as dataset:
-            loader = thread_loader(dataset, batch_sampler=order, num_workers=4, prefetch_factor=4)
-            assert [batch[1].tolist() for batch in loader] == order
-    assert "cannot be loaded" not in caplog.text  # to compare it
 
 
 @pytest.mark.parametrize(("dataset", "persistent"), [(Images(), False), (Images(), True), (Stream(), False)])
@@ -376,106 +343,21 @@ def test_epochs_that_are_left_early_do_not_wait_for_batches_that_were_dropped():
             assert next(iter(loader)).shape == (1, 1000)
 
 
-class Late(Exception):
-    """Of a user's handler of a signal."""
-
-
-@pytest.mark.parametrize("place", ["gather_parts", "__getitems__"])
-def test_what_a_handler_raises_while_the_loop_works_is_raised(place, monkeypatch):
-    raised, owner = [], LazyBatch if place == "gather_parts" else CachedDataset
-    original = getattr(owner, place)
-
-    def interrupted(self, *args):
-        if threading.current_thread() is threading.main_thread() and not raised:
-            raised.append(place)
-            raise Late
-        return original(self, *args)
-
-    with CachedDataset(Made(float, 1000), "1MB", audit=0) as dataset:
-        dataset.warm(progress=False)
-        loader = thread_loader(dataset, batch_size=10, num_workers=1, persistent_workers=True)
-        list(loader)
-        monkeypatch.setattr(owner, place, interrupted)
-        with contextlib.suppress(Late):
-            for _ in range(200):
-                assert len(list(loader)) == 100
-            assert not raised
-        assert len(list(loader)) == 100
-
-
-class Holds(Made):
-    held, alive = None, []
-
-    def __getitem__(self, idx):
-        if self.held is None:
-            self.held = Images()
-            self.alive.append(weakref.ref(self.held))
-        return torch.full((50_000,), idx)
-
-
-@pytest.mark.parametrize("is_cached", [True, False])
-def test_batches_that_nobody_takes_and_what_threads_hold_go_without_the_garbage_collector(is_cached):
-    with CachedDataset(Holds(n=200), "100MB", audit=0) as dataset:
-        dataset.warm(progress=False)
-        Holds.alive.clear()
-        loader = thread_loader(dataset if is_cached else Holds(n=200), batch_size=8)
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(5):
-                batches = iter(loader)
-                next(batches)
-                del batches
-            wait_until(lambda: loader._stocache._pool.leased == 0)  # threads finish what they have begun
-            wait_until(lambda: not any(ref() for ref in Holds.alive))
-        finally:
-            gc.enable()
-        assert bool(Holds.alive) != is_cached
-
-
-def start_some(monkeypatch, count):
-    """Let so few threads start; return the names of the others."""
-    names, left, start = [], [None] * count, threading.Thread.start
+@pytest.mark.parametrize("count", [0, 3])
+def test_if_threads_cannot_start_the_loader_writes_to_the_disk_and_workers_are_an_error(count, monkeypatch, tmp_path):
+    left, start = [None] * count, threading.Thread.start
 
     def start_if_few(thread):
         if not left:
-            names.append(thread.name)
             raise RuntimeError("can't start new thread")
         left.pop()
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_if_few)
-    return names
-
-
-def test_worker_threads_that_cannot_start_are_an_error(monkeypatch):
-    start_some(monkeypatch, 3)
-    before = threading.active_count()
-    with pytest.raises(WorkerError, match=r"cannot start worker thread 3 of 20: can't start new thread"):
-        iter(stocache.DataLoader(Images(), num_workers=20, worker_method="thread"))
-    wait_until(lambda: threading.active_count() <= before)
-
-
-def test_samples_are_written_to_the_disk_by_the_one_who_loads_them(monkeypatch, tmp_path):
-    refused = start_some(monkeypatch, 0)
-    options = {"disk": tmp_path / "disk", "disk_limit": "1MB", "fingerprint": "v1"}
-    for _ in range(2):
-        with CachedDataset(Images(), "20KB", **options) as dataset:
-            assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
-            stats = dataset.stats()
-    assert (stats.disk.filled, stats.total.misses) == (50, 50)  # in the life of the folder
-    assert "stocache writes to disk" in refused
-
-
-def test_the_rest_of_a_text_is_parsed_where_it_is_iterated(tmp_path, monkeypatch):
-    (tmp_path / "text").write_text("".join(f"{row} {row % 7}\n" for row in range(200)))
-
-    def epoch():
-        with stocache.StreamLoader(tmp_path / "text", 4, 8, delimiter=" ", shuffle="buffers") as loader:
-            return list(loader)
-
-    whole = epoch()
-    for count in range(3):
-        with monkeypatch.context() as patch:
-            start_some(patch, count)
-            assert same(epoch(), whole)
+    if count:
+        with pytest.raises(WorkerError, match=r"cannot start worker thread 3 of 20: can't start new thread"):
+            iter(stocache.DataLoader(Images(), num_workers=20, worker_method="thread"))
+        return
+    with CachedDataset(Images(), "20KB", disk=tmp_path / "disk", disk_limit="1MB", fingerprint="v1") as dataset:
+        assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
+        assert dataset.stats().disk.filled == 50

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import stocache
-from stocache import BlockSampler, CachedDataset, LocalityDistributedSampler
+from stocache import CachedDataset
 from tests.support.ranks import numbers, of_all_ranks, run_ranks, samples_of
 
 with warnings.catch_warnings():
@@ -73,10 +73,6 @@ def sampler_of(kind, dataset, rank, ranks):
         return {"sampler": DistributedSampler(dataset, ranks, rank, seed=5)}
     if kind == "generator":
         return {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
-    if kind == "locality":
-        return {"sampler": LocalityDistributedSampler(dataset, 4 // ranks, num_replicas=ranks, rank=rank, num_nodes=1)}
-    if kind == "block":
-        return {"sampler": BlockSampler(range(SAMPLES), 2, True, window=3, rank=rank, world_size=ranks, drop_last=True)}
     return {"shuffle": True}  # in several ranks, Lightning replaces it by a DistributedSampler
 
 
@@ -112,13 +108,12 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
 
 
 @pytest.mark.parametrize(("kind", "options", "settings"), [
-    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("block", {"num_workers": 2}, "all"),
-    ("locality", PERSISTENT, "all"),
+    ("distributed", PERSISTENT, None), ("generator", {}, "validation"), ("distributed", {"num_workers": 2}, "all"),
 ])  # fmt: skip
 def test_lightning_resumes_at_every_step_and_epoch(kind, options, settings, tmp_path):
     settings = SETTINGS.get(settings, {})
     seen = check_all_positions(tmp_path, kind, options, **settings)
-    if "limit_train_batches" not in settings and "block" not in kind:  # which drops the last batch
+    if "limit_train_batches" not in settings:
         assert all(samples_of(seen, epoch) == list(range(SAMPLES)) for epoch in range(EPOCHS))
     gc.collect()
 
@@ -131,7 +126,7 @@ def check_in_rank(rank, folder, cases):
         for epoch in range(EPOCHS):
             samples = samples_of(first + second, epoch)
             assert len(samples) - len(set(samples)) <= 1  # the samplers fill up the last batch
-            assert "limit_train_batches" in settings or set(samples) == set(range(SAMPLES)) or "block" in kind  # drop_last
+            assert "limit_train_batches" in settings or set(samples) == set(range(SAMPLES))
 
 
 def test_lightning_resumes_two_ranks(tmp_path):

@@ -1,4 +1,4 @@
-"""The classes whose code runs for a cached batch are those on the page of the package."""
+"""The classes whose code runs for a cached batch are the classes on the page of the package."""
 
 import json
 import re

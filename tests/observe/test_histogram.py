@@ -1,4 +1,4 @@
-"""Percentiles from logarithmic buckets are those of the durations, within 1.6 %."""
+"""Percentiles from logarithmic buckets are the percentiles of the durations, within 1.6 %."""
 
 import numpy as np
 import pytest
@@ -9,10 +9,8 @@ rng = np.random.default_rng(0)
 
 
 @pytest.mark.parametrize("seconds", [
-    rng.lognormal(-7, 2, 5000), rng.lognormal(-8, 4, 2000),  # also beyond the buckets
-    1e-5 * (1 + rng.pareto(1.1, 5000)), np.where(rng.random(5000) < 0.9, 0.5e-3, 10e-3),
-    np.full(1, 0.123), rng.uniform(1e-6, 1e-3, 5000),
-], ids=["lognormal", "wide", "pareto", "two values", "one value", "uniform"])  # fmt: skip
+    rng.lognormal(-8, 4, 2000), np.where(rng.random(5000) < 0.9, 0.5e-3, 10e-3), np.full(1, 0.123),
+], ids=["wide, also beyond the buckets", "two values", "one value"])  # fmt: skip
 def test_percentiles_are_exact_within_1_6_percent(seconds):
     durations_ns = (seconds * 1e9).astype(np.int64)
     counts, many = np.zeros((2, BUCKETS), np.int64)

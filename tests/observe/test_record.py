@@ -13,7 +13,7 @@ from stocache.observe.recording.histogram import BUCKETS
 from stocache.observe.recording.record import TimingRecord
 from stocache.shm import registry
 from stocache.shm.layout import Layout
-from tests.support.processes import in_child, wait_until
+from tests.support.processes import in_child
 
 batches_of = lambda counted: [counted.distribution(recording.COLLATE_NS, row).count for row in range(len(counted.rows))]
 
@@ -29,15 +29,10 @@ def work(record, worker, batches, ready):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize(("start_method", "workers", "expected"), [
-    ("fork", [(0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)], [0, 8, 5, 3, 0]),
-    ("forkserver", [(1, 5, True)], [0, 0, 5, 0, 0]),
-], indirect=["start_method"])  # fmt: skip
 @pytest.mark.leaves_descriptors
-def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_next(start_method, workers, expected):
-    """``workers``: their numbers and batches, and whether each is killed before the next one begins."""
-    context, record, living = multiprocessing.get_context(start_method), TimingRecord(2, True), []
-    for worker, batches, ends in workers:
+def test_a_process_adds_to_a_row_of_its_own_which_a_killed_one_leaves_to_the_next():
+    context, record, living, expected = multiprocessing.get_context("fork"), TimingRecord(2, True), [], [0, 8, 5, 3, 0]
+    for worker, batches, ends in ((0, 4, True), (0, 4, False), (1, 5, False), (0, 3, False)):
         ready = context.Event()
         process = context.Process(target=work, args=(record, worker, batches, ready), daemon=True)
         process.start()
@@ -69,27 +64,6 @@ def test_a_forked_worker_does_not_write_what_its_parent_has_noted():
     record.row(1).add_later(recording.WAIT_NS, 5000)
     assert in_child(lambda: record.claim(0).write()) == 0
     assert record.read().distribution(recording.WAIT_NS).count == 1
-
-
-def test_threads_take_rows_that_no_living_thread_has():
-    record, rows, go = TimingRecord(2, False), [], threading.Event()
-
-    def take(worker):
-        rows.append(record.take(worker))
-        go.wait()
-
-    threads = [threading.Thread(target=take, args=(worker,)) for worker in (0, 1, 0, 1)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(rows) == 4)
-    for row in rows:
-        row.begin_step()
-        row.add_making(1)
-        row.add_collating()
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert batches_of(record.read()) == [0, 1, 1, 1, 1]
 
 
 def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):

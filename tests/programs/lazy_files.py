@@ -111,7 +111,7 @@ class ZipDataset(Lazy):
 
 
 class MemmapRows(Lazy):
-    """Gives its rows as they are: numpy memmaps."""
+    """Returns its rows unchanged: numpy memmaps."""
 
     def open(self):
         return np.load(self.path, mmap_mode="r")

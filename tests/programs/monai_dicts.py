@@ -43,7 +43,7 @@ def main(wrap, folder, suffix=".npy", num_workers=0, start_method="fork", augmen
     results = []
     for _epoch in range(EPOCHS):
         for batch in loader:
-            if augment:  # its traces have the id() of each random transform, which is another in each run
+            if augment:  # its traces have the id() of each random transform, which is different in each run
                 results.append((batch["img"].as_tensor(), batch["seg"].as_tensor(), batch["img"].meta))
             else:
                 results.append((batch["img"], batch["seg"], batch["img"].meta, decollate_batch(batch)))

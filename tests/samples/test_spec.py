@@ -37,7 +37,7 @@ def test_a_sample_comes_apart_and_together_again(sample):
     buffers = structure.encode(sample)
     assert [memoryview(buffer).nbytes for buffer in buffers] == [leaf.nbytes for leaf in structure.leaves]
     assert same(structure.unflatten(structure.columns(sample)), sample)
-    structure = Structure.of({"a": 1, "b": 2.0})  # entries of dicts may come in another order
+    structure = Structure.of({"a": 1, "b": 2.0})  # entries of dicts may come in a different order
     assert structure.encode({"b": 4.0, "a": 3}) == structure.encode({"a": 3, "b": 4.0})
 
 

@@ -61,7 +61,7 @@ class Lazy(types.ModuleType):
 
 
 class Virtual:
-    """Is a Mapping and a tuple to those who ask for it only."""
+    """Is a Mapping and a tuple to code that asks for it only."""
 
     __class__ = tuple
     _fields = ()

@@ -168,7 +168,7 @@ def test_an_interrupt_at_any_step_leaves_no_lock(is_left, remove_left):
 
 
 def is_free(cache):
-    """Raise unless this process, which is another, can take every lock of a cache."""
+    """Raise unless this process, a different one, can take every lock of a cache."""
     with cache._segment.guard:
         assert all(cache._segment.try_lock(number) for number in range(N + 1))
         assert cache._segment.locks.take(locks.EXTENTS_LOCK)
@@ -227,7 +227,7 @@ SAMPLES = ["text", 7, {"a": torch.arange(5)}, [1.5, None], b"bytes" * 100, (1, "
 
 def fill_by_cost(cache):
     for idx in range(N):
-        for _ in range(3):  # where cost decides, some are admitted later
+        for _ in range(3):  # when cost decides, some are admitted later
             cache.get_or_load(idx, SAMPLES.__getitem__)
 
 

@@ -214,7 +214,7 @@ def patch(offset, data):
 
 
 def forge(change):
-    """Give the file a header that checks out, with another descriptor."""
+    """Give the file a header that checks out, with a different descriptor."""
 
     def write(target):
         with target.open("r+b") as file:

@@ -108,7 +108,7 @@ def test_ranks_have_one_copy_and_read_each_sample_once(varying, options, tmp_pat
 def both_sets(rank):
     order = [("training", 0), ("validation", 1000)]
     sets = {}
-    for name, offset in reversed(order) if rank == 1 else order:  # in another order; another time
+    for name, offset in reversed(order) if rank == 1 else order:  # in a different order; another time
         time.sleep(0.02 * rank)
         sets[name] = CachedDataset(Photos(offset=offset), "10MB")
     if rank == 2:

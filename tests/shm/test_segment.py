@@ -70,7 +70,7 @@ def test_no_memory_refuses_the_extent_and_gives_back_what_it_got(segment, monkey
 
 
 def test_huge_page_populating_is_only_a_wish(monkeypatch):
-    """Under the policy "advise" a memfd is populated through its mapping; where the kernel cannot, fallocate does it all."""
+    """Under the policy "advise" a memfd is populated through its mapping; if the kernel cannot, fallocate does it all."""
     monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "advise")
     segment = Segment.create(0, 4 * MIB)
     assert (segment.backing, segment._huge) == ("memfd", True)
@@ -131,7 +131,7 @@ SOME = [3, 4, 9, 20]
 
 
 def take(claim, indices):
-    """Claim samples with ``claims.to_load`` or ``claims.to_write``; return those that were claimed."""
+    """Claim samples with ``claims.to_load`` or ``claims.to_write``; return the samples that were claimed."""
     taken = set()
     claim(np.array(indices), taken)
     return taken

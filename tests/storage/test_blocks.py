@@ -126,7 +126,7 @@ def test_samples_may_be_changed_and_a_small_part_does_not_hold_a_large_one():
 
 
 def sealed(header, facts, data):
-    """A block with the checksums that it should have, but for those of samples that cannot be found."""
+    """A block with the checksums that it should have, but for the checksums of samples that cannot be found."""
     return pytest.importorskip("benchmark.fuzz", reason="needs the extra bench").seal_block(header, facts, bytearray(data))
 
 
@@ -179,7 +179,7 @@ def column(name, *offsets):
 
 
 def written(begin, number, size=8):
-    """Have another number in the columns of a block."""
+    """Have a different number in the columns of a block."""
     return lambda block: block[2].__setitem__(slice(begin, begin + size), number.to_bytes(size, "little", signed=number < 0))
 
 

@@ -275,7 +275,7 @@ def test_a_forged_index_is_an_error(disk):
     path = Path(disk.base_folder, "index.json")
     facts = json.loads(path.read_bytes())
     blocks = [(samples, nbytes + 1, checksum) for samples, nbytes, checksum in disk.index.blocks]
-    for change in (*FORGED, {"blocks": blocks}):  # also of another size than the block has
+    for change in (*FORGED, {"blocks": blocks}):  # also of a different size than the block has
         forged = json.dumps(facts | change | {"checksum": "0" * 16}).encode()
         path.write_bytes(embed_checksum(forged, b'"checksum": "'))
         message = "is not the block in the index" if change.get("blocks") is blocks else r"index\.json is damaged"

@@ -69,7 +69,7 @@ class Setting(Images):
 
 
 class Transformed(Images):
-    """Has a transform, under a name that says so or another."""
+    """Has a transform, under a name that says so or a different one."""
 
     def __init__(self, name="transform", transform=None, **attributes):
         super().__init__(**attributes)
@@ -127,7 +127,7 @@ class Kind(NamedTuple):
         make: returns a dataset; gets a folder for its files.
         change: called with the dataset that the user has, the dataset within, and the epoch, before each epoch; or None.
         repeats: whether the same samples come with the same seeds; False: they only must not be the same in each epoch; None:
-            they come in another order, as what is cached draws no numbers.
+            they come in a different order, as what is cached draws no numbers.
         options: of the cache.
     """
 

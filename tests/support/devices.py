@@ -27,7 +27,7 @@ class Images(torch.utils.data.Dataset):
 
 
 def cached(source, share=1, warm=False):
-    """A cache with room for a share of the images; for all samples of another dataset."""
+    """A cache with room for a share of the images; for all samples of a different dataset."""
     is_plain = isinstance(source, Images) and source.change is None
     limit = f"{int(share * len(source) * (12288 + 8 + 1501 + 64))}B" if is_plain else 1
     dataset = CachedDataset(source, limit, share_ranks=False)

@@ -24,7 +24,7 @@ def row(idx):
 
 
 def record(idx):
-    """A sample of another size for each index, up to three pages."""
+    """A sample of a different size for each index, up to three pages."""
     pixels = np.arange(idx * 37 % 401 * 30, dtype=np.uint32) * (idx + 1) % 251
     return {"pixels": torch.from_numpy(pixels.astype(np.uint8)), "text": f"{idx} " * (idx % 7), "maybe": [idx] * (idx % 3)}
 
@@ -83,7 +83,7 @@ def put(folder, files):
 def after_power_cut(rng, before, now):
     """Return what a disk may hold after a power cut: ``before`` was synced, and of what came since, any pages or sectors.
 
-    A page that was not written is as it was before, or zeros; a file that has grown may be shorter again.
+    A page that was not written holds its earlier bytes, or zeros; a file that has grown may be shorter again.
     """
     return {name: _cut(rng, before.get(name, b""), data) for name, data in now.items()}
 
@@ -108,7 +108,7 @@ def flip(rng, data):
 
 @contextlib.contextmanager
 def mounted(folder, options, kind="tmpfs"):
-    """Mount a file system on a folder, for processes of this mount namespace; OSError where that is not allowed."""
+    """Mount a file system on a folder, for processes of this mount namespace; OSError if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(kind.encode(), os.fsencode(folder), kind.encode(), 0, options.encode()):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

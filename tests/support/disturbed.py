@@ -55,7 +55,7 @@ def disturb(loader, chance, epoch):
 
 
 def play(sampler, seed, epochs, **options):
-    """Return the batches, random states and positions of a program; those of odd seeds only shuffle and set epochs."""
+    """Return the batches, random states and positions of a program; programs of odd seeds only shuffle and set epochs."""
     generators.seed_all([7, 7, 7])
     chance, dataset, found = random.Random(seed), Draws(), []
     workers = {"num_workers": WORKERS, "persistent_workers": True, "multiprocessing_context": "fork"}

@@ -18,12 +18,12 @@ def leaves(value, path=()):
 
 
 def places(state):
-    """Return the paths to all values in a state, also to those that hold others."""
+    """Return the paths to all values in a state, also to values that hold others."""
     return list(dict.fromkeys(path[:depth] for path in leaves(state) for depth in range(1, len(path) + 1)))
 
 
 def changed(state, path, value):
-    """Return a copy of a state that has another value at a place."""
+    """Return a copy of a state that has a different value at a place."""
     state = copy.deepcopy(state)
     within = state
     for key in path[:-1]:

@@ -46,7 +46,7 @@ def identical(a, b):
 
 
 def strides(value):
-    """The strides that count, of what is dense; None where they do not count, or are those of C."""
+    """The strides that count, of what is dense; None if they do not count, or are the strides of C."""
     order = array_dim_order_of(value) if isinstance(value, np.ndarray) else dim_order_of(value)
     return order and [dim for dim in order if value.shape[dim] > 1]
 

@@ -14,7 +14,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, SequentialReadingService
 
 COUNT = 40
-WARNINGS = [  # of torch: on machines with few cores; of functions that are not pickled here, where dill is not installed
+WARNINGS = [  # of torch: on machines with few cores; of functions that are not pickled here, if dill is not installed
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*function is not supported by pickle:UserWarning"),
 ]

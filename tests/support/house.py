@@ -52,7 +52,7 @@ def module_of(path: Path) -> str:
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Return the files of the package by their dotted names below stocache; not those that lie in the package itself."""
+    """Return the files of the package by their dotted names below stocache; not modules that lie in the package itself."""
     return {module_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE}
 
 
@@ -69,7 +69,7 @@ def imported(path: Path) -> set[str]:
 
 
 def _module(name: str) -> str:
-    """Return the module of a name in it; "" for what lies in the package itself and is no module of a room."""
+    """Return the module of a name in it; "" for what lies in the package itself and is not a module of a room."""
     while name and name not in modules():
         name = name.rpartition(".")[0]
     return name

@@ -45,7 +45,7 @@ class Images(Made):
 
 
 class Counted(Made):
-    """Pairs of an image, whose size is that of ``size(idx)``, and its index; counts its reads, over all processes."""
+    """Pairs of an image, whose size is given by ``size(idx)``, and its index; counts its reads, over all processes."""
 
     def __init__(self, n=N, size=one_size):
         super().__init__(Counted.read, n, size=size, reads=torch.zeros(n, dtype=torch.int64).share_memory_())

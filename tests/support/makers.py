@@ -94,7 +94,7 @@ def ragged(**options):
 
 
 def codec(name):
-    """Return a codec's name; skip the test where its package is not installed."""
+    """Return a codec's name; skip the test if its package is not installed."""
     pytest.importorskip({"zstd": "zstandard"}.get(name, name), reason=f"{name} comes with the extra codecs")
     return name
 

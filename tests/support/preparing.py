@@ -113,7 +113,7 @@ def content(folder):
 
 
 def written(folder):
-    """When each block was written, and to which file. A worker that was ended may leave a part of one under another name."""
+    """When each block was written, and to which file. An ended worker may leave a part under a different name."""
     blocks = (Path(folder) / "blocks").glob("*.safetensors")
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in blocks}
 

@@ -315,7 +315,7 @@ shape("a mosaic that is off", "cut, hoisted", paths=pictures, indices=range(N), 
 
 
 class Rarely(Base):
-    """Sets an attribute before the draw, of another value for few samples, and reads it after it."""
+    """Sets an attribute before the draw, of a different value for few samples, and reads it after it."""
 
     bright = False
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def same_block(order, block_size, batch_size):
-    """Return the share of the pairs of samples in a batch that are of one block. With one batch: that of a full shuffle."""
+    """Return the share of the pairs of samples in a batch that are of one block. One batch: as a full shuffle."""
     blocks = np.asarray(order) // block_size
     batches = blocks[: len(blocks) // batch_size * batch_size].reshape(-1, batch_size)
     return np.mean([_pairs(np.unique(batch, return_counts=True)[1]) for batch in batches])

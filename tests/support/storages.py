@@ -89,7 +89,7 @@ def files_of(storage):
 
 
 def read(storage, order=range(N)):
-    """Whether the samples of a storage are those that `save` saved."""
+    """Whether the samples of a storage are the samples that `save` saved."""
     return all(same(storage.load_sample(idx), sample(idx)) for idx in order)
 
 

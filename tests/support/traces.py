@@ -39,13 +39,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run the tests in two processes where each has a /dev/shm of its own; elsewhere they would meet each other's files."""
+    """Run the tests in two processes if each has a /dev/shm of its own; elsewhere they would meet each other's files."""
     pytest_configure()
     return 2 if private else 0
 
 
 def mount_private() -> bool:
-    """Mount an empty /dev/shm that only this process and its children see; False where that is not allowed."""
+    """Mount an empty /dev/shm that only this process and its children see; False if that is not allowed."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)
@@ -91,7 +91,7 @@ def is_foreign(path: str) -> bool:
         return False
     if os.geteuid() not in (0, status.st_uid):
         return True
-    file = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "  # a semaphore had another name
+    file = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x} {status.st_ino} "  # a semaphore had a different name
     for pid in set(psutil.pids()) - ours:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if file in Path(f"/proc/{pid}/maps").read_text():

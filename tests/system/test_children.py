@@ -120,14 +120,6 @@ def test_children_draw_their_own_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_daemonic_process_may_cache_too():
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(filled(Numbers(), 2)), daemon=True)
-    process.start()
-    process.join(60)
-    assert process.exitcode == N
-    process.close()
-
-
 def test_what_a_dataset_prints_is_printed_once(capfd):
     print("before", end=" ")  # noqa: T201
     CachedDataset(Numbers(lambda idx: print(f"loading {idx}")), 0.01, probe=2).close()  # noqa: T201
@@ -261,24 +253,6 @@ def test_a_dataset_that_a_worker_init_fn_makes_ready_needs_an_example_or_no_prob
             assert torch.cat(list(loader)).flatten().tolist() == list(range(N))
             assert cached.stats().total.filled == N
             assert cached.dataset.load is None
-
-
-own = np.random.default_rng(0)
-DRAWS = {
-    "drawn": lambda idx: (torch.rand(1) > 2).item(), "own": lambda idx: own.random(),  # no library shows its state
-    "none": lambda idx: {"a": [str(idx), None, float("nan")]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", DRAWS)
-def test_what_is_random_before_the_cache_is_reported_once(kind, caplog):
-    caplog.set_level("INFO", "stocache")
-    CachedDataset(Numbers(result=DRAWS[kind]), 0.01, split=False).close()
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(said) == (kind != "none")
-    drawn = "random numbers are drawn to load sample 0 of Numbers"
-    found = "sample 0 of Numbers was different when it was loaded again" if kind == "own" else drawn
-    assert all(each.startswith(found) for each in said)
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])

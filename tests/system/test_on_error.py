@@ -1,5 +1,6 @@
 """Retry and Skip: which errors they cover, what they refuse, which substitutes they choose."""
 
+import contextlib
 import re
 
 import pytest
@@ -19,18 +20,12 @@ def caused(error, cause):
     return error
 
 
-def in_a_circle():
-    one, other = ValueError(), KeyError()
-    one.__context__, other.__context__ = other, one
-    return one
-
-
 COVERED = {
     "the class": OSError(), "a subclass": TimeoutError(), "no pickle": Unpicklable(),
     "a cause": caused(ValueError(), ConnectionError()), "a context": caused(ValueError(), caused(RuntimeError(), OSError())),
 }  # fmt: skip
 NOT_COVERED = {
-    "others": ValueError(), "a circle": in_a_circle(), "a dead worker": caused(OSError(), WorkerError()),
+    "others": ValueError(), "a dead worker": caused(OSError(), WorkerError()),
     "an interrupt": caused(KeyboardInterrupt(), OSError()), "an exit": SystemExit(),
 }  # fmt: skip
 
@@ -40,32 +35,21 @@ def test_retry_looks_through_the_causes(name):
     assert Retry().covers((COVERED | NOT_COVERED)[name]) is (name in COVERED)
 
 
-def failing(times, error=OSError):
-    calls = []
+@pytest.mark.parametrize(("error", "fails", "attempts"), [
+    (OSError, 0, 1), (OSError, 3, 4), (OSError, 4, 4), (ValueError, 1, 1), (KeyboardInterrupt, 1, 1),
+])  # fmt: skip
+def test_retry_begins_again_before_each_further_attempt_and_ends(error, fails, attempts):
+    calls, begun = [], []
 
     def load():
         calls.append(1)
-        if len(calls) <= times:
+        if len(calls) <= fails:
             raise error
         return "sample"
 
-    return load, calls
-
-
-@pytest.mark.parametrize(("times", "fails"), [(1, 1), (3, 3), (3, 0)])
-def test_retry_begins_again_before_each_further_attempt(times, fails):
-    load, calls = failing(fails)
-    begun = []
-    assert Retry(times, backoff_s=0).call(load, lambda: begun.append(len(calls))) == "sample"
-    assert begun == list(range(1, fails + 1))
-
-
-@pytest.mark.parametrize(("error", "attempts"), [(OSError, 4), (ValueError, 1), (KeyboardInterrupt, 1)])
-def test_retry_ends(error, attempts):
-    load, calls = failing(100, error)
-    with pytest.raises(error):
-        Retry(times=3, backoff_s=0).call(load, lambda: None)
-    assert len(calls) == attempts
+    with pytest.raises(error) if fails >= attempts else contextlib.nullcontext():
+        assert Retry(times=3, backoff_s=0).call(load, lambda: begun.append(len(calls))) == "sample"
+    assert (len(calls), begun) == (attempts, list(range(1, attempts)))
 
 
 WRONG = {
@@ -82,10 +66,6 @@ def test_a_wrong_argument_is_named():
     for value in ("skip", [Skip(), Skip()], [None]):
         with pytest.raises(LimitError, match=re.escape(f"on_error={value!r}")):
             parse_on_error(value)
-
-
-def test_one_class_need_not_be_in_a_tuple():
-    assert Retry(only=KeyError).only == (KeyError,)
 
 
 def test_substitutes_depend_on_seed_epoch_and_index():

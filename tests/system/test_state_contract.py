@@ -60,8 +60,6 @@ CASES = {  # other datasets in a loader: tests/loader/test_loader_states.py
     "loader": lambda stack, folder: loader(list(range(N)), shuffle=True),
     "cached": lambda stack, folder: loader(cached(stack), shuffle=True),
     "stored": lambda stack, folder: loader(dataset := stored(folder), sampler=blocks(dataset), collate_fn=list),
-    "by locality": lambda stack, folder: loader(range(N), sampler=locality()),
-    "distributed": lambda stack, folder: loader(range(N), sampler=DISTRIBUTED()),
     "stream in a loader": lambda stack, folder: loader(stream(stack, folder, shuffle=True), None),
     "BlockSampler": lambda stack, folder: blocks(),
     "LocalityDistributedSampler": lambda stack, folder: locality(),
@@ -74,7 +72,7 @@ CASES = {  # other datasets in a loader: tests/loader/test_loader_states.py
 WITH_WORKERS = {  # each restored at a few steps
     "stream in workers": lambda stack, folder: loader(stream(stack, folder, shuffle=True), None, num_workers=2),
 }
-EDITED = [name for name in CASES if name not in ("cached", "stored", "distributed", "by locality")]
+EDITED = [name for name in CASES if name not in ("cached", "stored")]
 
 
 def play(value):

@@ -1,6 +1,5 @@
 """States of random generators, and the one form of all states: what they accept and what they refuse."""
 
-import contextlib
 import random
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from stocache.errors import StateError
 from stocache.system import generators
 from stocache.system.state import STATE_TYPES, StateForm
-from tests.support.edits import changed, leaves, through_json
+from tests.support.edits import changed, through_json
 
 FORM = StateForm("Thing", 3, {"batches": (int,), "epoch": (int, type(None))}, {"own": STATE_TYPES}, optional=("fingerprint",))
 
@@ -30,26 +29,20 @@ def test_states_of_generators_pass_through_json():
     assert draws(generator) == expected
 
 
-@pytest.mark.parametrize("kept", [(False, False), (True, False), (False, True), (True, True)])
-def test_two_states_that_take_turns_keep_all_their_numbers(kept):
-    def numbers():  # an odd number of normal ones: each remembers the second of a pair
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_state_that_is_restored_has_the_second_number_of_a_pair_or_none(kept):
+    def numbers():  # an odd number of normal ones: each generator remembers the second of a pair
         return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), torch.rand(1).item()]
 
-    def begin(seed):
-        generators.seed_all([seed] * 3)
-        return numbers() if kept[seed - 1] else None
-
-    expected = [[begin(seed), *(numbers() for _ in range(6))][1:] for seed in (1, 2)]
-    states = []
-    for seed in (1, 2):
-        begin(seed)
-        states.append(generators.read())
-    found = [[], []]
-    for step in range(12):
-        generators.restore_all(states[step % 2])
-        found[step % 2].append(numbers())
-        states[step % 2] = generators.read()
-    assert found == expected
+    generators.seed_all([1] * 3)
+    if kept:
+        numbers()
+    state, expected = generators.read(), [numbers() for _ in range(3)]
+    for _ in range(2):  # one is remembered, or none
+        numbers()
+        generators.restore_all(state)
+        assert [numbers() for _ in range(3)] == expected
+        numbers()
 
 
 DRAWS = {
@@ -69,22 +62,6 @@ def test_each_draw_is_noticed(draw):
     assert not kept.drawn()
     DRAWS[draw](own)
     assert kept.drawn()
-
-
-def test_damaged_states_of_generators_are_refused():
-    saved, accepted = generators.states([torch.Generator()]), []
-    for path in leaves(saved):
-        for bad in (-1, 10**30, "", "AAAA", [], {}, "x" * 7, 700, object()):
-            damaged = changed(saved, path, bad)
-            if damaged == saved:
-                continue
-            with contextlib.suppress(StateError):  # or it is a state, as each sequence of numbers is one of torch's
-                generators.set_rng_state(generators.checked(damaged), [torch.Generator()])
-                draws(torch.Generator())
-                accepted.append(path[0])
-    assert set(accepted) <= {"python", "numpy"}, accepted
-    with pytest.raises(StateError, match="are damaged: the position of numpy's generator"):
-        generators.checked(changed(saved, ("numpy", "state", "pos"), 625))
 
 
 DAMAGED, NOT_ONE = "damaged", "not a state of a Thing"

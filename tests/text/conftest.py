@@ -21,5 +21,5 @@ def _removed():
     yield
     for path in ours() - others:
         named.remove(path)
-    with contextlib.suppress(OSError):  # there is none, or another program has a cache in it
+    with contextlib.suppress(OSError):  # there may be none, or another program has a cache in it
         os.rmdir(f"/dev/shm/stocache-{os.getuid()}")

@@ -1,4 +1,4 @@
-"""Lines that do not fit: each is named, or left out and counted; those that are too long take bounded memory."""
+"""Lines that do not fit: each is named, or left out and counted; lines that are too long take bounded memory."""
 
 import functools
 import resource
@@ -9,7 +9,7 @@ import torch
 
 from stocache import CacheOptions, CsvFormat, CustomFormat, DamagedError, JsonLinesFormat, StreamError, StreamLoader
 from tests.support.processes import in_child
-from tests.support.texts import COMPRESSIONS, SKIP, N, epochs, in_workers, numbers, parse, rows, zstd
+from tests.support.texts import COMPRESSIONS, SKIP, N, epochs, numbers, parse, rows, zstd
 
 MIB = 1 << 20
 CSV, TOO_LONG = CsvFormat(","), r"line {}: the line is longer than 16 MiB\. Raise max_line_bytes"
@@ -35,13 +35,6 @@ def test_a_line_that_does_not_fit_is_named_or_left_out(tmp_path, caplog):
                 assert loader.stats().skipped == 2 * (epoch + 1)
         assert "bad.tsv, line 4" in caplog.text
         assert caplog.text.count("epoch 0: 2 of 6 lines were left out, and 0 good ones that then filled no batch") == 1
-
-
-def test_workers_name_the_line_too(tmp_path):
-    (path := tmp_path / "bad.tsv").write_bytes(GOOD * 20 + b"x\ty\tz\n")
-    with StreamLoader(path, 2, 2, drop_last=False) as loader:
-        with pytest.raises(StreamError, match=r"bad\.tsv, line 61: .*column 0 is 'x', not a number"):
-            list(in_workers(loader))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"# nothing\n", b"header\n"])
@@ -106,7 +99,7 @@ def test_a_parse_function_is_any_callable_that_returns_a_row_for_each_line(numbe
 def test_json_that_is_nested_too_deep_is_a_bad_line(tmp_path):
     path, form = tmp_path / "a.jsonl", JsonLinesFormat(columns=["a"], label_columns="b")
     for bad in ('{"a": ' + "[" * 100_000 + "]" * 100_000 + ', "b": 1}', '{"a": ' + "1" * 5000 + ', "b": 1}'):
-        path.write_text('{"a": 1, "b": 1}\n' + bad + "\n[]\n")  # beside another bad line, as pyarrow reads the digits as inf
+        path.write_text('{"a": 1, "b": 1}\n' + bad + "\n[]\n")  # beside other bad lines: pyarrow reads the digits as inf
         refuses(path, r"a\.jsonl, line 2: ", format=form, buffer_size=3)
         path.write_text(bad + "\n")
         refuses(path, "the first row is not a JSON object", format=form)

@@ -2,11 +2,8 @@
 
 import contextlib
 import gzip
-import multiprocessing
 import os
-import pickle
 import random
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -118,16 +115,6 @@ def test_compressed_files_are_shared_out_whole_where_there_are_enough(tmp_path):
         assert (share.step, set(rows_of(share))) == (1, {b"%d" % (2 * rank), b"%d" % (2 * rank + 1)})
 
 
-def test_deep_indentation_is_looked_through_like_any(tmp_path):
-    for delimiter in (None, "\t"):
-        blank, tabs, text = b" " * 3000, b" " * 200 + b"\t" + b" " * 90, b" " * 100_000 + b"1"
-        content = b"\n".join([blank, tabs, text, b"2", b" " * 77 + b"# no", b" " * 64, b" " * 63, b" " * 65 + b"\r", b"3"])
-        found = lines_of(write(tmp_path, content), 10, delimiter=delimiter)
-        assert buffers_of(found) == [[tabs, text, b"2", b"3"] if delimiter else [text, b"2", b"3"]]
-        (piece,), _ = found.read(found.begin)
-        assert [piece.location(row)[2] for row in range(piece.rows + 1)] == [*([1, 2, 3, 8] if delimiter else [2, 3, 8]), 9]
-
-
 @pytest.mark.parametrize("compression", ["plain", "gz"])
 def test_pieces_are_of_bounded_size_hold_rows_alone_and_know_their_lines(tmp_path, monkeypatch, compression):
     monkeypatch.setattr(lines, "_CHUNK", 4096)
@@ -142,20 +129,6 @@ def test_pieces_are_of_bounded_size_hold_rows_alone_and_know_their_lines(tmp_pat
     wanted = [number for number, line in enumerate(content.split(b"\n"), 1) if line.isdigit()][:60]
     got = [found.where(piece.location(row)) for piece in pieces for row in range(piece.rows)]
     assert got == [f"{path}, line {number}" for number in wanted]
-
-
-def test_a_forked_child_and_a_pickle_read_at_their_own_place(tmp_path):
-    (path,) = write(tmp_path, b"".join(b"%06d\n" % n for n in range(50_000)))
-    found = lines_of(path, 1000)
-    _, position = found.read(found.begin)
-    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(len(buffers_of(found)) != 50))
-    child.start()
-    got = [found.read(position)[0][0].data for _ in range(49)]
-    child.join(60)
-    assert child.exitcode == 0
-    child.close()
-    assert got == [b"".join(b"%06d\n" % n for n in range(1000, 2000))] * 49
-    assert buffers_of(opening(pickle.loads(pickle.dumps(found)))) == buffers_of(found)
 
 
 def test_a_header_and_the_end_of_a_share_have_the_limit_too(tmp_path):

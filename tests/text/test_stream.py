@@ -134,22 +134,6 @@ def test_epochs_are_those_without_a_cache_and_what_is_cached_is_neither_read_nor
         assert (watch.rows, watch.bytes) == (0, 0)
 
 
-def test_what_is_not_cached_is_found_by_its_bytes(numbered, monkeypatch):
-    watch = Watch(monkeypatch)
-    options = {"format": CustomFormat(watch.parse, audit=False), "drop_last": False, "size_limit_gib": "4KB"}
-    with StreamLoader(numbered, 10, 20, **options) as loader:
-        list(loader)
-        cached, whole = loader.stats().cache.filled, len(rows(20 * loader.stats().cache.filled))
-        assert 3 < cached < 20
-        assert loader.stats().cache.capacity_bytes <= 4000
-        watch.rows = watch.bytes = 0
-        assert firsts(loader) == list(range(N))
-        assert watch.rows == N - 20 * cached
-        assert whole <= watch.bytes <= whole + 22 * 400  # and a bit beyond each buffer
-    with StreamLoader(numbered, 10, 20, size_limit_gib=0) as loader:
-        assert loader.stats().cache is None
-
-
 @pytest.mark.linux
 @pytest.mark.usefixtures("_removed")
 def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
@@ -272,14 +256,6 @@ def test_orders_follow_from_seed_and_epoch(numbered, shuffle, window):
     assert all(share < 1.2 / window for share in mixed)
 
 
-def test_two_iterators_at_once_are_two_epochs(numbered):
-    with StreamLoader(numbered, 10, 20, shuffle=True) as loader:
-        one, two = zip(*((a, b) for (_, a), (_, b) in zip(loader, loader, strict=True)), strict=True)
-        assert not torch.equal(torch.cat(one), torch.cat(two))
-        for epoch in (one, two):
-            assert sorted(torch.cat(epoch).tolist()) == list(range(420))
-
-
 def test_transforms_run_in_workers_and_get_whole_batches(numbered):
     transform = lambda batch: (batch[0] * 2, len(batch[1]), os.getpid())
     with StreamLoader(numbered, 10, 20, transform=transform) as loader:
@@ -335,18 +311,6 @@ def test_resuming_neither_reads_nor_parses_what_was_delivered(numbered, monkeypa
         assert len(loader) == 42
     assert watch.rows <= 40
     assert watch.bytes < len(rows()) / 3
-
-
-def test_what_fails_before_its_first_batch_is_resumed_there(numbered):
-    with StreamLoader(numbered, 10, 20) as loader:
-        state = nth_state(loader, 7)
-    with StreamLoader(numbered, 10, 20, transform=lambda batch: {}["by the user"]) as loader:
-        for load in (lambda: None, lambda: loader.load_state_dict(state)):
-            load()
-            before = loader.state_dict()
-            with pytest.raises(KeyError, match="by the user"):
-                next(iter(loader))
-            assert loader.state_dict() == before
 
 
 def test_states_that_do_not_belong_are_refused(numbered, tmp_path):

@@ -43,7 +43,7 @@ class Numbers(IterableDataset):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Have other samples and epochs take the place of those that would be measured; return the plan of `measure`."""
+    """Have other samples and epochs take the place of the samples that would be measured; return the plan of `measure`."""
 
     def use(samples, *epochs):
         plan = {}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("modules")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of 12 JPEGs, some of them in another, and a file that is none."""
+    """A folder of 12 JPEGs, some of them in a different folder, and a file that is none."""
     folder = tmp_path / "photos"
     (folder / "a").mkdir(parents=True)
     for number in range(12):

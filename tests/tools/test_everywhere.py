@@ -52,7 +52,7 @@ class Slow(Squares):
 
 
 class Around:
-    """A batch sampler around another one, as in accelerate; or one that begins again, as in Ultralytics and timm."""
+    """A batch sampler around a different one, as in accelerate; or one that begins again, as in Ultralytics and timm."""
 
     def __init__(self, batch_sampler, again=False):
         self.batch_sampler, self.again = batch_sampler, again

@@ -216,7 +216,7 @@ if __name__ == "__main__":
 """
     said = run(TRAIN + last, "--json", "report", "train.py").stderr
     assert said.count("in loops over 1 loader") == said.count("Process-1: ") == 1
-    assert said.count(", epoch 2: the trainer waited") == 1  # beside that of the report
+    assert said.count(", epoch 2: the trainer waited") == 1  # beside the file of the report
     (report,) = folder.glob("report.*Process-1")
     assert [epoch["batches"] for epoch in json.loads(report.read_text())[0]["epochs"]] == [6, 6, 6]
     assert json.loads((folder / "report").read_text()) == []

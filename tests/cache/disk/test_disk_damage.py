@@ -52,8 +52,8 @@ def damages(rng, other, samples, index):
     for files in ({"samples": bytes(len(samples))}, {"index": bytes(len(index))}, {"samples": b""}, other):
         yield files, {*range(COUNT)}, COUNT
     for at, nbytes in itertools.chain(zip(WILD, WILD[1:] + WILD[:1], strict=True), itertools.product(WILD[::3], [8])):
-        yield {"index": index[: 16 * 7] + entry(at, nbytes) + index[16 * 8 :]}, {7}, 2  # the room of another may be taken
-    yield {"index": index[: 16 * 7] + index[16 * 8 : 16 * 9] + index[16 * 8 :]}, set(), 2  # the place of another
+        yield {"index": index[: 16 * 7] + entry(at, nbytes) + index[16 * 8 :]}, {7}, 2  # a neighbour's room may be taken
+    yield {"index": index[: 16 * 7] + index[16 * 8 : 16 * 9] + index[16 * 8 :]}, set(), 2  # a neighbour's place
     yield {"index": index[: 16 * 50 + 9]}, {*range(51, COUNT)}, COUNT - 50
 
 
@@ -273,7 +273,7 @@ def test_a_kill_at_any_write_leaves_no_wrong_sample(tmp_path, kind, way, kill):
 
 
 def test_a_disk_that_hangs_does_not_write_into_other_files(tmp_path, monkeypatch):
-    """After close, the numbers of its descriptors may be those of other files."""
+    """After close, the numbers of its descriptors may belong to other files."""
     goes_on, hangs = threading.Event(), threading.Event()
 
     def hang(*_):

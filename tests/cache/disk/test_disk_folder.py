@@ -57,7 +57,7 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path):
         with pytest.raises(DiskError, match=rf"others may write to .* \(mode {mode:o}\). Change it: chmod 700"):
             open_disk("records", tmp_path, allow_pickle=allow_pickle)
         assert os.listdir(tmp_path) == []
-    tmp_path.chmod(0o770)  # the group may, where nothing is unpickled
+    tmp_path.chmod(0o770)  # the group may, when nothing is unpickled
     open_disk("records", tmp_path).close()
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
     tmp_path.chmod(0o700)

@@ -45,7 +45,7 @@ def test_each_sample_is_loaded_once_and_found_in_later_runs_whatever_the_options
         pytest.importorskip("zstandard", reason="zstandard is not installed")
     for memory in ("60KB", "1MB", 0):
         assert loaded(opened(memory, **options), "records", [*ALL, *ALL]) == (list(ALL) if memory == "60KB" else [])
-    if options and "admission" not in options:  # that of the memory alone
+    if options and "admission" not in options:  # the bound of the memory alone
         with pytest.raises(MismatchError, match="is for other samples"):
             opened()
 

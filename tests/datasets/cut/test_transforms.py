@@ -95,7 +95,7 @@ MADE = {
 
 
 def check(cached, plain, loader="torch"):
-    """Demand that samples and random numbers are those of the dataset without a cache."""
+    """Demand the samples and the random numbers of the dataset without a cache."""
     assert difference_of(epochs(plain, loader), epochs(cached, loader)) is None
 
 
@@ -179,7 +179,7 @@ def test_encoded_files_are_decoded_after_the_cache(folder, loader):
         assert state["args"] == (Path(cached.samples[0][0]).read_bytes(),)
         check(cached, MADE["training"](folder), loader)
         assert cached.stats().total.misses == N
-    CachedDataset(MADE["training"](folder), 0, store="encoded").close()  # which caches nothing, and is no error
+    CachedDataset(MADE["training"](folder), 0, store="encoded").close()  # which caches nothing, and raises no error
     for dataset in ([torch.zeros(3)] * 4, MADE["joint"](folder)):
         with pytest.raises(DatasetError, match=r"store='encoded' is for datasets that load each file by an attribute `loader`"):
             CachedDataset(dataset, 1, store="encoded")

@@ -198,7 +198,7 @@ def test_samples_that_cannot_be_cached_are_decoded_once(make, workers, options, 
     with CachedDataset(dataset, 1, probe=2) as cached:
         assert epochs(cached, workers, **options) == expected
         assert cached.is_left
-        if "multiprocessing_context" not in options:  # where `_WORTH` is as it is
+        if "multiprocessing_context" not in options:  # when `_WORTH` is unchanged
             (requests, hits) = cached._decoders.stats()["Pillow"]
             assert hits > (0 if make is rarely_random else max(30, requests // 2))
             assert f"of {requests} from memory" in cached.stats().decoders

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face: as they are, what their methods return, and with transforms of their own."""
+"""Datasets of Hugging Face: unchanged, what their methods return, and with transforms of their own."""
 
 import sys
 import types
@@ -80,7 +80,7 @@ def test_what_changes_a_dataset_is_refused_once_it_is_wrapped():
 
 
 class VideoDecoder:
-    """Decodes when it is asked, as that of torchcodec: a copy of its attributes would hold a pointer of another process."""
+    """Decodes when asked, as torchcodec's decoder: a copy of its attributes would hold a pointer of another process."""
 
     def __init__(self, source, **options):
         self.metadata, self.source = types.SimpleNamespace(), source

@@ -1,4 +1,4 @@
-"""Which rank of which machine gets which sample: the same global batches, where they are cached."""
+"""Which rank of which machine gets which sample: the same global batches, if they are cached."""
 
 import itertools
 from collections import Counter
@@ -172,16 +172,6 @@ def test_strata_give_all_ranks_as_many_cached_samples(nodes, per_node, share):
     assert sum(each) == min(slots // per_node, samples // nodes // per_node)
 
 
-def test_strata_differ_from_epoch_to_epoch_and_mix_cached_samples_with_others():
-    (sampler,), (held,) = stratified(1000, 500, 100, 1, 1)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    assert first != list(sampler)
-    early = [sum(sample in held for sample in first[at : at + 50]) for at in range(0, 1000, 100)]
-    assert 200 < sum(early) < 300  # of 250 in the first halves of the batches
-    assert len(set(early)) > 3
-
-
 @pytest.mark.parametrize(
     ("samples", "drop_last", "nodes", "per_node", "batch_size"),
     [(240, False, 4, 2, 3), (249, True, 1, 1, 24), (249, False, 2, 1, 12), (249, True, 1, 3, 8)],
@@ -216,11 +206,10 @@ def test_ranks_and_nodes_are_those_of_the_launcher(names, monkeypatch):
             assert list(sampler) == list(wanted)
 
 
-UNEVEN, BLOCKS = "cannot be divided evenly among {} nodes", "blocks of 7 samples in all, the dataset has 40"
+BLOCKS = "blocks of 7 samples in all, the dataset has 40"
 OPTIONS = [
-    ({"batch_size": 0}, "batch_size=0"), ({"batch_size": 2.0}, r"batch_size=2\.0"), ({"seed": -1}, "seed=-1"),
-    ({"num_replicas": 0}, "num_replicas=0"), ({"rank": 4}, "rank=4 is out of range for num_replicas=4"),
-    ({"placement": Placement(nodes=3)}, UNEVEN.format(3)), ({"placement": Placement(nodes=8)}, UNEVEN.format(8)),
+    ({"batch_size": 0}, "batch_size=0"), ({"seed": -1}, "seed=-1"), ({"rank": 4}, "rank=4 is out of range for num_replicas=4"),
+    ({"placement": Placement(nodes=3)}, "cannot be divided evenly among 3 nodes"),
     ({"placement": Placement("prefix", BlockBounds([0, 7]), nodes=2)}, BLOCKS),
     ({"num_nodes": 3}, "for 2 nodes, but there are 3"), ({"dataset": Subset(range(40), range(3))}, "CachedDataset around the"),
     ({"node_rank": 1}, "node_rank says node 1, but rank 0 of 4, 2 on each node, is on node 0"),

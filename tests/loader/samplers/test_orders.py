@@ -1,7 +1,6 @@
 """Orders: permutations, of torch's samplers, of a BlockSampler and how well it mixes, of a StatefulDistributedSampler."""
 
 import itertools
-import math
 import tracemalloc
 
 import numpy as np
@@ -9,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
-import stocache
 from stocache import BlockSampler, LimitError, StatefulDistributedSampler
 from stocache.errors import SampleIndexError, StateError
 from stocache.loader import order as loader_order
@@ -85,19 +83,6 @@ def test_epochs_differ_depend_on_seed_and_epoch_alone_and_draw_nothing():
     assert list(make()) == first != list(make(1))
     assert isinstance(sampler, DistributedSampler)  # or trainers would replace it
     assert list(BlockSampler([9, 1, 5, 0, 4, 8], 4, shuffle=False)) == [3, 1, 4, 2, 5, 0]
-
-
-@pytest.mark.parametrize(("workers", "stop"), [(0, 0), (0, 3), (2, 3), (0, 12)])
-def test_a_loader_resumes_it_after_an_epoch_that_was_broken_off(workers, stop):
-    dataset = TensorDataset(torch.arange(100))
-    make = lambda: stocache.DataLoader(dataset, 8, sampler=BlockSampler(range(100), 10, True), num_workers=workers)
-    loader, resumed = make(), make()
-    list(itertools.islice(loader, 5))  # workers have asked for more by then
-    running = iter(loader)
-    list(itertools.islice(running, stop))
-    resumed.load_state_dict(loader.state_dict())
-    for rest in (running, loader):
-        assert [batch.tolist() for (batch,) in resumed] == [batch.tolist() for (batch,) in rest]
 
 
 def test_options_and_indices_out_of_range_are_errors():
@@ -220,15 +205,6 @@ def test_other_numbers_of_ranks_share_what_is_left():
     assert len(of_ranks(2, through_json(sampler.state_dict()))) == 2
 
 
-@pytest.mark.parametrize(("drop_last", "left"), [(False, {1: 0, 2: 0, 3: 0, 4: 0}), (True, {1: 3, 2: 2, 4: 0})])
-def test_an_epoch_that_does_not_divide_ends_for_any_number_of_ranks(drop_last, left):
-    before = of_ranks(4, samples=23, drop_last=drop_last)[1]  # of which 20 are taken, or all
-    running = iter(before)
-    list(itertools.islice(running, len(before)))
-    state = through_json(before.state_dict())
-    assert {ranks: sum(map(len, map(list, of_ranks(ranks, state, 23, drop_last=drop_last)))) for ranks in left} == left
-
-
 def test_states_of_torchdata_are_loaded_for_the_epoch_that_is_set():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader.sampler", reason="the states are torchdata's")
     theirs = torchdata.StatefulDistributedSampler(range(30), 2, 1, seed=3)
@@ -265,25 +241,6 @@ def test_large_orders_are_computed_anywhere(n):
     assert len(np.unique(numbers)) == len(np.unique(places))
     assert (order.at(places[77:99]) == numbers[77:99]).all()
     assert abs(numbers.mean() / n - 0.5) < 0.01
-
-
-def excess(counts, expected):
-    """Return by how many standard deviations chi-square is above its mean."""
-    degrees = counts.size - 1
-    return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
-
-
-def test_neighbours_and_places_are_as_frequent_as_in_randperm():
-    order = np.stack([Permutation(100, 7, epoch).at(np.arange(100)) for epoch in range(300)])
-    cell, counts, share = order * 16 // 100, np.zeros((16, 16)), np.bincount(np.arange(100) * 16 // 100)
-    for first, second in itertools.pairwise(cell.T):
-        np.add.at(counts, (first, second), 1)
-    together = np.outer(share, share) - np.diag(share)  # a number is not its own neighbour
-    assert excess(counts, together * len(order) / 100) < 5
-    counts = np.zeros((32, 32))
-    for epoch in range(1000):
-        np.add.at(counts, (np.arange(32), Permutation(32, 7, epoch).at(np.arange(32))), 1)
-    assert excess(counts, np.full((32, 32), 1000 / 32)) < 5
 
 
 class Reversed(RandomSampler):

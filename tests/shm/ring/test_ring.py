@@ -133,7 +133,7 @@ def test_where_the_machine_gives_no_memory_batches_go_through_the_pipe(ring, mon
         assert same(through(ring, numbers(4)), numbers(4))
     assert ring.fallbacks[NO_MEMORY] == 3
     assert ring.nbytes == 0
-    assert "cache " not in caplog.text.replace("stocache explain", "")  # it is none
+    assert "cache " not in caplog.text.replace("stocache explain", "")  # no warning of a cache
 
 
 @pytest.mark.parametrize("large", [bytearray(100_000), ["a"] * 50_000], ids=type)

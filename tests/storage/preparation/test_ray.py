@@ -1,6 +1,6 @@
 """Preparation by Ray: the same bytes as in this process, also with workers that are killed half-way.
 
-Most run with a stand-in for Ray that runs tasks in this process. Those with a real Ray are slow: they show what it alone can.
+Most run with a stand-in for Ray that runs tasks in this process. Tests with a real Ray are slow: they show what it alone can.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Task(types.SimpleNamespace):
     """A value, or a call of which it is not known yet what it returns."""
 
     value = call = None
-    numbers = itertools.count()  # an address may be that of an earlier one
+    numbers = itertools.count()  # an address may be the address of an earlier one
 
     def __init__(self, **attributes):
         super().__init__(number=next(self.numbers), **attributes)
@@ -46,7 +46,7 @@ class Task(types.SimpleNamespace):
 
 
 class StandIn(types.ModuleType):
-    """As much of Ray as is used here. Of several tasks the first and the last end in turn; they run in another directory.
+    """As much of Ray as is used here. Of several tasks the first and the last end in turn; they run in a different directory.
 
     Attributes:
         at: the number of the block that is in work.

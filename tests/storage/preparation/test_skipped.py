@@ -28,7 +28,7 @@ prepared = functools.partial(preparing.prepared, on_error="skip")
 
 
 def dense(length, broken, seed=None):
-    """The order without some samples: those from its end fill the gaps."""
+    """The order without some samples: samples from its end fill the gaps."""
     order = list(range(length)) if seed is None else np.random.default_rng(seed).permutation(length).tolist()
     good = [idx for idx in order if idx not in broken]
     late = iter([idx for idx in order[len(good) :] if idx not in broken])

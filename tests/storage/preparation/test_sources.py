@@ -19,7 +19,7 @@ from tests.support.preparing import prepare_quietly
 
 
 def library(name):
-    """A library, or one of its modules; the test is skipped where it is not installed."""
+    """A library, or one of its modules; the test is skipped if it is not installed."""
     pytest.importorskip("datasets.arrow_dataset" if name == "datasets" else name, reason="comes with the extra test")
     return sys.modules[name]  # there is a folder "datasets" beside these tests, too
 

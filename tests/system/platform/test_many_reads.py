@@ -1,4 +1,4 @@
-"""Rows that are read with one system call are those that are read one by one, whatever interrupts it."""
+"""Rows that are read with one system call are equal to rows that are read one by one, whatever interrupts it."""
 
 import errno
 import os
@@ -108,17 +108,3 @@ def test_what_the_kernel_does_not_take_is_read_row_by_row(fd, taken, monkeypatch
 
     monkeypatch.setattr(many_reads._Queue, "_call", staticmethod(taking))
     assert in_thread(lambda: read(fd)) == whole(fd)
-
-
-def test_interrupted_rows_are_read_again(fd, monkeypatch):
-    real = many_reads._Queue.read
-    some = lambda results: [-errno.EINTR if number % 3 else result for number, result in enumerate(results)]
-    monkeypatch.setattr(many_reads._Queue, "read", lambda *arguments: some(real(*arguments)))
-    assert in_thread(lambda: read(fd)) == whole(fd)
-
-
-def test_without_contexts_rows_are_read_one_by_one(fd, monkeypatch):
-    monkeypatch.setattr(many_reads, "_CALLS", None)
-    monkeypatch.setattr(many_reads, "_free", type(many_reads._free)())
-    assert in_thread(lambda: read(fd)) == whole(fd)
-    assert not many_reads._free

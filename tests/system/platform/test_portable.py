@@ -1,6 +1,6 @@
-"""Where a system shares no memory between processes, a cache is memory of one process, and nothing is served wrongly.
+"""If a system shares no memory between processes, a cache is memory of one process, and nothing is served wrongly.
 
-The programs run on Linux in processes from which `tests/system/platform/portable` hides what only Linux gives.
+The programs run on Linux in processes from which `tests/system/platform/portable` hides what only Linux has.
 """
 
 import os
@@ -43,14 +43,6 @@ for epoch in range(3):
 assert dataset.stats().epochs[-1].hit_rate == 1
 assert loader.stats().epochs[-1].hits == 60
 """,
-    "a sample seed gives the same samples with and without workers": """
-def augment(image):
-    return image + torch.rand(image.shape)
-if __name__ == "__main__":
-    with CachedDataset(torch.zeros(60, 3, 8, 8), "10MB", transform=augment) as dataset:
-        alone, others = (list(DataLoader(dataset, 9, num_workers=count, sample_seed=17)) for count in (0, 2))
-    assert torch.equal(torch.cat(alone), torch.cat(others))
-""",
     "worker processes serve right samples, forked and spawned": """
 if __name__ == "__main__":
     dataset = CachedDataset(Numbers(), "10MB")
@@ -60,17 +52,6 @@ if __name__ == "__main__":
         for epoch in range(2):
             check(loader)
     assert dataset.cache.stats().filled == 60
-""",
-    "whatever number the process has": """
-from stocache.shm.layout import COUNTER_ROWS
-for number in range(2 * COUNTER_ROWS):
-    os.getpid = lambda: number
-    for cache in SharedCache("1MB", 2, (4,), torch.uint8), RaggedCache("1MB", 2), KeyedCache("1MB"):
-        with cache:
-            sample = torch.ones(4, dtype=torch.uint8)
-            for key in range(2):
-                assert torch.equal(cache.get_or_load(key, lambda key: sample), sample)
-            assert cache.stats().filled == 2, number
 """,
     "a forked child reads what was cached, and caches nothing": """
 cache = SharedCache("1MB", 9, (4,), torch.uint8)
@@ -84,49 +65,18 @@ assert cache.get_slot(4) is None
 cache.clear()
 assert cache.get_slot(3) is None
 """,
-    "a pickled cache is the same here, and empty in another process": """
-import multiprocessing
-cache = RaggedCache("1MB", 9)
-cache.set_slot(1, torch.arange(5))
-assert pickle.loads(pickle.dumps(cache)).get_slot(1).tolist() == [0, 1, 2, 3, 4]
-
-def look(text, queue):
-    other = pickle.loads(text)
-    queue.put((other.get_slot(1), other.get_or_load(2, lambda idx: "loaded")))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=look, args=(pickle.dumps(cache), queue))
-    child.start()
-    assert queue.get(timeout=60) == (None, "loaded")
-    child.join()
-""",
-    "a large sample is a copy": """
-large = CachedDataset([torch.full((1 << 18,), n) for n in range(4)], "100MB")
-for epoch in range(2):
-    for n in range(4):
-        sample = large[n]
-        assert (sample == n).all()
-        sample.fill_(9)
-""",
     "a limit above the memory is lowered, and a name is refused": """
-import psutil
+import psutil, pytest
 cache = SharedCache(10 * psutil.virtual_memory().total / 2**30, 1 << 20, (1 << 20,), torch.uint8)
 assert 0 < len(cache) < 1 << 20
-try:
+with pytest.raises(stocache.errors.CacheNameError, match="Linux only. Leave the name out"):
     CachedDataset(Numbers(), "1MB", name="numbers")
-except stocache.errors.CacheNameError as error:
-    assert "Linux only. Leave the name out" in str(error)
-else:
-    raise AssertionError
 """,
 }
 
 
 COMMANDS = {  # and what they print
     "info": "shared memory  none on this system", "doctor --json": "[]", "ls": "no named caches",
-    "explain W24": "W24: workers are threads",
 }  # fmt: skip
 IMPORTS = """
 import importlib, pkgutil, stocache

@@ -223,7 +223,7 @@ def test_doctor_finds_a_file_deleted_in_use(healthy):
         FOLDER.rmdir()
         (finding,) = doctor.examine()
         assert f"processes {os.getpid()} use a named cache whose file was deleted" in finding.what
-        assert named.deleted_in_use(-1) == {}  # as in another container, where the same paths are others
+        assert named.deleted_in_use(-1) == {}  # as in another container, in which the same paths are others
 
 
 @pytest.mark.parametrize(("files", "on"), [

@@ -1,1 +1,1 @@
-"""In place of torchvision, where there is none: for the README's examples."""
+"""In place of torchvision, if there is none: for the README's examples."""

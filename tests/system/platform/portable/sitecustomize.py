@@ -1,6 +1,6 @@
-"""Hide from stocache, in this process and its children, what only Linux gives, and what Windows lacks of the standard library.
+"""Hide from stocache, in this process and its children, what only Linux has, and what Windows lacks of the standard library.
 
-Python imports a module of this name when it starts. Other packages, and the tests, see the system as it is.
+Python imports a module of this name when it starts. Other packages, and the tests, see the system unchanged.
 """
 
 import builtins
