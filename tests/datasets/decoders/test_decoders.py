@@ -290,13 +290,18 @@ def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monke
         assert (before(b"x")[0], decoders.stats()) == (1, {"torchaudio": (1, 0)})  # what was found before the close decodes
 
 
-def test_a_decoder_that_takes_no_time_is_left_alone(decoder, monkeypatch):
+def test_a_decoder_that_takes_no_time_is_left_alone_until_the_next_dataset(decoder, monkeypatch):
     monkeypatch.setattr(cache, "_WORTH", 5)
     decoder.results = iter([np.zeros(1 << 20, np.uint8)] * 99)
     with cached_decoders("64MB") as decoders:
         for _ in range(64):
             decoder.load(b"x")
         assert decoders.stats()["torchaudio"][0] <= cache._PATIENCE + 64 // cache._RARELY
+    monkeypatch.setattr(cache, "_WORTH", 0)
+    decoder.results = iter([np.zeros(4)])
+    with cached_decoders("64MB", audit=0) as decoders:
+        decoder.load(b"y"), decoder.load(b"y")
+        assert decoders.stats()["torchaudio"] == (2, 1)
 
 
 def content(uri):
