@@ -113,19 +113,22 @@ def test_what_is_not_parsed_in_bulk_is_right_row_by_row():
 
 BAD = {
     "1,2": "2 fields", "1,2,3,4": "4 fields", '1,2,"see': "unexpected end of data",
-    "1,-NaN,3": "column 1 is missing", "1,2,9223372036854775808": "column 2 is '9223372036854775808', not int64",
-    "1_0,2,3": "column 0 is '1_0', not a number", "1,\udcff,3": "column 1 is '\\udcff', not a number",
+    "1,x,3": "column 1 is 'x', not a number", "1,nan,3": "column 1 is missing", "1,-NaN,3": "column 1 is missing",
+    "1,2,3.5": "column 2 is '3.5', not int64", "1,2,9223372036854775808": "column 2 is '9223372036854775808', not int64",
+    "1_0,2,3": "column 0 is '1_0', not a number", "1,2,0x1f": "column 2 is '0x1f', not a number",
+    "1,\udcff,3": "column 1 is '\\udcff', not a number",
 }  # fmt: skip
 BAD_JSON = {
     '{"a": 1, "label": 2': "not JSON: Expecting ',' delimiter", '{"a": 1, "label": 2},{}': "not JSON: Extra data",
-    "[1, 2]": "not a JSON object", '{"a": null, "label": 2}': "'a' is missing",
-    '{"a": 1, "label": 2.5}': "'label' is 2.5, not int64", '{"a": [1], "label": 2}': "'a' is [1], not a number",
+    "[1, 2]": "not a JSON object", '{"a": 1}': "'label' is missing", '{"a": null, "label": 2}': "'a' is missing",
+    '{"a": "x", "label": 2}': "'a' is 'x', not a number", '{"a": [1], "label": 2}': "'a' is [1], not a number",
+    '{"a": 1, "label": 2.5}': "'label' is 2.5, not int64",
 }  # fmt: skip
 BAD_WIDTHS = {"  1.5 hello  7 8": "16 bytes", "  1.5 hello": "column 2 is missing"}
 BAD_BLANKS = {'"3" "4" 5': "column 0 is '\"3\"', not a number", "1\x002 3": "2 fields", '"a b" 1 2': "4 fields"}
 BAD_BYTES = {
     "0,256,7": "column 1 is '256', not uint8", "-1,2,7": "column 0 is '-1', not uint8",
-    "1,2.5,7": "column 1 is '2.5', not uint8",
+    "1,2.5,7": "column 1 is '2.5', not uint8", "1,2,300": "column 2 is '300', not uint8",
 }  # fmt: skip
 CSV, JSON = "1,2,3", '{"a": 1, "label": 3}'
 PARSERS = {  # the parser, a good row, and bad ones
