@@ -1,6 +1,6 @@
 """Look at the site in Chromium, as on a phone and a desktop: no page is wider than the window, no code on the first is cut.
 
-python docs/look.py SITE    # a folder that `mkdocs build` has written; does nothing if Chromium is not installed
+python docs/look.py SITE    # a folder that `mkdocs build` has written; says so if Chromium is not installed
 """
 
 import functools
@@ -68,5 +68,7 @@ def problems(chromium: str, site: Path) -> list[str]:
 
 if __name__ == "__main__":
     browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is not None:
+    if browser is None:
+        sys.stderr.write("Chromium is not installed: nobody looked at the site.\n")
+    else:
         sys.exit("\n".join(problems(browser, Path(sys.argv[1]))) or 0)

@@ -129,7 +129,7 @@ class Wrapper:
     def cut(self, wanted: str | None = None) -> None:
         """Load samples, and find how they are made in two parts, if they are.
 
-        ``wanted``: the `Split.before_text` that is hoped for; if left out, that of an earlier run.
+        ``wanted``: the `Split.before_text` that is hoped for; if left out, the text of an earlier run.
         """
         wanted, options, planner = wanted or self._wanted(), self._samples, None
         self.split, self.probe = None, (probe := Probe())

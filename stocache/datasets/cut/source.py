@@ -251,7 +251,7 @@ def is_call(node: ast.AST) -> bool:
 
 
 def parts_of_call(call: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return what is called, its arguments, and those with names; of an item, the index is the argument."""
+    """Return what is called, its arguments, and its named arguments; of an item, the index is the argument."""
     return (call.func, call.args, call.keywords) if isinstance(call, ast.Call) else (call.value, [call.slice], [])
 
 
