@@ -79,8 +79,8 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_compared", "_has_loaded", "_held",
-        "_left", "_length", "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared",
+        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_held", "_left",
+        "_length", "_looks_left", "_next", "_notes", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared",
         "_tables", "_took_s", "finding", "is_paused", "on_change", "share",
     )  # fmt: skip
 
@@ -109,8 +109,8 @@ class Audit:
         _live.add(self)
 
     def _enter_process(self) -> None:
-        self._has_loaded = self._has_compared = False
-        self._own = own_generators(self._dataset)
+        self._has_loaded, self._own = False, own_generators(self._dataset)
+        self._notes = True  # whether comparisons note what loads set
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of the samples that are wanted next
@@ -225,9 +225,8 @@ class Audit:
             self._left, self._began, self._took_s = 1, began, 0.0
         elif not self._left and (self._has_time() or (doubted and self._extra < _EXTRA)):
             self._left, self._extra = 1, self._extra + 1
-        was_set = (begins or doubted) and bool(self._set_attributes())
-        if was_set:
-            self._left = _MANY
+        if (begins or doubted) and self._set_attributes():
+            self._left, self._notes = _MANY, True
         self._doubted = False
         at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
         chosen = _cached_among([*indices[at:], *indices[:at]], cached, self._left)
@@ -235,7 +234,8 @@ class Audit:
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
         finding = self._changed_table(indices) if begins or self._has_time() else None
         for idx in chosen:
-            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset), was_set)
+            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
+        self._notes = self._notes and (self._left > 0 or not chosen)
         self._took_s += time.monotonic() - began
         if finding is not None:
             self.change(finding)
@@ -260,18 +260,14 @@ class Audit:
         kind = type(self._dataset).__name__
         return f"{names[0]} of {kind} was changed in place: its samples are made with it" if names else None
 
-    def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object], was_set: bool) -> str | None:
-        """Return how a sample differs from the one that is cached; None if it does not.
-
-        ``was_set``: attributes of the dataset are not as before, maybe because loads set them.
-        """
+    def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
+        """Return how a sample differs from the one that is cached; None if it does not."""
         with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
                 self._shared.words[_COMPARED] += 1
-                before = small_attributes(self._dataset) if was_set or not self._has_compared else {}
+                before = small_attributes(self._dataset) if self._notes else {}
                 fresh = load(idx)
                 self._note_first_load()
-                self._has_compared = True
                 if before:
                     self.ignore(attributes_set(before, self._dataset))
             except Exception as error:
