@@ -126,7 +126,7 @@ def write_bomb(path, compression, text, times, after=b"\n5,6,2\n"):
     return path
 
 
-def in_bounded_memory(action, mib=300):
+def in_bounded_memory(action, mib=400):
     """Run an action in a child process, which takes less than some MiB of memory for it."""
     peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
@@ -146,9 +146,9 @@ BOMBS = {
 
 @pytest.mark.linux
 def test_long_lines_are_refused_or_left_out_in_bounded_memory_however_they_would_be_read(tmp_path):
-    bombs = {kind: write_bomb(tmp_path / kind, compression, text, 200) for kind, (text, compression) in BOMBS.items()}
+    bombs = {kind: write_bomb(tmp_path / kind, compression, text, 450) for kind, (text, compression) in BOMBS.items()}
     with open(hole := write_bomb(tmp_path / "hole", "plain", b"", 0, after=b""), "r+b") as file:
-        file.truncate(400 * MIB)
+        file.truncate(450 * MIB)
     loadtxt = CustomFormat(functools.partial(np.loadtxt, delimiter=",", ndmin=2))
     json = JsonLinesFormat(skip_header=2, comments="1", label_columns=None)
     ways = [(hole, CSV), (bombs["row"], loadtxt), (bombs["row"], CsvFormat(",", skip_header=3)), (bombs.pop("bracket"), json)]
