@@ -21,8 +21,9 @@ from stocache.shm.layout import HUGE_PAGE, Layout
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.waiting import printable
-from stocache.tools.cli import listing, top
+from stocache.tools.cli import listing
 from stocache.tools.cli.app import app
+from stocache.tools.cli.table import table
 from tests.support.faults import nothing_attached
 from tests.support.processes import in_child
 
@@ -187,7 +188,7 @@ def test_forged_files_are_listed_and_do_no_harm():
     assert dead == {r"\x1b[31mred", "no identity", "an escape in the identity", "half a surrogate"}
     assert {each.name for each in found if each.state == "bad"} == FORGED.keys() - dead
     with Console(width=200, record=True, file=io.StringIO()) as console:
-        console.print(top.table(found), top.table(found, top.update_rates({}, found, 1.0)))
+        console.print(table(found))
     assert console.export_text().replace("\n", "").isprintable()
     assert all(text.isprintable() for each in found for text in (each.samples, each.fingerprint or "", each.problem))
     os.mkfifo(place / "pipe", 0o600)

@@ -1,6 +1,6 @@
-"""The commands bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor and explain.
+"""The commands bench, advise, info, prepare, inspect, check, ls, stat, rm, metrics, doctor and explain.
 
-Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, top, metrics, explain do without.
+Each command imports what it needs: torch takes seconds to import, and info, ls, stat, rm, metrics, explain do without.
 """
 
 import json
@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from stocache.system.figures import plural
 from stocache.tools.cli import output
-from stocache.tools.cli.caches import ls, metrics, rm, stat, top
+from stocache.tools.cli.caches import ls, metrics, rm, stat
 from stocache.tools.cli.folders import check, inspect, prepare
 from stocache.tools.cli.output import CORES, Json, argument, count_option, echo, fail, flag, print_rows, show, text_option
 
@@ -279,7 +279,7 @@ def doctor(
 
 app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    bench, advise, info, prepare, inspect, check, ls, stat, rm, top, metrics, doctor, explain,
+    bench, advise, info, prepare, inspect, check, ls, stat, rm, metrics, doctor, explain,
 )  # fmt: skip
 for each in _COMMANDS:
     app.command(cls=_Command)(each)

@@ -1,4 +1,4 @@
-"""The commands on named caches: ls, stat, rm, top and metrics. They work without torch, which takes seconds to import."""
+"""The commands on named caches: ls, stat, rm and metrics. They work without torch, which takes seconds to import."""
 
 import json
 import os
@@ -22,9 +22,9 @@ def ls(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps([cache.as_dict() for cache in caches], indent=2))
     elif caches:
-        from stocache.tools.cli import top
+        from stocache.tools.cli.table import table
 
-        console().print(top.table(caches))
+        console().print(table(caches))
     else:
         typer.echo("no named caches")
 
@@ -57,7 +57,7 @@ def _describe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
         stats = cache.stats
         rows |= {
             "persistent": "yes" if cache.persistent else "no",
-            "age": cache.age,
+            "age": listing.age_of(cache.created),
             "samples": f"{stats.dataset_len} of {cache.samples}, {format_size(stats.slot_bytes)} each",
             "fingerprint": "none" if cache.fingerprint is None else cache.fingerprint,
             "memory": f"{format_size(cache.memory_bytes)} reserved, at most {format_size(cache.max_memory_bytes)}: up to "
@@ -111,18 +111,6 @@ def rm(
             is_missing = path not in folders and not os.path.exists(path)
             echo(f"{error}{_folder_hint(os.path.basename(path)) if is_missing else ''}", err=True)
     raise typer.Exit(failed)
-
-
-def top(interval: Annotated[float, text_option("SECONDS", "Seconds between updates.", min=0.1)] = 1.0) -> None:
-    """Watch named caches: fill, hit rate, hits per second. Quit with Ctrl-C."""
-    import sys
-
-    from stocache.tools.cli import listing
-    from stocache.tools.cli.top import watch
-
-    if not sys.stdout.isatty():
-        fail("top needs a terminal. In scripts: stocache ls --json")
-    watch(listing.find, interval)
 
 
 def metrics(

@@ -83,11 +83,6 @@ class NamedCache:
         return "live" if self.alive else "kept" if self.persistent else "dead"
 
     @property
-    def age(self) -> str:
-        """The time since the cache was created, as "3 h"; "" if unknown."""
-        return age_of(self.created) if self.created else ""
-
-    @property
     def hit_percent(self) -> str:
         """The hit rate, as "97.1%"; "-" before the first get."""
         return f"{self.stats.hit_rate:.1%}" if self.stats and self.stats.hits + self.stats.misses else "-"

@@ -1,4 +1,4 @@
-"""The commands over named caches, and the records of loaders over them: ls, stat, rm, top and doctor."""
+"""The commands over named caches, and the records of loaders over them: ls, stat, rm and doctor."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ from stocache.shm import layout, named, registry
 from stocache.shm.locks import ROW_LOCKS
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB, CgroupMemory, Memory
-from stocache.tools.cli import doctor, listing, top
+from stocache.tools.cli import doctor, listing
 from tests.support.processes import in_child
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
-from tests.support.terminals import in_terminal
 
 N, DIMS = 10, (4,)
 
@@ -113,8 +111,7 @@ def test_stat_shows_one(run, four):
 def test_age_in_the_largest_unit(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 10**9)
     for seconds, shown in ((1, "1 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200000, "2 d")):
-        assert listing.NamedCache("x", "/", created=10**9 - seconds).age == shown
-    assert listing.NamedCache("x", "/").age == ""
+        assert listing.age_of(10**9 - seconds) == shown
 
 
 def test_rm_dead_removes_leftovers_only(run, four, monkeypatch):
@@ -141,19 +138,6 @@ def test_rm_spares_what_is_in_use_without_force(run, four):
     assert names() == ["c-dead"]
     fill(four)  # it goes on without its file
     assert four.stats().filled == N
-
-
-def test_top_shows_hits_and_leaves_on_ctrl_c(four):
-    fill(four)
-    seen = r"a-live.*100% +[\d.]+% +[1-9][\d,]* +live"  # when it has seen hits in an interval
-    lines = in_terminal(120, "top", "--interval", "0.1", until=seen, meanwhile=lambda: four.get_slot(1))
-    assert any("quit with Ctrl-C" in line for line in lines)
-    rates = partial(top.update_rates, {})  # hits per second between two looks
-    assert set(rates(listing.find(), 10.0).values()) == {0.0}
-    for _ in range(30):
-        four.get_slot(0)
-    after = rates(listing.find(), 12.0)
-    assert (after[str(FOLDER / "a-live")], after[str(FOLDER / "c-dead")]) == (15.0, 0.0)
 
 
 @pytest.fixture
