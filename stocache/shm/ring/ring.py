@@ -57,10 +57,9 @@ _clock_ns = time.perf_counter_ns
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
 _ALIGNMENT = 64
-_SMALL = (
-    32 * KIB
-)  # bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured
-# in turns: at 32 KiB both ways take the same time
+# Bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured in turns: at 32 KiB
+# both ways take the same time
+_SMALL = 32 * KIB
 
 _FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch
 _LIVE = 8  # most iterations over one loader at the same time
