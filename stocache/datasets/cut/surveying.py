@@ -196,7 +196,9 @@ class _Surveyor:
         least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
         for each in chain([latest, division.straight()], earlier(self._trace.sources, latest)):
             option = self._measure(each)
-            if option is not None and option.saved_s >= least_s:
+            if option is not None and option.saved_s < least_s:
+                self._problem = self._problem or "what comes before that takes hardly longer than a read of the cache"
+            elif option is not None:
                 if option.plan.identity not in seen:
                     yield option
                 seen.add(option.plan.identity)
@@ -218,7 +220,7 @@ class _Surveyor:
                     break
             data, integers = EncodedSample(state).pack()
         except Exception as error:  # a cache cannot hold what is before it, or that does not run by itself
-            self._problem = f"what comes before that cannot be cached: {error}"
+            self._problem = self._problem or f"what comes before that cannot be cached: {error}"
             return None
         if not program.works:
             return None

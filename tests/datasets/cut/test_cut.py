@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, LimitError
+from stocache.datasets.cut import surveying
 from stocache.datasets.cut.division import Division, halves_of
 from stocache.datasets.cut.source import source_of
 from tests.support.epochs import difference_of, epochs
@@ -203,6 +204,19 @@ def test_an_error_of_either_part_is_that_of_the_dataset():
                 frame = traceback.extract_tb(raised.value.__traceback__)[-1]
                 assert (frame.name, frame.filename) == ("__getitem__", __file__)
                 assert frame.line.startswith("raise ")
+
+
+class Quick(Numbers):
+    def __getitem__(self, idx):
+        generator = np.random.default_rng(idx)  # a cache cannot hold it, but may hold what comes later
+        value = generator.random()
+        return value + random.random()
+
+
+def test_the_latest_place_says_why_nothing_is_cached(monkeypatch, caplog):
+    monkeypatch.setattr(surveying, "seconds_of_hit", lambda state: 1.0)
+    assert CachedDataset(Quick(), 1).is_left
+    assert "what comes before that takes hardly longer than a read of the cache" in caplog.text
 
 
 class Rare(Numbers):
