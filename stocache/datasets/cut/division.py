@@ -10,13 +10,14 @@ NOTE [ Divided functions ]
     before them binds or may change, bind none that it reads, and nothing in between returns or raises.
 
     What a cache cannot hold is not in the state, but made again: imports, functions, and what the dataset holds
-    (``reader = self.readers[name]``). Arguments that only name something (``self.size``) are evaluated again, too.
+    (``reader = self.readers[name]``). So is what belongs to a worker (``generator = thread_safe_generator()``): one worker may
+    cache a sample, and another read it. Arguments that only name something (``self.size``) are evaluated again, too.
 """
 
 import ast
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from stocache.datasets.cut.source import (
     PREFIX,
     CannotCut,
     SourceCode,
+    asks_worker,
     build,
     is_call,
     is_path,
@@ -144,9 +146,10 @@ def halves_of(
     passed = source.parameters if given is None else given
     divider = _Divider(source, division, passed)
     first, second = divider.divide(copy.deepcopy(source.tree.body))
-    again = _made_again(first, division.again) if division.again else []
+    remade = division.again | _of_worker(first) - (source.parameters - passed)
+    again = _made_again(first, remade)
     variables = source.variables | divider.names  # others are global
-    passed = passed - _names(first, ast.Store) | division.again
+    passed = passed - _names(first, ast.Store) | remade
     values: dict[str, object] = {f"{PREFIX}keep": _keep, f"{PREFIX}copy": copy.deepcopy}
     for number, its_given in divider.given.items():
         values[f"{PREFIX}enter{number}"], values[f"{PREFIX}leave{number}"] = enter(number, its_given)
@@ -229,24 +232,46 @@ def _touched(nodes: Sequence[ast.AST]) -> set[str]:
     return found - {"self"}
 
 
-def _made_again(first: Sequence[ast.stmt], names: frozenset[str]) -> list[ast.stmt]:
+def _of_worker(body: Sequence[ast.stmt]) -> Set[str]:
+    """Return the variables that only name what belongs to the worker: its `WorkerInfo`, or its generators."""
+    found, others = set[str](), set[str]()
+    for statement in body:
+        asks = any(map(asks_worker, ast.walk(statement))) or _names([statement], ast.Load) & found
+        (found if asks and _only_names(statement) else others).update(_names([statement], ast.Store))
+    return found - others
+
+
+def _only_names(statement: ast.stmt) -> bool:
+    """Whether a statement calls nothing and can run again: it names something, defines, or chooses between such statements."""
+    if isinstance(statement, ast.If):
+        return _is_simple(statement.test) and all(map(_only_names, [*statement.body, *statement.orelse]))
+    if isinstance(statement, ast.Assign):
+        return is_path(statement.value, items=True) or _is_simple(statement.value)
+    return isinstance(statement, _DEFINITIONS)
+
+
+def _is_simple(value: ast.expr) -> bool:
+    return all(isinstance(node, _SIMPLE) or asks_worker(node) for node in ast.walk(value))
+
+
+def _made_again(first: Sequence[ast.stmt], names: Set[str]) -> list[ast.stmt]:
     """Return the statements of the first half that make these variables.
 
     Raises:
-        CannotCut: they call something, or run under a condition.
+        CannotCut: they call something.
     """
-    again, made = list[ast.stmt](), set[str]()
-    for statement in first:
-        names_only = isinstance(statement, ast.Assign) and is_path(statement.value, items=True)
-        if (names_only or isinstance(statement, _DEFINITIONS)) and (binds := _names([statement], ast.Store)) & names:
-            again.append(copy.deepcopy(statement))
-            made |= binds
-    if names - made:
-        raise CannotCut(f"a cache cannot hold {', '.join(sorted(names - made))}")
+    making = (statement for statement in first if _names([statement], ast.Store) & names)
+    again = [copy.deepcopy(statement) for statement in making if _only_names(statement)]
+    if missing := names - _names(again, ast.Store):
+        raise CannotCut(f"a cache cannot hold {', '.join(sorted(missing))}")
     return again
 
 
 _DEFINITIONS = ast.FunctionDef | ast.Import | ast.ImportFrom
+_SIMPLE = (
+    ast.Name, ast.Attribute, ast.Constant, ast.Compare, ast.BinOp, ast.UnaryOp, ast.BoolOp,
+    ast.expr_context, ast.cmpop, ast.operator, ast.unaryop, ast.boolop,
+)  # fmt: skip
 
 
 class _Divider:
@@ -259,7 +284,8 @@ class _Divider:
 
     def __init__(self, source: SourceCode, division: Division, given: set[str]) -> None:
         self._division = division
-        self._variables, self._given_again = source.variables, given - _names(source.tree.body, ast.Store)
+        body, self._variables = source.tree.body, source.variables
+        self._given_again = given - _names(body, ast.Store) | _of_worker(body) - (source.parameters - given)
         self._cut = division.places if division.at is None else {*division.places, division.at}
         self.names: frozenset[str] = frozenset()
         self.given: dict[int, Given] = {}

@@ -221,7 +221,7 @@ def build(source: SourceCode, body: Sequence[ast.stmt], values: Mapping[str, obj
 
 
 def is_path(node: ast.AST | None, items: bool = False) -> bool:
-    """Whether an expression only names something: ``self.reader.open``, ``super().read``, a constant.
+    """Whether an expression only names something: ``self.reader.open``, ``super().read``, ``get_worker_info()``, a constant.
 
     ``items``: also ``self.readers[name]`` and ``getattr(self, name)``.
     """
@@ -229,10 +229,19 @@ def is_path(node: ast.AST | None, items: bool = False) -> bool:
         if isinstance(node, ast.Subscript) and not (items and is_path(node.slice)):
             return False
         node = node.value
+    if asks_worker(node):
+        return True
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         is_getattr = items and node.func.id == "getattr" and all(map(is_path, node.args))
         return is_getattr or (node.func.id == "super" and not node.args)
     return isinstance(node, ast.Name | ast.Constant | ast.Lambda | None)
+
+
+def asks_worker(node: ast.AST | None) -> bool:
+    """Whether an expression returns what belongs to the worker: its `WorkerInfo`, or its generator."""
+    if not isinstance(node, ast.Call) or node.args or node.keywords or not is_path(node.func):
+        return False
+    return ast.unparse(node.func).rpartition(".")[2] in {"get_worker_info", "thread_safe_generator"}
 
 
 def root_of(node: Any) -> Any:

@@ -57,8 +57,8 @@ _clock_ns = time.perf_counter_ns
 STRIDE = 2 * GIB  # bytes of addresses of a buffer
 _EXTENT = 2 * MIB  # a buffer takes memory in steps of this size
 _ALIGNMENT = 64
-# Bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured in turns: at 32 KiB
-# both ways take the same time
+# Bytes of a pickle that go through torch's queue; larger ones lie in the buffer, and come faster so. Measured in turns: both
+# take the same time at 32 KiB
 _SMALL = 32 * KIB
 
 _FREE, _SENT, _HELD = range(3)  # the two low bits of a buffer's word; the bits above number its batch

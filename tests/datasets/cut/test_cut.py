@@ -11,6 +11,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from torch.random import thread_safe_generator
 from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, LimitError
@@ -204,6 +205,46 @@ def test_an_error_of_either_part_is_that_of_the_dataset():
                 frame = traceback.extract_tb(raised.value.__traceback__)[-1]
                 assert (frame.name, frame.filename) == ("__getitem__", __file__)
                 assert frame.line.startswith("raise ")
+
+
+class Step:
+    def __call__(self, image, generator=None):
+        if generator is None:
+            generator = thread_safe_generator()
+        image = image.sqrt()
+        return image * torch.rand(1, generator=generator)
+
+
+class OfWorker(Numbers):
+    """Draws from the generator of its worker, which a worker thread has, and a process has not."""
+
+    step = Step()
+
+    def read(self, idx):
+        return np.arange(400.0) + idx
+
+    def __getitem__(self, idx):
+        generator = thread_safe_generator()
+        info = torch.utils.data.get_worker_info()
+        number = info.num_workers if info is not None else -1
+        image = torch.from_numpy(self.read(idx)) * torch.rand(1, generator=thread_safe_generator())
+        return self.step(image, generator) + self.step(image), idx, number
+
+
+class Chosen(OfWorker):
+    def __getitem__(self, idx):
+        image = torch.from_numpy(self.read(idx))
+        return self.step(image), idx
+
+
+@pytest.mark.parametrize("loader", ["torch", "ours, 2 workers", "ours, threads"])
+@pytest.mark.parametrize("make", [OfWorker, Chosen])
+def test_what_belongs_to_a_worker_is_taken_from_the_worker_that_finishes_the_sample(make, loader, caplog):
+    with CachedDataset(make(), 1) as cached:
+        assert difference_of(epochs(make(), loader), epochs(cached, loader)) is None
+        assert not cached.is_left
+        assert cached.cache.stats().filled == N
+    assert "stays uncached" not in caplog.text
 
 
 class Quick(Numbers):
