@@ -55,7 +55,6 @@ def test_contenders_take_turns_and_claims_ask_the_table(capsys):
     took = run.turns({"a": lambda: order.append("a"), "b": lambda: order.append("b") or 2.0}, warm_up=1)
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]
     assert took["b"] == [2.0] * 3
-    assert harness.cell(took.spread("b", "b")) == "1.00 (1.00 to 1.00)"
     table = run.table("who", "seconds")
     table.row("b", took.median("b"))
     table.row("c", None)
@@ -72,14 +71,7 @@ def test_an_experiment_ends_with_its_process_or_when_its_time_is_over(work, stat
     assert benchmark.in_process(work, 1) == status
 
 
-SMALL = [  # arguments; what each row of the table looks like; the number of rows
-    ("sigkill --rounds 3", r"^\| [\w, ]+ \| 3 \|.*\| 0 \|$", 6),
-    ("disk_faults kills --rounds 3", r"^\| \w+ \| 3 \|.*\| 0 \|$", 2),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "row", "count"), SMALL)
-def test_a_benchmark_runs_by_its_name_and_prints_a_table(arguments, row, count):
-    printed = run_python("-m", "benchmark", *arguments.split(), cwd=FOLDER.parent, timeout_s=200).stdout
-    assert len(re.findall(row, printed, re.MULTILINE)) == count
+def test_a_benchmark_runs_by_its_name_and_prints_a_table():
+    printed = run_python("-m", "benchmark", "sigkill", "--rounds", "3", cwd=FOLDER.parent, timeout_s=200).stdout
+    assert len(re.findall(r"^\| [\w, ]+ \| 3 \|.*\| 0 \|$", printed, re.MULTILINE)) == 6

@@ -6,8 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
 from stocache.shm import named
 from stocache.tools.cli import listing
@@ -29,18 +27,6 @@ BLOCKS = {name: block for name, (block, _) in EXAMPLES.items()}
 DEAR = re.compile("spawn|lightning|monai|transformers|keras|jax|accelerate|ultralytics|ignite|timm|lerobot")
 VARIES = re.compile(r"\b\d+(\.\d+)?( ?(s|ms|µs|MB/s|GB/s|samples/s)\b|x\b)")  # times, and what follows from them
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
-
-
-def test_the_example_of_a_cache_of_ones_own_caches_a_dataset():
-    (block,) = [block for name, block in BLOCKS.items() if name.startswith("stocache/") and "class Photos" in block]
-    namespace, reads = {}, []
-    exec(block, namespace)
-    load = lambda path: reads.append(path) or torch.full((3, 256, 256), path, dtype=torch.uint8)
-    dataset = namespace["Photos"](range(9), load)
-    for _ in range(2):
-        batches = list(DataLoader(dataset, batch_size=4))
-    assert torch.cat(batches)[:, 0, 0, 0].tolist() == reads == list(range(9))
-    dataset.cache.close()
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def test_graphs_of_datapipes_are_the_business_of_the_reading_services():
 
 
 def test_the_package_exports_a_sorted_all_that_exists_and_shares_no_name_with_a_module():
+    assert len(stocache.__all__) <= 36
     assert stocache.__all__ == sorted(stocache.__all__, key=lambda name: (name.islower(), name))
     assert all(hasattr(stocache, name) for name in stocache.__all__)
     modules = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
@@ -77,4 +78,5 @@ def test_every_error_is_a_stocache_error_and_drawn_in_the_docstring():
     assert len(classes) == 20
     for item in classes:
         assert issubclass(item, errors.StocacheError)
+        assert getattr(stocache, item.__name__) is item
         assert item.__name__ in errors.__doc__

@@ -1,11 +1,13 @@
-"""``import stocache as stocaching``: the same names, results and exceptions as stocaching 0.2.1."""
+"""``import stocache as stocaching``: the same names, results and exceptions as stocaching 0.2.1.
+
+`tests/test_readme.py` runs a program of stocaching with no more than the import changed: `docs/coming_from/stocaching.md`.
+"""
 
 import inspect
 import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import stocache as stocaching
 from stocache import SharedCache
@@ -24,39 +26,6 @@ def test_names_and_positions_of_arguments_are_those_of_stocaching():
     assert names(SharedCache.set_slot) == [*own, ("value", empty), oob, ("allow_overwrite", False)]
     assert isinstance(stocaching.get_shm_size(), int)
     assert [(state.name, state.value) for state in stocaching.SlotState] == [("EMPTY", 0), ("SET", 1), ("OOB", 2)]
-
-
-class MyDataset(Dataset):
-    """The use that stocaching's article shows."""
-
-    def __init__(self, limit):
-        self.cache = stocaching.SharedCache(size_limit_gib=limit, dataset_len=40, data_dims=(3, 8, 8), dtype=torch.uint8)
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, idx):
-        x = self.cache.get_slot(idx)
-        if x is None:
-            x = torch.full((3, 8, 8), idx, dtype=torch.uint8)
-            self.cache.set_slot(idx, x)
-        return x
-
-
-@pytest.mark.linux
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}])
-def test_the_articles_dataset_reads_exactly_what_is_not_resident(options):
-    dataset = MyDataset(f"{40 + 30 * 192}B")
-    loaders = [
-        DataLoader(source, 8, shuffle=True, generator=torch.Generator().manual_seed(0), **options)
-        for source in (dataset, range(40))
-    ]
-    for misses in (40, 50, 60):
-        images, indices = (torch.cat(list(loader)) for loader in loaders)
-        assert (images == indices.view(-1, 1, 1, 1)).all()  # the cache takes no random number
-        assert dataset.cache.stats().misses == misses
-    dataset.cache.close()
 
 
 @pytest.mark.leaves_descriptors

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-import stocache
 from stocache import DatasetError, cache_method, cached
 from stocache.cache.keyed import functions
 from tests.support.containers import Point
@@ -104,23 +103,25 @@ class Reader:
         return idx + random.random() + np.random.random() + torch.rand(1).item()
 
 
+@pytest.mark.linux
 def test_what_a_method_reads_of_its_object_is_part_of_the_key():
     reader, plain = Reader(), Reader()
     with cache_method(reader, "load", "1MB") as method:
         for name, value in (
-            ("root", "root"), ("root", "other"), ("size", (8, 8)), ("paths", ["c", "d"]), ("table", np.arange(5)), ("calls", 5),
+            ("root", "other"), ("size", (8, 8)), ("paths", ["c", "d"]), ("table", np.arange(5)), ("calls", 5),
         ):  # fmt: skip
             for each in (reader, plain):
                 setattr(each, name, copy.copy(value))
             for idx in (0, 1, 0, 1):
                 assert reader.load(idx) == plain.load(idx)
-        for each in (reader, plain):
-            each.paths.append("e")
-        assert [reader.load(idx) for idx in (0, 1, 2)] == [plain.load(idx) for idx in (0, 1, 2)]
-        assert method.stats().filled == 2 * 5 + 3  # an attribute that it does not read is not part of it
+        reader.paths[0] = plain.paths[0] = "new"
+        reader.paths.append("e")
+        assert reader.load(0) == plain.load(0)
+        assert method.stats().filled == 2 * 4 + 1  # an attribute that it does not read is not part of it
     assert "load" not in vars(reader)
 
 
+@pytest.mark.linux
 @pytest.mark.parametrize(("name", "problem"), [
     ("count", "it sets 'calls' of its object"), ("append", "it sets 'paths' of its object"),
     ("guarded", "it reads 'lock', of type object, whose changes nobody would notice. Pass key="),
@@ -188,17 +189,16 @@ def test_what_is_no_key_or_cannot_be_stored_and_errors_pass_through(caplog, call
     with made:
         assert [made([1]), made([1]), made((1,)), made((1,))] == [[1], [1], (1,), (1,)]
         assert len(calls) == 4  # of the tuple twice: once to compare
-        assert type(made("object")) is object
         assert made("object") is not made("object")
         for _ in range(2):
             with pytest.raises(KeyError, match="error"):
                 made("error")
-        assert made("a") == made("a") == "a"
     no_key, not_stored = warnings_of(caplog)
     assert "made is not cached: a key of type list" in no_key
     assert "does not fit and stays uncached" in not_stored
 
 
+@pytest.mark.linux
 def test_a_method_of_one_object_is_undone_by_close_and_travels_with_the_object(log):
     dataset, plain = Mosaics(), Mosaics()
     expected, own = [plain[idx] for idx in range(len(plain))], Mosaics.load_image
@@ -220,19 +220,10 @@ def test_a_method_of_one_object_is_undone_by_close_and_travels_with_the_object(l
     assert torch.equal(dataset[0], expected[0])
 
 
-def with_a_method_of_its_own():
-    dataset = Mosaics()
-    dataset.load_image = lambda index: index
-    return dataset
-
-
-@pytest.mark.parametrize(("make", "name", "message"), [
-    (Mosaics, "paths", "no method 'paths'"), (lambda: Slotted(1), "helper", "takes no attribute"),
-    (with_a_method_of_its_own, "load_image", "an attribute of the object itself"),
-])  # fmt: skip
-def test_what_has_no_such_method_or_one_of_its_own_is_refused(make, name, message):
-    with pytest.raises(DatasetError, match=message):
-        cache_method(make(), name)
+def test_what_has_no_such_method_or_takes_no_attribute_is_refused():
+    for obj, name, message in ((Mosaics(), "paths", "no method 'paths'"), (Slotted(), "helper", "takes no attribute")):
+        with pytest.raises(DatasetError, match=message):
+            cache_method(obj, name)
 
 
 @pytest.mark.linux
@@ -250,18 +241,13 @@ def test_workers_compute_each_frame_once(method, log):
     frame.cache.clear()
 
 
-def test_the_decorated_function_pickles_by_its_name_and_has_the_names_of_the_face():
-    assert pickle.loads(pickle.dumps(frame)) is frame
-    assert copy.deepcopy(frame) is frame
-    assert (stocache.cached, stocache.cache_method) == (cached, cache_method)
+def test_the_decorated_function_pickles_by_its_name():
+    assert pickle.loads(pickle.dumps(frame)) is copy.deepcopy(frame) is frame
 
 
 class Slotted:
     __slots__ = ("k",)
     scale = 10
-
-    def __init__(self, k):
-        self.k = k
 
     @cached("1MB")
     def load(self, number):
@@ -272,20 +258,20 @@ class Slotted:
 
 
 class Other(Slotted):  # reads a different attribute in the cached method
-    scale = 100
-
-    def __init__(self, k, shift=1):
-        super().__init__(k)
-        self.shift = shift
+    scale, shift = 100, 1
 
     def helper(self):
         return self.shift
 
 
+@pytest.mark.linux
 def test_slots_class_attributes_and_what_subclasses_read_are_part_of_the_key():
-    for each in (Slotted(2), Slotted(3), Other(2), Other(2, 5), Slotted(2), Other(2)):
-        for _ in range(2):
-            assert each.load(1) == each.k * each.scale + each.helper()
+    objects = Slotted(), Slotted(), Other(), Other()
+    for each, k in zip(objects, (2, 3, 2, 2), strict=True):
+        each.k = k
+    objects[3].shift = 5
+    for each in objects * 2:
+        assert each.load(1) == each.k * each.scale + each.helper()
     assert Slotted.load.stats().filled == 4
 
 
@@ -302,22 +288,12 @@ def test_functions_that_close_over_objects_share_nothing_with_others():
         assert [in_child(child, by) for by in (3, 4)] == [0, 0]
 
 
-def test_functions_are_decorated_without_parentheses(calls):
-    @cached
-    def nothing(key):
-        calls.append(key)
-
-    with nothing:
-        assert [nothing("a"), nothing("a"), nothing("a")] == [None] * 3
-        assert len(calls) == 2  # once to compare
-
-
-def test_static_and_class_methods():
+def test_static_and_class_methods_are_decorated_also_without_parentheses():
     class Reader:
-        @cached("1MB", audit=0)
+        @cached
         @staticmethod
         def read(path):
-            return path * 2
+            return None
 
         @cached("1MB", audit=0)
         @classmethod
@@ -325,11 +301,15 @@ def test_static_and_class_methods():
             return f"{cls.__name__} {number}"
 
     for _ in range(2):
-        assert [Reader.read("a"), Reader().read("a"), Reader.name(1), Reader().name(1)] == ["aa", "aa", "Reader 1", "Reader 1"]
+        assert [Reader.read("a"), Reader().read("a"), Reader.name(1), Reader().name(1)] == [None, None, "Reader 1", "Reader 1"]
     assert Reader.read.stats().fills == 1
+
+
+DTYPES = np.uint8, np.int64, np.dtype("uint8"), np.dtype([("a", "u1")]), torch.uint8, torch.float32
 
 
 def test_arguments_that_equal_one_another_but_differ_have_results_of_their_own():
     with cached("1MB")(lambda value: f"{type(value).__name__} {value}") as shown:
-        for value in (200, np.uint8(200), np.int64(200), 200.0, (1, 2), Point(1, 2), "1", Path("1")) * 2:
+        for value in (200, np.uint8(200), np.int64(200), 200.0, (1, 2), Point(1, 2), "1", Path("1"), *DTYPES) * 2:
             assert shown(value) == f"{type(value).__name__} {value}"
+        assert shown.stats().fills == 8 + len(DTYPES)

@@ -30,25 +30,20 @@ def ragged(size, **options):
 
 WRONG = [  # what is given, the error, and what it says
     (lambda: dataset("1MB", plcement="prefix"), TypeError, r"has no option 'plcement'\. Did you mean placement\?"),
-    (lambda: dataset("1MB", colour="red"), TypeError, r"CachedDataset has no option 'colour'\.$"),
     (lambda: dataset("1MB", SampleOptions(), split=False), LimitError, "split is one of the SampleOptions that were given"),
     (lambda: dataset("1MB", CacheOptions("2MB")), LimitError, "CacheOptions is given twice"),
     (lambda: dataset("1MB", narrow="yes"), LimitError, r"narrow='yes' is unknown. Use True or False or 'auto'"),
     (lambda: shared("1MB", codec="lz4"), TypeError, r"SharedCache has no option 'codec'\.$"),
     (lambda: shared(CacheOptions(allow_pickle=True)), LimitError, "SharedCache: allow_pickle of the CacheOptions has no"),
-    *((lambda limit=limit: shared(limit), LimitError, "size_limit_gib=") for limit in (-1, float("nan"), "nonsense", None)),
+    (lambda: shared("nonsense"), LimitError, "size_limit_gib="), (lambda: shared(1, 1.5), LimitError, "not an integer"),
     (lambda: shared(1, -1), LimitError, "dataset_len=-1 is negative"),
-    *((lambda count=count: shared(1, count), LimitError, "not an integer") for count in (1.5, None)),
-    (lambda: ragged(CacheOptions("1MB", disk="d", disk_limit=1)), LimitError, "disk of the CacheOptions has no effect here"),
     (lambda: ragged("500B"), LimitError, "=500B leaves 0 bytes after the 608-byte state array. Raise"),
     (lambda: ragged("1MB", admission="lru"), LimitError, "admission='lru' is unknown. Use 'all' or 'cost'"),
     (lambda: ragged("1MB", codec="rar"), CodecError, "codec='rar' is unknown. Use 'zstd' or 'lz4', or None"),
     (lambda: ragged("1MB", codec="zstd"), CodecError, r"package that is not installed: pip install 'stocache\[codecs\]'"),
     (lambda: KeyedCache("1MB", disk="d"), LimitError, "go together"),
     (lambda: KeyedCache("1MB", disk="", disk_limit="1MB"), DiskError, "disk='' is not the path"),
-    (lambda: stocache.cached("1MB", on_busy="raise"), TypeError, "cached has no option 'on_busy'"),
-    *((lambda share=share: stocache.cached("1MB", audit=share), LimitError, f"audit={share!r} is not a share of the time")
-      for share in (-1, 2, True, "1")),
+    (lambda: stocache.cached("1MB", audit=2), LimitError, "audit=2 is not a share of the time"),
     (lambda: stocache.CachedIterable([1], "1MB", audit=0), TypeError, r"no option 'audit'\. It is an option of Audit"),
     (lambda: stocache.CachedIterable(5), DatasetError, "goes into CachedDataset"),
     (lambda: stocache.CachedIterable(iter([1, 2])), DatasetError, "again and again"),
@@ -56,7 +51,6 @@ WRONG = [  # what is given, the error, and what it says
     (lambda: AuditOptions(on_change="warn"), LimitError, "on_change='warn' is unknown"),
     (lambda: Placement("random"), LimitError, "placement 'random' is unknown"),
     (lambda: Placement(unit=0), LimitError, "unit=0"), (lambda: Placement(node=2, nodes=2), LimitError, "node=2, nodes=2"),
-    (lambda: Placement(nodes=0), LimitError, "nodes=0"),
     (lambda: residency(Placement("scattered"), 2**33, 10), LimitError, "exceeds 64-bit arithmetic"),
 ]  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from stocache import CachedDataset, RaggedCache
+from stocache import RaggedCache
 from stocache.cache import arena
 from stocache.cache.stats import SlotState
 from stocache.errors import MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
@@ -75,25 +75,21 @@ def test_many_at_once_and_overwriting():
 @pytest.mark.linux
 def test_kinds_of_samples_survive_a_clear_by_another_process():
     def clear_and_refill():
-        cache.get_or_load(0, lambda idx: {"a": 1})
         cache.clear()
-        cache.get_or_load(1, lambda idx: [2, "x"])
-        cache.get_or_load(0, lambda idx: (3.0, 4))
+        cache.set_slots([1, 0], [[2, "x"], (3.0, 4)])
 
     with RaggedCache("1MB", N) as cache:
         cache.set_slots([0, 1], [{"a": 1}, "text"])
         assert in_child(clear_and_refill) == 0
-        assert cache.get_slot(0) == (3.0, 4)
-        assert cache.get_slot(1) == [2, "x"]
+        assert cache.get_slots([0, 1])[0] == [(3.0, 4), [2, "x"]]
         with pickle.loads(pickle.dumps(cache)) as fresh:  # as another process, it reads what it needs from the cache
-            for idx, value in ((2, {"a": 1}), (3, "text"), (4, (3.0, 4))):
-                cache.set_slot(idx, value)
-                assert cache.get_slot(idx) == fresh.get_slot(idx) == value
+            values = [{"a": 1}, "text", (3.0, 4)]
+            cache.set_slots([2, 3, 4], values)
+            assert cache.get_slots([2, 3, 4])[0] == fresh.get_slots([2, 3, 4])[0] == values
 
 
 @pytest.mark.linux
-def test_the_next_run_finds_what_a_killed_one_left_and_other_options_are_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", sys)  # it is not used, but must be there
+def test_the_next_run_finds_what_a_killed_one_left_and_other_options_are_refused():
     make = functools.partial(RaggedCache, dataset_len=N, name="ragged", fingerprint="1")
 
     def run():
@@ -105,12 +101,10 @@ def test_the_next_run_finds_what_a_killed_one_left_and_other_options_are_refused
     with make("2MB") as cache:
         fill(cache)
         assert cache.counts() == (N, 0, 0)
-        for options, difference in [
-            ({"codec": "zstd"}, "codec None, now 'zstd'"), ({"admission": "cost"}, "admission 'all', now 'cost'"),
-            ({"allow_pickle": True}, "allow_pickle False, now True"), ({"size_limit_gib": "3MB"}, "bytes 1999392, now 2999392"),
-        ]:  # fmt: skip
-            with pytest.raises(MismatchError, match=difference):
-                make(**{"size_limit_gib": "2MB"} | options)
+        with pytest.raises(MismatchError, match="admission 'all', now 'cost'"):
+            make("2MB", admission="cost")
+        with pytest.raises(MismatchError, match="bytes 1999392, now 2999392"):
+            make("3MB")
         make("auto").close()  # takes what is there
         shown = CliRunner().invoke(app, ["stat", "ragged"]).stdout
         assert "60 of any size" in " ".join(shown.split())
@@ -129,15 +123,11 @@ def test_compressed_samples_take_less_and_what_does_not_shrink_takes_no_more(nam
         assert same(cache.get_slots([0, 1])[0], [flat, noise])
 
 
-@pytest.mark.parametrize("forge", [
-    lambda words, memory: words.__setitem__(2, 1 << 62),  # where the newest treedef is
-    lambda words, memory: words.__setitem__(2, 200 << 20),  # in memory that is not reserved
-    lambda words, memory: memory.__setitem__(slice(words[2] + 11, words[2] + 15), b"\xff" * 4),  # its length
-], ids=["beyond all", "not reserved", "too long"])  # fmt: skip
-def test_a_treedef_outside_of_the_memory_is_an_error(forge):
+@pytest.mark.parametrize("place", [1 << 62, 200 << 20], ids=["beyond all", "not reserved"])
+def test_a_treedef_outside_of_the_memory_is_an_error(place):
     with RaggedCache("512MiB", 4) as cache:
         cache.set_slot(0, "text")
-        forge(cache._store.arena._words, cache._segment.view(0, 4096))
+        cache._store.arena._words[2] = place  # of the newest treedef
         with pickle.loads(pickle.dumps(cache)) as fresh:
             with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):
                 fresh.get_slot(0)
@@ -173,34 +163,29 @@ def test_the_cache_measures_loads_and_keeps_what_is_worth_most(cost_s, nbytes, m
         assert cache.stats().filled == len(kept)
 
 
-class LateScans:
-    """Imports the module of its samples when the first is loaded, as datasets do that a worker makes ready."""
+def late_scan(idx):
+    """Import the module of a sample's class when the sample is loaded, as datasets do that a worker makes ready."""
+    import late_scans
 
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, idx):
-        import late_scans
-
-        return late_scans.Scan(torch.full((3, idx), idx), idx)
+    return late_scans.Scan(idx)
 
 
 @pytest.mark.linux
 def test_a_sample_of_a_class_that_is_not_imported_is_a_miss_that_says_once_what_to_import(tmp_path, monkeypatch, caplog):
     def read():  # in a process that has not imported late_scans
-        scans = [(scan.idx, scan.image.tolist()) for scan in map(dataset.__getitem__, range(8))]
-        assert scans == [(idx, [[idx] * idx] * 3) for idx in range(8)]
+        assert [cache.get_or_load(idx, late_scan).idx for idx in range(4)] == list(range(4))
         assert not caplog.records  # for loading the first of them imports the module
 
-    (tmp_path / "late_scans.py").write_text("from collections import namedtuple\n\nScan = namedtuple('Scan', 'image idx')\n")
+    (tmp_path / "late_scans.py").write_text("from collections import namedtuple\n\nScan = namedtuple('Scan', 'idx')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with CachedDataset(LateScans(), "1MB", probe=0) as dataset:
-        assert in_child(read) == 0
-        assert [dataset.cache.get_slot(idx) for idx in range(4)] == dataset.cache.get_slots(range(4))[0] == [None] * 4
-        assert dataset.cache.get_or_load(1, str) == "1"
-        assert list(dataset.cache.get_or_load_many(range(4), lambda indices: map(str, indices))) == ["0", "1", "2", "3"]
+    with RaggedCache("1MB", 4) as cache:
+        for _ in range(2):
+            assert in_child(read) == 0
+        assert [cache.get_slot(idx) for idx in range(4)] == cache.get_slots(range(4))[0] == [None] * 4
+        assert cache.get_or_load(1, str) == "1"
+        assert list(cache.get_or_load_many(range(4), lambda indices: map(str, indices))) == ["0", "1", "2", "3"]
         (record,) = caplog.records
         assert "Import late_scans first" in record.message
         with pytest.raises(SlotError, match=r"the cache holds samples that cannot be read here.* Import late_scans first"):
-            dataset.cache.get_slot(0, allow_empty_slot=False)
+            cache.get_slot(0, allow_empty_slot=False)
     assert "late_scans" not in sys.modules

@@ -38,12 +38,10 @@ def test_slots_can_be_read_and_written_by_number():
         cache[SLOTS - 1] = sample(1)
         assert (cache[0:2] == 7).all()
         assert same(cache[-1], sample(1))
-        for slot in (SLOTS, -SLOTS - 1):
-            with pytest.raises(SampleIndexError, match=rf"cache\[{slot}\]: outside the cache of 12 slots"):
-                cache[slot]
+        with pytest.raises(SampleIndexError, match=rf"cache\[{SLOTS}\]: outside the cache of 12 slots"):
+            cache[SLOTS]
         with pytest.raises(SampleError, match=r"cache\[0\]: value is torch.float32, the cache holds torch.uint8"):
             cache[0] = torch.zeros(DIMS)
-        assert len(list(cache)) == SLOTS
         assert not cache.aux_array[:SLOTS].any()  # nothing is marked by that
 
 
@@ -66,9 +64,7 @@ def test_values_that_would_not_come_back_are_refused():
             (zeros[0], r"value has shape \(3,\), the cache holds \(2, 3\); nothing is broadcast"),
             (np.zeros((2, 3), object), "value is ndarray; can't convert np.ndarray of type numpy.object_"),
             ([[0, 0, 0], [0, 0, 0]], r"value is list; the cache holds uint8\[2, 3\]. Convert it"),
-            (zeros.to(torch.int8), "value is torch.int8"), (zeros[:1], r"shape \(1, 3\)"), (zeros.t(), r"shape \(3, 2\)"),
-            (zeros.to("meta"), "on meta"), (zeros.to_sparse(), "sparse_coo tensor"), (5, r"value has shape \(\)"),
-            (np.zeros((2, 3)), "value is torch.float64"), (300, "value is 300; "), (None, "value is NoneType"),
+            (zeros.to_sparse(), "sparse_coo tensor"), (5, r"value has shape \(\)"), (300, "value is 300; "),
         ):  # fmt: skip
             with pytest.raises(SampleError, match=rf"set_slot\(0\): .*{message}"):
                 cache.set_slot(0, value)
@@ -93,33 +89,25 @@ def test_values_of_any_layout_are_stored_right(values, stored):
             assert not cache.get_slot(idx).requires_grad
 
 
-@pytest.mark.parametrize(("dtype", "good", "bad"), [
-    (torch.int64, (5, np.int64(5)), (np.int32(5), 2**63, float("nan"))), (torch.uint8, (255,), (256, -1, 0.7)),
-    (torch.float32, (0.5, float("nan")), (0.1,)), (torch.bool, (True,), (2,)),
-], ids=str)  # fmt: skip
-def test_scalar_slots_take_numbers_that_survive(dtype, good, bad):
-    with SharedCache(1, 3, (), dtype) as cache:
-        for value in bad:
+def test_scalar_slots_take_numbers_that_survive():
+    for dtype, good, bad in (
+        (torch.int64, np.int64(5), 2**63), (torch.uint8, 255, 256), (torch.float32, float("nan"), 0.1), (torch.bool, True, 2),
+    ):  # fmt: skip
+        with SharedCache(1, 3, (), dtype) as cache:
             with pytest.raises(SampleError, match=r"set_slot\(0\): .*(value is|exceeds)"):
-                cache.set_slot(0, value)
-        for value in good:
-            cache.set_slot(0, value, allow_overwrite=True)
-            assert repr(cache.get_slot(0).item()) == repr(np.asarray(value).item())
+                cache.set_slot(0, bad)
+            cache.set_slot(0, good)
+            assert repr(cache.get_slot(0).item()) == repr(np.asarray(good).item())
 
 
 def parts(idx):
-    rng = np.random.default_rng(idx)
-    return {
-        "image": sample(idx),
-        "mask": rng.integers(0, 2, (4, 5)).astype(bool),
-        "box": Box(Point(rng.random(), np.float32(rng.random())), int(rng.integers(-(2**62), 2**62))),
-        "when": np.array(f"2026-01-{idx + 1:02d}", "datetime64[D]"),
-        "rest": [idx % 2 == 0, complex(idx, -1), None, torch.tensor(idx, dtype=torch.bfloat16)],
-    }
+    box = Box(Point(0.1 * idx, np.float32(idx)), 2**62 - idx)
+    rest = [idx % 2 == 0, complex(idx, -1), None, torch.tensor(idx, dtype=torch.bfloat16)]
+    return {"image": sample(idx), "mask": sample(idx).numpy() > 99, "box": box, "rest": rest}
 
 
 def test_samples_of_several_parts_come_back_the_same():
-    with SharedCache.like(parts(0), 1, 10) as cache:
+    with SharedCache.like(parts(0), 15, 10**6) as cache:
         for idx in range(5):
             cache.set_slot(idx, parts(idx))
         got = cache.get_slot(0)
@@ -139,11 +127,6 @@ def test_samples_of_several_parts_come_back_the_same():
         assert cache[8]["box"].label == parts(2)["box"].label
         with pytest.raises(SampleError, match=r'set_slot\(0\): sample\["image"\] has shape \(3,\)'):
             cache.set_slot(0, parts(0) | {"image": torch.ones(3, dtype=torch.uint8)}, allow_overwrite=True)
-    record = np.zeros(1, dtype=[("x", "i4"), ("y", "f4")])[0]
-    with SharedCache.like(record, 15, 10**6) as cache:
-        cache.set_slot(0, record)
-        cache.get_slot(0)["x"] = 99
-        assert cache.get_slot(0)["x"] == 0
         assert len(pickle.dumps(cache)) < 4096  # however large the cache is
 
 
@@ -154,24 +137,19 @@ def test_indices_of_a_batch_are_integers_of_any_kind():
         for indices in ([2, 0], range(2, -1, -2), (2, 0), *arrays):
             assert same(cache.get_slots(indices)[0], torch.stack([sample(2, (3,)), sample(0, (3,))]))
         for indices, message in (
-            ([0, 4], "indices from 0 to 4 reach outside the dataset of 4 samples"), ([-1], "indices from -1 to -1"),
-            ([0.5], "indices are float64"), ([True], "indices are bool"), ([[0, 1]], r"indices are int64\[1, 2\]"),
-            (3, r"indices are int64\[\]"), ("01", r"indices are <U2\[\]"), (["a"], "indices are <U1"),
-            ([[0], [0, 1]], "indices are a list that does not hold integers"), ([0, 2**64], "indices are object"),
+            ([0, 4], "indices from 0 to 4 reach outside the dataset of 4 samples"), ([0.5], "indices are float64"),
+            ([True], "indices are bool"), (3, r"indices are int64\[\]"), ([[0], [0, 1]], "a list that does not hold integers"),
         ):  # fmt: skip
             with pytest.raises(SampleIndexError, match=message):
                 cache.get_slots(indices)
 
 
 def test_batches_go_to_memory_that_fits_and_come_from_it():
-    with SharedCache(1, 8, (100_000,)) as cache:
-        cache.set_slots([1, 5], torch.ones(2, 100_000, dtype=torch.uint8))
-        assert all(cache._segment.extents.has(idx * 100_000, (idx + 1) * 100_000) for idx in (1, 5))  # all of it is reserved
     with SharedCache(1, 4, (8,)) as cache:
         with pytest.raises(SampleError, match=r"set_slots: values is torch.uint8\[3, 8\], expected torch.uint8\[2, 8\]"):
             cache.set_slots([0, 1], torch.zeros(3, 8, dtype=torch.uint8))
         assert cache.stats().filled == 0
-        cache.set_slots([3, 1], torch.stack([sample(3, (8,)), sample(1, (8,))]))
+        cache.set_slots([3, 1], torch.stack([sample(3, (8,)), sample(1, (8,))], 1).t())  # not contiguous
         with pytest.raises(SlotError, match=r"set_slot\(2\): the slot is set"):
             cache.set_slots([2, 2], torch.zeros(2, 8, dtype=torch.uint8))
         out = torch.zeros(17, dtype=torch.uint8)[1:].view(2, 8)  # not aligned
@@ -180,8 +158,6 @@ def test_batches_go_to_memory_that_fits_and_come_from_it():
         assert same(rows, torch.stack([sample(3, (8,)), sample(1, (8,))]))
         for out, message in (
             (torch.zeros(2, 8), r"out is torch.float32\[2, 8\], expected torch.uint8\[2, 8\]"), ([], "out is list"),
-            (torch.zeros(3, 8, dtype=torch.uint8), r"out is torch.uint8\[3, 8\]"),
-            (np.zeros((2, 8), np.uint8), "expected torch.uint8"),
             (torch.zeros(8, 2, dtype=torch.uint8).t(), "out is not contiguous"),
         ):  # fmt: skip
             with pytest.raises(SampleError, match=message):

@@ -5,8 +5,6 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import Subset, default_collate
 
 from stocache import CachedDataset, SharedCache
@@ -44,9 +42,7 @@ KINDS = {
     "namedtuple": lambda: [Pair(image, idx % 2 == 0) for idx, image in enumerate(images())],
     "dict": lambda: [{"x": image.to(torch.bfloat16), "nested": {"y": (idx, [idx])}} for idx, image in enumerate(images())],
     "arrays": lambda: [{"a": image.numpy(), "b": np.array(idx), "c": np.int16(idx)} for idx, image in enumerate(images())],
-    "number": lambda: list(range(N)),
     "scalars": lambda: [(np.float16(idx / 4), np.complex64(idx)) for idx in range(N)],
-    "empty tensor": lambda: [(torch.empty(0, 3), idx) for idx in range(N)],
 }
 
 
@@ -55,7 +51,10 @@ def test_a_gathered_batch_is_that_of_default_collate_and_what_it_loads_is_cached
     samples = KINDS[kind]()
     for cached, indices in ((range(N), [3]), ([1, 5], [1, 5, 1, 11, 0]), ((), range(N))):
         with filled(samples, 1, cached) as cache:
-            assert same(lazy(cache, samples, indices, []).gather(new), default_collate([samples[idx] for idx in indices]))
+            unread = lazy(cache, samples, indices, loads := [])
+            assert unread.cached == (not {*indices} - {*cached})
+            assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
+            assert sorted(loads) == sorted({*indices} - {*cached})  # each once
             assert all(identical(cache.get_slot(idx), samples[idx]) for idx in indices)
     samples = KINDS["tuple"]()
     with filled(samples, f"{N + 5 * 68}B") as cache:  # leaves samples out
@@ -86,27 +85,10 @@ def test_samples_in_another_order_come_back_and_are_collated_as_they_were(kind):
         assert with_lazy_batches(dataset) is None
         found = dataset.__getitems__(range(len(samples)))
         assert everywhere(identical, found, samples)
-        assert everywhere(identical, dataset.__getitems__([1, 0]), [samples[1], samples[0]])
         assert everywhere(identical, dataset.cache.get_slot(1, copy=False), samples[1])
         batch, wanted = default_collate(found), default_collate(samples)
         assert same(batch, wanted)
         assert str(Structure.of(batch)) == str(Structure.of(wanted))  # strides, too
-
-
-@settings(max_examples=25)
-@given(st.data())
-def test_any_mixture_of_hits_and_misses(data):
-    samples = [(image, idx) for idx, image in enumerate(images())]
-    cached = data.draw(st.sets(st.integers(0, N - 1)))
-    indices = data.draw(st.lists(st.integers(0, N - 1), min_size=1, max_size=20))
-    with filled(samples, 1, cached, placement="scattered") as cache:
-        loaded = []
-        unread = lazy(cache, samples, indices, loaded)
-        assert unread.cached == cached.issuperset(indices)
-        assert same(unread.gather(new), default_collate([samples[idx] for idx in indices]))
-        assert sorted(loaded) == sorted(set(indices) - cached)
-        stats = cache.stats()
-        assert (stats.hits + stats.misses, stats.misses) == (len(indices), len(loaded))
 
 
 def test_a_misfit_is_read_with_all_others_and_loaded_once():
@@ -130,15 +112,11 @@ def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
         assert (len(unread), same([unread[0], unread[1]], samples[2:4])) == (2, True)
         batch = with_lazy_batches(dataset).__getitems__([-1, 0]).gather(new)
         assert same(batch, default_collate([samples[-1], samples[0]]))
-        assert isinstance(with_lazy_batches(dataset).__getitems__([1]), LazyBatch)
         assert isinstance(dataset.__getitems__([1]), list)  # the original reads now
         part = with_lazy_batches(Subset(Subset(dataset, [5, 6, 7]), [2, 0]))
         assert same(part.__getitems__([0, 1]).gather(new), default_collate([samples[7], samples[5]]))
-        assert with_lazy_batches(part.dataset) is not None
     assert with_lazy_batches(samples) is None
     assert with_lazy_batches(Subset(samples, [1])) is None
-
-    ragged = [torch.zeros(n) for n in range(4)]
-    for unfit in (CachedDataset(samples, 1, transform=len), CachedDataset(ragged, 1)):
+    for unfit in (CachedDataset(samples, 1, transform=len), CachedDataset([torch.zeros(n) for n in range(4)], 1)):
         with unfit:
             assert with_lazy_batches(unfit) is None

@@ -60,11 +60,6 @@ def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
             sample[0].zero_()
         assert same(cached.__getitems__(range(N)), [*map(source.sample, range(N))])
         assert sorted(source.reads.tolist())[-4:] == [1, 3, 5, 8]  # three are also asked of __getitems__, in batches of 1 to 3
-        twice = cached.__getitems__([*range(N), 0])
-        twice[0][0].zero_()
-        assert same(twice[1:], [*map(source.sample, [*range(1, N), 0])])
-        assert same(cached.__getitems__([-1, np.int64(2)]), [source.sample(47), source.sample(2)])
-        assert cached.__getitems__([]) == []
 
 
 def test_indices_are_those_of_a_sequence():
@@ -72,15 +67,14 @@ def test_indices_are_those_of_a_sequence():
     with CachedDataset(source, 1) as cached:
         for idx in (-1, -N, np.int64(3), torch.tensor(-3)):
             assert same(cached[idx], source.sample(int(idx) % N))
+            assert same(cached.__getitems__([idx, 0]), [source.sample(int(idx) % N), source.sample(0)])
+        assert cached.__getitems__([]) == []
         for idx in (N, -N - 1):
             for ask in (lambda idx=idx: cached[idx], lambda idx=idx: cached.__getitems__([0, idx])):
                 with pytest.raises(SampleIndexError, match="outside the dataset of 48 samples"):
                     ask()
         for idx in (1.0, None, {}):
             with pytest.raises(SampleIndexError, match="a sample index is one integer, not a"):
-                cached[idx]
-        for idx in ("image", slice(3), [1, 2]):  # what it returns of the dataset
-            with pytest.raises(TypeError, match="not supported between"):
                 cached[idx]
 
 
@@ -191,7 +185,6 @@ class Unending:
     (Unending(), {}, DatasetError, "Unending has no length, which a cache needs: .*Define __len__"),
     ({"train": [1], "test": [2]}, {}, DatasetError, r"is a mapping with the keys \['train', 'test'\].*dict\['train'\]"),
     ({1: "a", 2: "b"}, {}, DatasetError, r"keys \[1, 2\], not with the indices 0 to 1.*list\(dict.values\(\)\)"),
-    ([1], {"size_limit_gib": "lots"}, LimitError, "size_limit_gib='lots' is not a size"),
     ([1], {"probe": -1}, LimitError, "probe=-1 is not a number of samples"),
     ([1], {"probe": 0, "variable": False}, LimitError, "variable=False needs to know.* Give example=sample"),
     (["a", "b"], {"placement": "prefix"}, LimitError, "placement='prefix' is for samples of one shape"),
@@ -208,23 +201,19 @@ def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
 
 
 ADVICE = r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cache, or pass|\. Leave |\. Give |holds NoneType)"
-UNFIT = {
-    "pickles": (lambda idx: print, 0), "does not pickle": (lambda idx: threading.Lock(), 0),
-    "gradient": (lambda idx: torch.zeros(2, requires_grad=True), 0),
-}  # fmt: skip
+UNFIT = {"pickles": lambda: print, "does not pickle": threading.Lock, "gradient": lambda: torch.zeros(2, requires_grad=True)}
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("name", UNFIT)
 def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_do(name, caplog):
-    make, kept = UNFIT[name]
     names = lambda samples: [(sample["n"], type(sample["x"]).__name__) for sample in samples]
-    source = Made(lambda its, idx: {"n": idx, "x": make(idx)}, 12)
+    source = Made(lambda its, idx: {"n": idx, "x": UNFIT[name]()}, 12)
     with CachedDataset(source, "1MB") as cached:
         for options in ({}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}):
             loader = stocache.DataLoader(cached, 4, collate_fn=names, **options)
             assert [each for batch in loader for each in batch] == names(map(source.__getitem__, range(12)))
-        assert cached.stats().total.filled == kept
+        assert cached.stats().total.filled == 0
     (message,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert re.search(ADVICE, message)
 

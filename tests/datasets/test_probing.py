@@ -19,7 +19,7 @@ from stocache import CachedDataset
 from tests.support.images import Made
 
 N = 40
-RECORDS = b"".join(b"%d\n" % number for number in range(3 * N))
+RECORDS = b"".join(b"%4d" % number for number in range(3 * N))
 
 
 def streamed(open_stream, stack):
@@ -29,23 +29,12 @@ def streamed(open_stream, stack):
     return dataset
 
 
-def line(read):
-    record = b""
-    while not record.endswith(b"\n"):
-        record += read(1) or b"!"  # which is not a number
-    return record
-
-
-def pipe(stack):
-    descriptor, writer = os.pipe()
+def pipe(its, stack):
+    its.fd, writer = os.pipe()
+    stack.callback(os.close, its.fd)
     os.write(writer, RECORDS)
     os.close(writer)
-    return stack.enter_context(os.fdopen(descriptor, "rb", 0))
-
-
-def descriptor(its, stack):
-    its.fd = pipe(stack).fileno()
-    return lambda: line(lambda count: os.read(its.fd, count))
+    return lambda: os.read(its.fd, 4)
 
 
 def items(its, stack):
@@ -60,7 +49,7 @@ def iterator(its, stack):
     return lambda: next(its.numbers)
 
 
-@pytest.mark.parametrize("stream", [descriptor, items, iterator], ids=lambda stream: stream.__name__)
+@pytest.mark.parametrize("stream", [pipe, items, iterator], ids=lambda stream: stream.__name__)
 def test_a_stream_gives_all_records_in_order(stream, caplog):
     with contextlib.ExitStack() as stack:
         plain, dataset = streamed(stream, stack), streamed(stream, stack)
@@ -121,8 +110,8 @@ def test_a_seed_of_the_system_is_noticed_without_an_effect(source, caplog):
     assert not cached.is_left or f"that the system draws in {__file__}:" in caplog.text
 
 
-@pytest.mark.parametrize("length", [10**9, sys.maxsize])
-def test_a_length_without_end_takes_no_memory(length, caplog):
+def test_a_length_without_end_takes_no_memory(caplog):
+    length = sys.maxsize
     with CachedDataset(Made(lambda its, idx: torch.tensor(idx % 7), length), 1) as cached:
         assert cached[length - 1].item() == (length - 1) % 7
         assert [each.item() for each in cached.__getitems__([3, length - 2])] == [3, (length - 2) % 7]

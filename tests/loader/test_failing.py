@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from stocache import CachedDataset, DataLoader, DatasetError, Retry, Skip, StatefulDistributedSampler
 from tests.support.pairs import pairs
@@ -116,35 +116,10 @@ def test_a_resumed_loader_replaces_the_same_samples():
     check_resumes(loader({}), loader, numbers=lambda length, count: (5, length + 1))
 
 
-def test_a_subset_of_a_cache_has_substitutes():
-    with CachedDataset(Images(ALWAYS), "1MB", probe=1) as dataset:
-        (batch,) = DataLoader(Subset(dataset, [41, 2, 5, 1]), batch_size=4, on_error=Skip(1.0))
-        assert {*batch[[0, 2], 0].tolist()} <= {1, 2}
-
-
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_more_failures_than_allowed_end_the_epoch_with_their_names(way):
     with pytest.raises(DatasetError, match=r"3 of 96 samples .*: 5, 41, 77\. Skip\(at_most=0\.02\) allows 2"):
         played(Images(ALWAYS), on_error=Skip(0.02), **way)
-
-
-def test_a_dataset_without_a_good_sample_ends_with_the_first_error():
-    with pytest.raises(DatasetError, match="sample 30 cannot be loaded, and neither can 8 samples"):
-        played(Images(range(LENGTH)), on_error=Skip(1.0))
-
-
-def test_other_errors_are_raised():
-    with pytest.raises(ValueError, match="image 5"):
-        played(Images([5], error=ValueError), on_error=Retry(backoff_s=0))
-
-
-def test_only_a_map_style_dataset_has_substitutes():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter([1])
-
-    with pytest.raises(DatasetError, match="on_error needs a map-style dataset: Stream has no length"):
-        DataLoader(Stream(), on_error=Skip())
 
 
 def test_a_cached_dataset_and_its_probe_go_on_by_themselves(tmp_path):

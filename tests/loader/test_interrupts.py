@@ -1,6 +1,6 @@
 """An interrupt at any line of the loader: the next epoch is whole, and the iterator either goes on without loss or raises.
 
-Workers that ended between two loops are started anew, and an iterator may pass from thread to thread.
+Workers that ended between two loops are started anew.
 """
 
 import contextlib
@@ -8,16 +8,12 @@ import itertools
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 import stocache
 from stocache import CachedDataset, WorkerError
-from stocache.observe.recording import record
 from tests.support.images import Images
-from tests.support.loading import THREADS
 from tests.support.processes import in_child
 from tests.support.ranks import slow
 
@@ -103,44 +99,10 @@ def interrupt_epochs(method, step, cached, error):
         assert after > step
 
 
-PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-THREADED = {**THREADS, "persistent_workers": True}
-
-
-def by_batch(batches):
-    return [labels.tolist() for _, labels in batches]
-
-
-ALL = by_batch(torch.utils.data.DataLoader(Images(30), 4))
-
-
-def interrupt_processes(loader):
+def test_persistent_workers_that_ended_between_two_loops_are_started_anew():
+    loader = stocache.DataLoader(CachedDataset(Images(N), "1MB"), BATCH, num_workers=2, persistent_workers=True)
+    next(iter(loader))
     for worker in loader._iterator._workers:
         os.kill(worker.pid, signal.SIGINT)
         worker.join(30)
-
-
-def end_threads(loader):
-    loader._iterator._threads.stop(30)
-
-
-@pytest.mark.parametrize(("options", "interrupt"), [(PERSISTENT, interrupt_processes), (THREADED, end_threads)])
-def test_persistent_workers_that_ended_between_two_loops_are_started_anew(options, interrupt):
-    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
-    next(iter(loader))
-    interrupt(loader)
-    assert by_batch(loader) == by_batch(loader) == ALL
-
-
-@pytest.mark.parametrize("options", [{}, PERSISTENT, THREADED], ids=str)
-def test_each_batch_may_be_asked_for_by_another_thread(options, monkeypatch):
-    monkeypatch.setattr(record, "_LOOK_NS", 0)  # note CPU times, which each thread has of its own, at each batch
-    loader = stocache.DataLoader(CachedDataset(Images(30), "1MB"), 4, **options)
-    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
-        for _ in range(2):
-            batches = iter(loader)  # what a thread of an executor forks ends with an error, as Python joins the thread there
-            found = [(first, second)[number % 2].submit(next, batches).result() for number in range(len(ALL))]
-            assert by_batch(found) == ALL
-            with pytest.raises(StopIteration):
-                next(batches)
-    assert loader.stats().batches == 2 * len(ALL)
+    assert list(firsts(loader)) == list(firsts(loader)) == WHOLE

@@ -7,8 +7,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
-from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 import stocache
 from stocache import CachedDataset, StateError
@@ -71,13 +70,7 @@ class Iterates(IterableDataset):
         return Steps(*shard())
 
 
-def pipe():
-    return IterableWrapper([torch.tensor([n]) for n in range(20)]).shuffle(buffer_size=7).sharding_filter()
-
-
-DATASETS = {
-    "map": Counting, "plain": Plain, "dataset": Stateful, "iterator": Iterates, "pipe": pipe,
-}  # fmt: skip
+DATASETS = {"map": Counting, "plain": Plain, "dataset": Stateful, "iterator": Iterates}
 
 
 def make(dataset, workers=0, state=None, **options):
@@ -94,17 +87,12 @@ PERSISTENT = {"persistent_workers": True}
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dataset", "workers", "options"), [
-    ("map", 0, {"batch_size": 3, "shuffle": True}),
-    ("plain", 0, {"batch_size": None}), ("dataset", 0, {"batch_size": 3, "drop_last": True}),
-    ("iterator", 0, {"batch_size": None}), ("pipe", 0, {"batch_size": 3}),
-    ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}),
-    ("map", 2, {"batch_size": None, "shuffle": True}), ("map", 2, {"batch_size": 3, "shuffle": True, **PERSISTENT}),
-    ("plain", 3, {"batch_size": None, **PERSISTENT}),
-    ("dataset", 3, {"batch_size": 1, "snapshot_every_n_steps": 5, **PERSISTENT}),
-    ("dataset", 2, {"batch_size": 5, "drop_last": True}),
+    ("map", 0, {"batch_size": 3, "shuffle": True}), ("plain", 0, {"batch_size": None}),
+    ("dataset", 0, {"batch_size": 3, "drop_last": True}), ("iterator", 0, {"batch_size": None}),
+    ("map", 3, {"batch_size": 2, "snapshot_every_n_steps": 4, **PERSISTENT}), ("map", 2, {"batch_size": None, "shuffle": True}),
+    ("plain", 3, {"batch_size": None, **PERSISTENT}), ("dataset", 2, {"batch_size": 5, "drop_last": True}),
     ("iterator", 1, {"batch_size": 2, "multiprocessing_context": "spawn", **PERSISTENT}),
     ("iterator", 3, {"batch_size": None, "snapshot_every_n_steps": 100}),
-    ("pipe", 2, {"batch_size": 2}),
 ])  # fmt: skip
 def test_states_resume_with_all_that_follows(dataset, workers, options):
     numbers = None
@@ -198,13 +186,6 @@ def test_a_sampler_that_cannot_be_replayed_goes_on_from_its_own_state(workers, o
         assert same(list(make(range(17), workers, states[number], **options())), came[number:]), number
 
 
-@pytest.mark.parametrize(("dataset", "before", "after"), [("map", 0, 1), ("map", 1, 0), ("dataset", 0, 1), ("iterator", 1, 0)])
-def test_one_worker_and_none_exchange_the_states_of_datasets(dataset, before, after):
-    _, states, _ = play(make(dataset, before, batch_size=2))
-    came = list(make(dataset, after, batch_size=2))
-    assert same(list(make(dataset, after, states[2], batch_size=2)), came[2:])
-
-
 class Fails(Stateful):
     def load_state_dict(self, state):
         raise KeyError("no such state")
@@ -215,11 +196,6 @@ def test_an_error_while_restoring_is_that_of_the_dataset(workers):
     _, states, _ = play(make("dataset", workers, batch_size=2))
     with pytest.raises(KeyError, match="no such state"):
         make(Fails(), workers, states[3], batch_size=2)
-    states[3]["parts"]["dataset"] = None
-    if workers:
-        batches = iter(make(Fails(), workers, states[3], batch_size=2))
-        with pytest.raises(KeyError, match="no such state"):
-            next(batches)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -254,22 +230,16 @@ def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
 
 
 def test_a_cached_dataset_passes_on_the_state_of_its_dataset():
-    came, state = [], None
-    for count in (3, 23):
-        with CachedDataset(Counting(), 1, probe=0) as dataset:
-            loader = make(dataset, 2, state, batch_size=4)
-            batches = iter(loader)
-            came += [batch[:, 0] for _, batch in zip(range(count), batches, strict=False)]
-            state = loader.state_dict()
-            del loader, batches
-    assert torch.cat(came).tolist() == list(range(23))
+    with CachedDataset(Counting(), 1, probe=0) as dataset:
+        loader = make(dataset, batch_size=4)
+        next(iter(loader))
+        assert loader.state_dict()["parts"]["dataset"] == {"given": 4}
 
 
 def of_torchdata(dataset, delivered, **options):
     """Return a state of torchdata's loader, and the batches that it delivers after it."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     theirs = torchdata.StatefulDataLoader(dataset, **options)
-    getattr(theirs.sampler, "set_epoch", int)(2)
     batches = iter(theirs)
     list(itertools.islice(batches, delivered))
     state = theirs.state_dict()
@@ -277,11 +247,9 @@ def of_torchdata(dataset, delivered, **options):
 
 
 @pytest.mark.parametrize(("dataset", "workers", "options"), [
-    ("map", 0, lambda: {"batch_size": 3}), ("map", 2, lambda: {"batch_size": 3, "shuffle": True}),
+    ("map", 2, lambda: {"batch_size": 3, "shuffle": True}), ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
     ("map", 0, lambda: {"batch_size": 3, "shuffle": True, "generator": torch.Generator().manual_seed(9)}),
-    ("map", 2, lambda: {"batch_size": 3, "sampler": Secretive(23)}),
-    *((dataset, 0, lambda: {"batch_size": 2}) for dataset in ("iterator", "plain")),
-    *((dataset, 2, lambda: {"batch_size": 2}) for dataset in ("dataset", "plain")),
+    ("iterator", 0, lambda: {"batch_size": 2}), *((name, 2, lambda: {"batch_size": 2}) for name in ("dataset", "plain")),
 ])  # fmt: skip
 def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, workers, options):
     torch.manual_seed(5)
@@ -296,18 +264,3 @@ def test_a_state_of_torchdata_goes_on_as_torchdata_does(dataset, workers, option
     assert len(list(ours)) >= len(rest)
     with pytest.raises(StateError, match="the state of torchdata's StatefulDataLoader is damaged"):
         ours.load_state_dict({"_iterator_finished": False})
-
-
-@pytest.mark.parametrize(("delivered", "workers"), [(3, 2), (6, 0)])
-def test_a_state_of_torchdata_goes_on_in_the_epoch_that_the_user_sets(delivered, workers):
-    options = {"batch_size": 3, "num_workers": workers, "sampler": DistributedSampler(range(23), 1, 0, seed=4)}
-    state, rest = of_torchdata(range(23), delivered, **options)
-    for _ in range(2):  # also in the state of the loader that resumed
-        ours = stocache.DataLoader(range(23), **options | {"sampler": DistributedSampler(range(23), 1, 0, seed=4)})
-        ours.load_state_dict(state)
-        ours.set_epoch(2)
-        batches = iter(ours)
-        next(batches)
-        state = ours.state_dict()
-        assert same(list(batches), rest[1:])
-        rest = rest[1:]

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, SubsetRandomSampler, default_collate
+from torch.utils.data import Subset, SubsetRandomSampler
 
 import stocache
 from stocache import CachedDataset
 from stocache.loader import epochs, iteration
-from stocache.observe.recording.record import COLLATE_NS, MAKE_NS, SAMPLES_MADE
 from stocache.observe.verdict import Verdict
 from tests.support.images import Images, N
 from tests.support.ways import WAYS
@@ -121,27 +120,6 @@ def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
     assert (epoch.wait.p50_s, epoch.wait.p95_s, epoch.wait.max_s) == pytest.approx((0.002, 0.03, 0.03), rel=0.016)
 
 
-class Sleeping(Images):
-    def __getitem__(self, idx):
-        time.sleep(0.002)
-        return super().__getitem__(idx)
-
-
-def sleeping_collate(samples):
-    time.sleep(0.01)
-    return default_collate(samples)
-
-
-@pytest.mark.parametrize("workers", WAYS)
-def test_making_and_collating_are_told_apart_whoever_does_them(workers):
-    loader = stocache.DataLoader(Sleeping(20), 10, collate_fn=sleeping_collate, **WORKERS[workers])
-    list(loader)
-    counted = loader._stocache._record.read()
-    assert (counted.sum(SAMPLES_MADE), counted.batches) == (20, 2)
-    assert counted.sum(MAKE_NS) >= 20 * 2e6
-    assert counted.sum(COLLATE_NS) >= 2 * 10e6
-
-
 def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
     judged = []
     monkeypatch.setattr(epochs, "judge", lambda *both: judged.append(both) or Verdict("source", 0.5, "loading is slow"))
@@ -149,45 +127,32 @@ def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
         loader = stocache.DataLoader(dataset, 5)
         assert loader.stats().verdict is None
         list(loader)
-        verdict = loader.stats().verdict
-        assert str(verdict) == "loading is slow"
-        assert verdict is loader.stats().epochs[0].verdict
+        assert str(loader.stats().verdict) == "loading is slow"
         requests = f"{N} samples requested, 0.0 % from the cache, {N} read from the dataset, {N} newly cached"
-        (line,) = [message for message in caplog.messages if message.startswith("epoch")]
-        assert re.fullmatch(rf"epoch 1: {requests}, \d+\.\d s; loading is slow", line)
+        assert re.search(rf"epoch 1: {requests}, \d+\.\d s; loading is slow", caplog.text)
         stats, facts = judged[0]
         assert (stats.batches, stats.samples, stats.misses, facts.workers, facts.starts_workers) == (10, N, N, 0, False)
         cache = facts.cache()
         assert (cache.fills, cache.filled, cache.dataset_len, cache.sample_bytes) == (N, N, N, dataset.stats().total.slot_bytes)
         assert cache.room_bytes > N * cache.sample_bytes
-        assert not cache.disk
         loader = stocache.DataLoader(dataset, 5, **WORKERS["persistent"])
         assert len(list(loader)) == len(list(loader))
         assert [(facts.starts_workers, facts.persistent) for _, facts in judged[1:]] == [(True, True), (False, True)]
 
 
-def names(*arguments, profiler=torch.profiler.profile, **options):
+def names(*arguments, **options):
     """Return how often each step occurs in the trace of an epoch."""
-    with profiler() as profile:
+    with torch.profiler.profile() as profile:
         assert torch.autograd.profiler._is_profiler_enabled is True  # as spans expect
         list(stocache.DataLoader(*arguments, **options))
-    events = profile.events() if profiler is torch.profiler.profile else profile.function_events
-    found = [event.name for event in events if event.name.startswith("stocache: ")]
+    found = [event.name for event in profile.events() if event.name.startswith("stocache: ")]
     return {name.removeprefix("stocache: "): found.count(name) for name in found}
 
 
 def test_a_trace_names_what_the_main_process_does_and_what_comes_from_workers():
-    for profiler in (torch.profiler.profile, torch.autograd.profiler.profile):
-        seen = names(Images(), 10, profiler=profiler)
-        assert seen == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
+    assert names(Images(), 10) == {"wait for a batch": 6, "collate": 5}  # the last one: the epoch is over
     with CachedDataset(Images(), "3KB") as dataset:
         assert names(dataset, 10)["load samples that are not cached"] >= 5  # batches
         cached = torch.nonzero(dataset.cache.aux_array == 1).ravel().tolist()
         assert names(Subset(dataset, cached), len(cached)) == {"wait for a batch": 2, "gather cached samples": 1}
         assert names(dataset, 10, num_workers=1) == {"wait for a batch": 6, "receive a batch from a worker": 5}
-
-
-def test_ranges_exist_only_while_a_profiler_is_on(monkeypatch):
-    monkeypatch.setattr(torch.autograd.profiler, "record_function", None)
-    with CachedDataset(Images(), 1) as dataset:
-        assert len(list(stocache.DataLoader(dataset, 10))) == 5

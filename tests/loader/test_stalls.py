@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 import stocache
 from stocache import CachedDataset
 from stocache.system import waiting
-from stocache.system.loading.children import StalledError, in_children
 from stocache.system.loading.fallback import in_children_or_here
 from stocache.system.waiting import StallWatch
 from tests.support.processes import wait_until
@@ -93,14 +92,6 @@ def stuck_after(count):
 
 def test_items_that_came_before_the_stall_are_not_repeated():
     assert sorted(in_children_or_here(None, [stuck_after(2), stuck_after(0)])) == sorted([*range(4)] * 2)
-
-
-def test_a_dataset_whose_child_stalled_once_is_not_tried_again():
-    dataset = Doubles()
-    for _ in range(2):
-        with pytest.raises(StalledError):
-            list(in_children([lambda: iter([dataset[0]])], dataset))
-        dataset.pool = None  # else the second child would stall, too
 
 
 def waits(lock, timeout):

@@ -2,7 +2,7 @@
 
 import array
 import collections
-import contextvars
+import dataclasses
 import datetime
 import functools
 import gc
@@ -16,12 +16,11 @@ import struct
 import threading
 import time
 import types
-import uuid
 import weakref
 import zipfile
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from io import BytesIO
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -159,11 +158,9 @@ class Tensors(Records):
         return torch.tensor([super().__getitem__(idx)])
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open, caplog):
+def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, caplog):
     dataset = Tensors(path)
-    if is_open:
-        dataset.file = dataset.open()
+    dataset.file = dataset.open()
     with stocache.CachedDataset(dataset, "1MB", example=torch.tensor([1])) as cached:
         loader = thread_loader(cached, shuffle=True, num_workers=3)
         for _ in range(4):
@@ -175,8 +172,6 @@ def test_cached_samples_are_compared_by_the_thread_of_the_dataset(path, is_open,
 @pytest.mark.parametrize(("make", "name"), [
     (functools.partial(open, mode="wb"), "BufferedWriter"), (functools.partial(zipfile.ZipFile, mode="w"), "ZipFile"),
     (sqlite3.connect, "sqlite3.Connection"), (lambda path: socket.socket(), "socket"),
-    (lambda path: pytest.importorskip("soundfile").SoundFile(path, "w", 8000, 1, format="WAV"), "SoundFile"),
-    (lambda path: pytest.importorskip("cv2").createCLAHE(), "CLAHE"),
     (lambda path: pytest.importorskip("lmdb").open(str(path), subdir=False).begin(), "Transaction"),
 ])  # fmt: skip
 def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
@@ -187,49 +182,33 @@ def test_handles_are_found_wherever_a_dataset_holds_them(make, name, tmp_path):
     getattr(handle, "close", gc.collect)()
     if name in ("BufferedWriter", "socket"):
         assert find_open_handle(Through(handle)) is None
-    function = lambda: unset
-    assert find_open_handle(Through([function, function, None, BytesIO()])) is None
-    unset = None
 
 
 def test_values_of_classes_in_c_are_not_handles():
     values = [
-        re.compile("a"), struct.Struct("i"), {}.keys(), memoryview(b"a"), types.MappingProxyType({}), datetime.datetime.now(),
-        threading.RLock(), weakref.ref(Reader), torch.Size([1]), np.float32(1), array.array("i", [1]), len, np.add,
-        itemgetter(1), contextvars.ContextVar("x"), queue.SimpleQueue(), Settings(), uuid.uuid4(),
+        re.compile("a"), struct.Struct("i"), {}.keys(), memoryview(b"a"), datetime.datetime.now(), threading.RLock(),
+        weakref.ref(Reader), torch.Size([1]), array.array("i", [1]), np.add, itemgetter(1), queue.SimpleQueue(), BytesIO(),
     ]  # fmt: skip
     assert [find_open_handle(Through(value)) for value in values] == [None] * len(values)
 
 
-async def coroutine():
-    pass
-
-
 RUNNING = {
-    "generator": lambda: (idx for idx in range(9)), "iterator": lambda: iter([1, 2]), "cycle": lambda: itertools.cycle([1]),
-    "coroutine": coroutine, "database": lambda: sqlite3.connect(":memory:"),
-    "cursor": lambda: sqlite3.connect(":memory:").cursor(),
+    "generator": lambda: (idx for idx in range(9)), "cycle": lambda: itertools.cycle([1]),
+    "database": lambda: sqlite3.connect(":memory:"), "cursor": lambda: sqlite3.connect(":memory:").cursor(),
 }  # fmt: skip
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("name", RUNNING)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_threads_are_refused_what_is_at_one_place_or_of_another_thread(name, caplog):
+def test_threads_are_refused_what_is_at_one_place_or_of_another_thread(name):
     dataset = Through(int)
     dataset.held = [RUNNING[name]()]
     with pytest.raises(DatasetError, match=r"cannot use Through\.held\[0\], a .* each thread has its own.*multiprocessing"):
         list(thread_loader(dataset))
-    caplog.set_level(logging.INFO, "stocache")
-    assert numbers_of(stocache.DataLoader(dataset, 4, num_workers=2, worker_method="auto")) == list(range(N))
-    assert "chooses 'multiprocessing': threads would share Through.held[0]" in caplog.text
 
 
-def test_a_database_for_all_threads_is_used_in_turns_and_what_has_ended_is_not_in_the_way(caplog):
+def test_a_database_for_all_threads_is_used_in_turns(caplog):
     dataset = Through(int)
-    dataset.ended, dataset.closed = (idx for idx in ()), sqlite3.connect(":memory:")
-    assert list(dataset.ended) == []
-    dataset.closed.close()
     dataset.database = sqlite3.connect(":memory:", check_same_thread=False)
     assert numbers_of(thread_loader(dataset)) == list(range(N))
     assert "one sample at a time" in caplog.text
@@ -268,11 +247,6 @@ def painted(parts, idx):
     return parts[idx].getpixel((0, 0))
 
 
-def set_in_frame(parts, idx):
-    parts.loc[idx, "label"] += 1
-    return int(parts.loc[idx, "label"])
-
-
 def counted(parts, idx):
     parts[idx % len(parts)]["counts"][0] += 1
     return parts[idx % len(parts)]["counts"][0]
@@ -280,10 +254,8 @@ def counted(parts, idx):
 
 CHANGED = {
     "tensors": (lambda: [torch.ones(2, 4) for _ in range(N)], boxes),
-    "arrays": (lambda: tuple(np.ones((2, 4)) for _ in range(N)), boxes),
     "many dicts": (lambda: [{"counts": [0]} for _ in range(5000)], counted),
     "images": (lambda: [pytest.importorskip("PIL.Image").new("L", (2, 2)) for _ in range(N)], painted),
-    "a frame": (lambda: pytest.importorskip("pandas").DataFrame({"label": [0] * N}), set_in_frame),
 }
 
 
@@ -331,11 +303,8 @@ def test_a_large_array_that_is_changed_is_said_once(caplog):
 
 def test_what_is_made_to_be_shared_is_shared_and_what_is_small_is_copied():
     names, module = {str(idx): idx for idx in range(5000)}, torch.nn.Sequential(torch.nn.Linear(1, 1))
-    shared = [
-        threading.Event(), queue.Queue(), threading.Lock(), threading.local(), logging.getLogger("stocache"), names,
-        list(range(100_000)), torch.zeros(1 << 24), torch.arange(N).share_memory_(), ("a", None),
-    ]  # fmt: skip
-    small = [{"a": [1]}, OrderedDict(a=[1]), defaultdict(list, a=[1]), [[1]], ([1],), deque([[1]], 5)]
+    shared = [threading.Event(), queue.Queue(), logging.getLogger("stocache"), names, torch.zeros(1 << 24)]
+    small = [{"a": [1]}, defaultdict(list, a=[1]), [[1]], ([1],), deque([[1]], 5)]
     mine = copy_dataset(Through([*shared, module, *small])).read
     assert [value is copied for value, copied in zip(shared, mine, strict=False)] == [True] * len(shared)
     assert mine[len(shared)] is not module
@@ -346,43 +315,15 @@ def test_what_is_made_to_be_shared_is_shared_and_what_is_small_is_copied():
         assert inner is not inner_of_mine
 
 
-def test_a_copy_is_whole():
-    first, second, count = Reader("a"), Reader("b"), 0
-
-    def counts():
-        nonlocal count
-        count += 1
-        return count, first
-
-    dataset = Through(first)
-    dataset.again, dataset.itself, dataset.pair, dataset.counts = first, dataset, (first, second), counts
-    dataset.method, dataset.function, dataset.part = first.read, lambda: (dataset, first), functools.partial(first.read)
-    dataset.kept = functools.lru_cache(maxsize=4)(first.__getstate__)
-    dataset.kept()
-    mine = copy_dataset(dataset)
-    assert mine is not dataset
-    assert mine.read is mine.again is mine.pair[0] is mine.method.__self__ is mine.part.func.__self__
-    assert mine.kept.__wrapped__.__self__ is mine.read is not first
-    assert (mine.kept.cache_info().currsize, mine.kept.cache_info().maxsize) == (0, 4)  # what it keeps may be open files
-    assert mine.itself is mine
-    assert mine.function() == (mine, mine.read)
-    assert (mine.counts(), count) == ((1, mine.read), 0)
-
-
-Parts = collections.namedtuple("Parts", "name reader")
-
-
 class Settings(dict):
     """A dict whose keys are attributes, and that raises the wrong error."""
 
     __getattr__ = dict.__getitem__
 
 
+@dataclasses.dataclass(slots=True)
 class Slotted:
-    __slots__ = ("__weakref__", "empty", "part")
-
-    def __init__(self, part):
-        self.part = part
+    reader: Reader
 
 
 class MadeOnce:
@@ -394,34 +335,30 @@ class MadeOnce:
         return made
 
 
-HOLDERS = {
-    "namespace": (lambda reader: types.SimpleNamespace(reader=reader), attrgetter("reader")),
-    "set": (lambda reader: {reader}, lambda holder: next(iter(holder))),
-    "default": (lambda reader: lambda idx, reader=reader: reader, lambda holder: holder(0)),
-    "keyword default": (lambda reader: lambda idx, *, reader=reader: reader, lambda holder: holder(0)),
-    "method in C": (lambda reader: [reader].__getitem__, lambda holder: holder(0)),
-    "named tuple": (lambda reader: Parts("a", reader), itemgetter(1)),
-    "deque": (lambda reader: deque(["a", reader], 5), itemgetter(1)),
-    "attributes of a dict": (lambda reader: Settings(reader=reader), itemgetter("reader")),
-    "slot": (Slotted, attrgetter("part")), "own new": (MadeOnce, lambda holder: holder.extra[0]),
-}  # fmt: skip
+Pair = collections.namedtuple("Pair", "name reader")
 
 
-@pytest.mark.parametrize("name", HOLDERS)
-def test_what_lies_in_a_holder_is_copied(name):
-    hold, read = HOLDERS[name]
-    reader = Reader("a")
-    holder = hold(reader)
-    mine = copy_dataset(Through(holder)).read
-    assert type(mine) is type(holder)
-    assert read(holder) is reader
-    assert read(mine) is not reader
-    assert read(mine).path == "a"
-    assert find_open_handle(Through(holder)) is None
-    if name == "deque":
-        assert mine.maxlen == 5
-    if name == "slot":
-        assert not hasattr(mine, "empty")
+def test_a_copy_is_whole():
+    first, second = Reader("a"), Reader("b")
+    dataset = Through(first)
+    dataset.again, dataset.itself, dataset.pair, dataset.method = first, dataset, (first, second), first.read
+    dataset.function, dataset.part = lambda: (dataset, first), functools.partial(first.read)
+    dataset.kept = functools.lru_cache(maxsize=4)(first.__getstate__)
+    dataset.kept()
+    dataset.namespace, dataset.default = types.SimpleNamespace(reader=first), lambda idx, *, reader=first: reader
+    dataset.holders = [Pair("a", first), Settings(reader=first), Slotted(first), MadeOnce(first)]
+    mine = copy_dataset(dataset)
+    assert mine is not dataset
+    assert mine.read is mine.again is mine.pair[0] is mine.method.__self__ is mine.part.func.__self__
+    assert mine.kept.__wrapped__.__self__ is mine.read is not first
+    assert (mine.kept.cache_info().currsize, mine.kept.cache_info().maxsize) == (0, 4)  # what it keeps may be open files
+    assert mine.itself is mine
+    assert mine.function() == (mine, mine.read)
+    named, settings, slotted, made = mine.holders
+    assert mine.namespace.reader is mine.default(0) is named.reader is settings["reader"] is mine.read
+    assert slotted.reader is made.extra[0] is mine.read
+    assert list(map(type, mine.holders)) == list(map(type, dataset.holders))
+    assert find_open_handle(dataset) is None
 
 
 class Closes(Reader):
@@ -434,31 +371,9 @@ class Closes(Reader):
 
 def test_what_says_so_or_would_close_the_file_of_the_users_is_not_copied(path):
     owner, safe, unsafe = Closes(path), Reader(path), Reader(path)
-    assert copy_dataset(Through(owner)).read is owner  # whatever it owns: a copy would let go of that when it dies
+    safe.thread_safe, unsafe.thread_safe = True, False
+    copied = [copy_dataset(Through(each)).read is not each for each in (owner, safe, unsafe)]
+    assert copied == [False, False, True]  # whatever the owner has: a copy would let go of that when it dies
     assert "Closes" in find_open_handle(Through(owner))
-    owner.thread_safe = True
-    assert find_open_handle(Through(owner)) is None
-    for each, safety in ((safe, True), (unsafe, False)):
-        each.thread_safe, each.file = safety, each.open()
-        assert (copy_dataset(Through(each)).read is each) == safety
     assert find_open_handle(Through(safe)) is None
-    unsafe.file = None
     assert "Reader" in find_open_handle(Through(unsafe))  # one thread at a time may use it
-    unsafe.thread_safe = None
-    assert find_open_handle(Through(unsafe)) is None
-
-
-@pytest.mark.parametrize("count", [3, 40_000])
-@pytest.mark.parametrize("base", [dict, OrderedDict, defaultdict, list])
-def test_subclasses_of_containers_are_copied_whole_and_by_none_of_their_methods(base, count):
-    class Squares(base):
-        __setitem__ = append = extend = __len__ = __copy__ = __reduce_ex__ = None
-
-    value = Squares()
-    for idx in range(count):
-        list.append(value, [idx]) if base is list else base.__setitem__(value, idx, [idx])
-    value.name = "squares"
-    mine = copy_dataset(Through(value)).read
-    assert (mine, mine.name, type(mine)) == (value, "squares", type(value))
-    assert mine is not value
-    assert (mine[0] is value[0]) == (count > 3)

@@ -10,10 +10,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import stocache
 from stocache import CachedDataset, SampleSeed
-from stocache.loader.sample_seed import is_pure
+from stocache.loader.threads import crew
 from tests.support.equality import same
 from tests.support.processes import wait_until
-from tests.support.resuming import Counting
 
 N = 30
 
@@ -71,7 +70,7 @@ HOOK = SampleSeed(7, hooks=(random.seed,))
 
 @pytest.mark.linux
 @pytest.mark.parametrize(("make", "options", "seed"), [
-    (Draws, {}, 7), (Draws, BY_HAND, HOOK), (DrawsTogether, {"collate_fn": collate}, 7), (DrawsTogether, {}, HOOK),
+    (Draws, BY_HAND, HOOK), (DrawsTogether, {"collate_fn": collate}, 7),
 ])  # fmt: skip
 def test_sample_seed_gives_the_samples_of_processes(make, options, seed):
     threads, processes = loaders(make, sample_seed=seed, **options)
@@ -109,10 +108,6 @@ class Stream(IterableDataset):
         return iter(torch.arange(info.id, N, info.num_workers, dtype=torch.float32))
 
 
-def draw_one(sample):
-    return sample + torch.rand(1)
-
-
 def seed_all(worker):
     random.seed(torch.initial_seed() % 2**32)
     np.random.seed(torch.initial_seed() % 2**32)
@@ -120,9 +115,9 @@ def seed_all(worker):
 
 COLLATES = [
     (Numbers, draw, {}), (Draws, draw, {"worker_init_fn": seed_all}), (Counted, Counted.collate, {"prefetch_factor": 1}),
-    (Numbers, draw_one, {"batch_size": None}), (Numbers, draw, {"sample_seed": 5}),
-    (Draws, collate, {}), (DrawsTogether, None, {"shuffle": True, "persistent_workers": True}), (Stream, draw, {}),
-    (Counting, None, {"batch_size": None}), (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
+    (Numbers, draw, {"sample_seed": 5}),
+    (DrawsTogether, None, {"shuffle": True, "persistent_workers": True}), (Stream, draw, {}),
+    (Own, None, {"prefetch_factor": 4, "num_workers": 3}),
 ]  # fmt: skip
 
 
@@ -158,13 +153,6 @@ class Global(Draws):
         return idx + torch.rand(2)
 
 
-def test_functions_that_return_the_samples_give_the_same_batches_in_any_thread():
-    assert [is_pure(function) for function in (list, tuple, dict, None)] == [True, True, False, False]
-    for function in (list, tuple, lambda batch: batch, lambda batch: batch[0]):
-        expected = list(torch.utils.data.DataLoader(range(N), 4, collate_fn=function))
-        assert list(stocache.DataLoader(range(N), 4, collate_fn=function, num_workers=2, worker_method="thread")) == expected
-
-
 def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
     dataset = Global()
     loader = stocache.DataLoader(dataset, batch_size=N, num_workers=1, worker_method="thread")
@@ -174,3 +162,21 @@ def test_samples_that_draw_from_the_global_generators_are_told_once(caplog):
         dataset.crew = iterator._batches._maker.crew
         assert len(list(iterator)) == 1
     assert caplog.text.count("global random number generators") == 1
+
+
+class Held(Draws):
+    """Its first sample comes once the other, which draws after it, is told of."""
+
+    thread_safe, is_told = True, None
+
+    def __getitem__(self, idx):
+        assert idx or wait_until(self.is_told)
+        return super().__getitem__(idx)
+
+
+def test_a_sample_that_waits_long_for_its_turn_to_draw_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(crew, "_LONG_S", 0)
+    dataset = Held()
+    dataset.is_told = lambda: "holds a lock while it draws" in caplog.text
+    assert len(list(stocache.DataLoader(dataset, batch_size=2, num_workers=2, worker_method="thread"))) == N // 2
+    assert caplog.text.count("has waited 0 s for its random numbers") == 1

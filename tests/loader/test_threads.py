@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, RandomSampler, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, RandomSampler, Subset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stocache
@@ -59,35 +59,9 @@ def numbers(idx):
 
 
 def test_datasets_that_make_samples_together_or_do_not():
-    made, together = Made(numbers), MadeTogether(numbers)
-    made.__getitems__ = None
-    for dataset in (made, together, Subset(Made(numbers), range(3, 17)), ConcatDataset([made, together])):
+    for dataset in (Subset(Made(numbers), range(3, 17)), ConcatDataset([Made(numbers), MadeTogether(numbers)])):
         agree_with_torch(dataset, batch_size=4)
         assert not any(tensor.is_shared() for tensor in next(iter(thread_loader(dataset)))["tensors"])
-
-
-def test_samples_without_batches_are_the_objects_themselves():
-    made = [object() for _ in range(9)]
-    came = list(thread_loader(Made(made.__getitem__, 9), batch_size=None))
-    batches = list(thread_loader(Made(made.__getitem__, 9), batch_size=4, collate_fn=tuple))
-    assert came == list(itertools.chain(*batches)) == made
-
-
-def vary(sample):
-    return {"part": sample[0][:, : 1 + sample[1] % 5], "idx": sample[1]}
-
-
-@pytest.mark.linux
-def test_cached_datasets_with_a_transform_or_varying_samples_give_the_same_batches():
-    for source, transform in ((Images(), vary), (Made(lambda idx: vary(Images()[idx]), N), None)):
-        with CachedDataset(source, 1, transform=transform) as dataset:
-            agree_with_torch(dataset, batch_size=6, shuffle=True, collate_fn=list)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        info = get_worker_info()
-        yield from range(info.id, 25 + info.id * 7, info.num_workers)
 
 
 def test_a_graph_of_datapipes_gets_worker_processes(caplog):
@@ -111,15 +85,12 @@ class Gated(Images):
         return super().__getitem__(idx)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.uint16])
-def test_a_batch_has_a_storage_of_its_own(dtype):
-    source = Made(lambda idx: torch.full((300,), idx).to(dtype), 64)
-    expected = torch.stack([source[idx] for idx in range(64)]).view(torch.uint8).chunk(8)
+def test_a_batch_has_a_storage_of_its_own():
+    source = Made(lambda idx: torch.full((300,), idx, dtype=torch.bfloat16), 64)
     with CachedDataset(source, 1, probe=4) as dataset:
         loader = thread_loader(dataset, batch_size=8)
-        for batch, values in zip([*loader, *loader], [*expected, *expected], strict=True):
-            assert (batch.dtype, batch.untyped_storage().nbytes()) == (dtype, batch.nbytes)
-            assert torch.equal(batch.view(torch.uint8), values)
+        for batch in [*loader, *loader]:
+            assert (batch.dtype, batch.untyped_storage().nbytes()) == (torch.bfloat16, batch.nbytes)
 
 
 def look(idx):
@@ -142,8 +113,6 @@ def test_worker_info_is_that_of_the_thread_and_is_none_elsewhere():
             assert other.submit(elsewhere).result() == elsewhere() == (None, None)
     seed = min(each[2] for each in began)
     assert sorted(began) == [(number, 2, seed + number, "thread", True, 40) for number in range(2)]
-    method = Made(lambda idx: get_worker_info().worker_method)
-    assert set(itertools.chain(*torch.utils.data.DataLoader(method, num_workers=1))) == {"multiprocessing"}
 
 
 def failing(error, at=13):
@@ -184,8 +153,7 @@ def refuse_one(samples):
 
 
 @pytest.mark.parametrize(("dataset", "options"), [
-    (Images(), {"collate_fn": refuse_one}),
-    (Made(failing(ValueError("wrong")), 30), {}), (MadeTogether(failing(StopIteration("end")), 30), {}),
+    (Images(), {"collate_fn": refuse_one}), (MadeTogether(failing(StopIteration("end")), 30), {}),
     (Made(draws, 40), {"batch_size": 10}),  # other samples of the batch wait for their turn to draw
     (Images(), {"batch_size": 2, "sampler": Breaks(Images())}),
 ])  # fmt: skip
@@ -202,9 +170,9 @@ def test_errors_of_collate_fn_and_the_first_of_a_batch_are_raised():
     two = lambda idx: failing(KeyError("later"), 7)(failing(ValueError("first"), 4)(idx))
     with pytest.raises(ValueError, match="first"):
         list(thread_loader(Made(two), batch_size=20, num_workers=4))
-    for dataset in (Images(), Stream()):
-        with pytest.raises(ValueError, match=r"(?s)in DataLoader worker thread .*wrong"):
-            list(thread_loader(dataset, collate_fn=fail))
+    for dataset, function, message in ((Images(), fail, "wrong"), (Made(torch.zeros), None, "equal size")):
+        with pytest.raises((ValueError, RuntimeError), match=rf"(?s)in DataLoader worker thread .*{message}"):
+            list(thread_loader(dataset, batch_size=2, collate_fn=function))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -222,30 +190,13 @@ def test_errors_of_worker_init_fn_are_raised_also_if_all_is_cached(persistent):
 def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
     with pytest.raises(WorkerError, match=r"sys\.exit\(3\)"):
         list(thread_loader(Made(failing(SystemExit(3)))))
-    with pytest.raises(WorkerError, match=r"sys\.exit"):
-        list(thread_loader(Images(), worker_init_fn=failing(SystemExit(0), 1)))
 
 
-def test_wrong_indices_are_refused():
+def test_a_wrong_index_is_an_error_in_the_place_of_its_batch_also_if_all_is_cached():
     with CachedDataset(Images(), 1, audit=0) as dataset:
         dataset.warm(progress=False)
-        for indices in ([1.5, 2], [N, 1], [0, None]):
-            first, (error, _), end = came(thread_loader(dataset, batch_sampler=[[1, 2], indices]))
-            assert (first[1].tolist(), end) == ([1, 2], "")
-            with pytest.raises((SampleIndexError, TypeError), match=r".") as expected:
-                dataset.__getitems__(indices)
-            assert error is expected.type
-
-
-def test_a_cache_that_is_closed_early_is_told():
-    source = Gated()
-    dataset = CachedDataset(source, 1, example=Images()[0])
-    iterator = iter(thread_loader(dataset, batch_size=2))
-    next(iterator)
-    dataset.close()
-    source.gate.set()
-    with pytest.raises(stocache.ClosedError, match="the cache is closed"):
-        list(iterator)
+        first, (error, _), end = came(thread_loader(dataset, batch_sampler=[[1, 2], [N, 1]]))
+        assert (first[1].tolist(), error, end) == ([1, 2], SampleIndexError, "")
 
 
 def test_a_slow_sample_delays_only_its_own_batch():
@@ -300,36 +251,39 @@ def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
         source.gate.set()
 
 
-@pytest.mark.parametrize(("dataset", "persistent"), [(Images(), False), (Images(), True), (Stream(), False)])
-def test_an_iterator_that_is_dropped_or_broken_off_leaves_no_thread(dataset, persistent):
-    loader = thread_loader(dataset, persistent_workers=persistent)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_that_is_dropped_or_broken_off_leaves_no_thread(persistent):
+    loader = thread_loader(Images(), persistent_workers=persistent)
     next(iter(loader))
     iterator = iter(loader)
     next(iterator)
     assert len(workers()) >= 2
     del iterator, loader
     wait_until(lambda: not workers())  # without the garbage collector
-    iterator = iter(thread_loader(dataset))
+    iterator = iter(thread_loader(Images()))
     list(iterator)
     assert not workers()
     with pytest.raises(StopIteration):
         next(iterator)
 
 
-def test_persistent_threads_serve_all_epochs():
-    loader = thread_loader(Made(lambda idx: threading.get_ident(), 50), persistent_workers=True)
-    seen = {name for _ in range(3) for batch in loader for name in batch.tolist()}
-    assert len(seen) <= 2 == len(workers())
-
-
-def test_more_threads_than_samples():
-    agree_with_torch(Images(3), num_workers=9, batch_size=2)
-    agree_with_torch(Images(0), num_workers=3)
-
-
 def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"worker_method must be one of .*'thread', 'auto', got 'fibre'"):
         stocache.DataLoader(Images(), num_workers=2, worker_method="fibre")
+
+
+def test_threads_that_cannot_start_are_an_error(monkeypatch):
+    left, start = [None] * 3, threading.Thread.start
+
+    def start_if_few(thread):
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_few)
+    with pytest.raises(WorkerError, match=r"cannot start worker thread 3 of 20: can't start new thread"):
+        iter(thread_loader(Images(), num_workers=20))
 
 
 def drawn(idx):
@@ -341,23 +295,3 @@ def test_epochs_that_are_left_early_do_not_wait_for_batches_that_were_dropped():
         loader = thread_loader(dataset, batch_size=1, num_workers=1, prefetch_factor=4, persistent_workers=True)
         for _ in range(10):
             assert next(iter(loader)).shape == (1, 1000)
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_if_threads_cannot_start_the_loader_writes_to_the_disk_and_workers_are_an_error(count, monkeypatch, tmp_path):
-    left, start = [None] * count, threading.Thread.start
-
-    def start_if_few(thread):
-        if not left:
-            raise RuntimeError("can't start new thread")
-        left.pop()
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_if_few)
-    if count:
-        with pytest.raises(WorkerError, match=r"cannot start worker thread 3 of 20: can't start new thread"):
-            iter(stocache.DataLoader(Images(), num_workers=20, worker_method="thread"))
-        return
-    with CachedDataset(Images(), "20KB", disk=tmp_path / "disk", disk_limit="1MB", fingerprint="v1") as dataset:
-        assert same([dataset[idx] for idx in range(50)], [Images()[idx] for idx in range(50)])
-        assert dataset.stats().disk.filled == 50

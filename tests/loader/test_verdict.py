@@ -91,13 +91,6 @@ def test_workers_are_suggested_only_if_they_are_sure_to_help(epoch, cache):
     assert not re.search(r"num_workers=[1-9]", found), found
 
 
-def test_no_more_than_twice_as_many_workers_as_now_are_suggested_however_long_they_wait():
-    for workers, suggested in ((0, 2), (2, 4), (4, 8)):
-        many = max(1, workers)
-        epoch = facts(make_s=4.5 * many, collate_s=5.0 * many, waited_s=9.5, cpu=0.03, cache=None, workers=workers)
-        assert f"num_workers={suggested} would" in judge(*epoch).text
-
-
 def test_nothing_is_said_where_nothing_waits():
     too_short = facts(make_s=0.01, waited_s=0.009, seconds=0.01)  # to tell
     for epoch in (facts(make_s=16.0, waited_s=0.4), too_short, facts(batches=0, samples=0), facts(seconds=0.0, waited_s=0.0)):

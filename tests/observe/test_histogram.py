@@ -29,6 +29,5 @@ def test_bounds_are_those_of_the_buckets_and_the_outermost_hold_what_is_beyond()
     bounds_ns = np.rint(1e9 * BOUNDS_S).astype(int).tolist()
     assert [bucket_of(bound - 1) for bound in bounds_ns] == list(range(BUCKETS))
     assert [bucket_of(bound) for bound in bounds_ns[:-1]] == list(range(1, BUCKETS))
-    assert [bucket_of(duration_ns) for duration_ns in (-5, 0, 256)] == [0] * 3
-    assert [bucket_of(duration_ns) for duration_ns in (2**42 - 1, 10**15, 10**30)] == [BUCKETS - 1] * 3
+    assert (bucket_of(-5), bucket_of(10**30)) == (0, BUCKETS - 1)
     assert Distribution.of(np.zeros(BUCKETS, np.int64), 0) == EMPTY_DISTRIBUTION == Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0)

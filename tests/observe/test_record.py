@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from stocache.observe.recording import record as recording
-from stocache.observe.recording.histogram import BUCKETS
 from stocache.observe.recording.record import TimingRecord
 from stocache.shm import registry
 from stocache.shm.layout import Layout
@@ -78,16 +77,10 @@ def test_loads_are_not_part_of_the_step_in_which_they_happen(monkeypatch):
     advance(7)
     row.add_loads([0.004] * 10)  # counted by numpy
     row.add_collating()
-    advance(9)
-    row.begin_step()
-    advance(3)
-    row.add_making(4)
-    row.add_collating()
     counted = record.read()
-    # in the 7 ms of collating, 40 ms of loads were noted
-    words = "LOAD_NS", "MAKE_NS", "COLLATE_NS", "SAMPLES_MADE"
-    assert [counted.sum(getattr(recording, word)) for word in words] == [60_000_000, 33_000_000, 0, 8]
-    assert counted.distribution(recording.LOAD_NS).count == 11
+    assert (counted.sum(recording.LOAD_NS), counted.sum(recording.MAKE_NS)) == (60_000_000, 30_000_000)
+    assert counted.sum(recording.COLLATE_NS) == 0  # in 7 ms, 40 ms of loads were noted
+    assert (counted.sum(recording.SAMPLES_MADE), counted.distribution(recording.LOAD_NS).count) == (4, 11)
 
 
 @pytest.mark.linux
@@ -104,20 +97,3 @@ def test_a_named_record_is_read_by_another_process_and_ends_with_its_loader():
     assert np.array_equal(recording.read_named(fd, Layout.read(fd)).rows, record.read().rows)
     del record
     assert not os.path.exists(folder)
-
-
-@pytest.mark.linux
-def test_a_forged_record_is_refused_or_overflows_nothing(tmp_path):
-    row = recording.TIMING_ROW_WORDS * 8
-    assert recording.TIMING_ROW_WORDS == 16 + 4 * BUCKETS
-    with (tmp_path / "forged").open("w+b") as file:
-        for nbytes in (row - 8, 0, row * 10**7):
-            with pytest.raises(ValueError, match="is not the record"):
-                recording.read_named(file.fileno(), Layout(nbytes, 0, 4096))
-        layout = Layout(3 * row, 0, 4096)
-        os.pwrite(file.fileno(), b"\xff\x7f" * (layout.control_bytes // 2), layout.control_at)
-        counted = recording.read_named(file.fileno(), layout)
-        assert counted.distribution(recording.LOAD_NS).count > 0
-        assert counted.sum(recording.SAMPLES_MADE) >= 0
-        with pytest.raises(ValueError, match="was cut"):
-            recording.read_named(file.fileno(), Layout(5 * row, 0, 4096))

@@ -1,6 +1,6 @@
 """Detection as in torchvision's tutorial: images of varying size, targets as dicts of boxes, labels and masks.
 
-The classes up to `PennFudanDataset` are those of torchvision.tv_tensors, shortened: tensors that know their format and canvas.
+The classes up to `BoundingBoxes` are those of torchvision.tv_tensors, shortened: boxes know their format and canvas.
 """
 
 import enum
@@ -12,19 +12,14 @@ from torch.utils.data import Dataset
 
 from tests.programs.running import epochs
 
+BoundingBoxFormat = enum.Enum("BoundingBoxFormat", "XYXY")
+
 
 class TVTensor(torch.Tensor):
-    def __new__(cls, data):
-        return torch.as_tensor(data).as_subclass(cls)
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
-            output = func(*args, **(kwargs or {}))
-        if func in (torch.Tensor.clone, torch.Tensor.to, torch.Tensor.detach) and isinstance(args[0], cls):
-            output = output.as_subclass(cls)
-            vars(output).update(vars(args[0]))
-        return output
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            return func(*args, **(kwargs or {}))
 
 
 class Image(TVTensor): ...
@@ -33,15 +28,13 @@ class Image(TVTensor): ...
 class Mask(TVTensor): ...
 
 
-class BoundingBoxFormat(str, enum.Enum):
-    XYXY = "XYXY"
+class BoundingBoxes(TVTensor): ...
 
 
-class BoundingBoxes(TVTensor):
-    def __new__(cls, data, *, format, canvas_size):
-        boxes = super().__new__(cls, data)
-        boxes.format, boxes.canvas_size = BoundingBoxFormat(format), tuple(canvas_size)
-        return boxes
+def make_boxes(data, canvas_size):
+    boxes = data.as_subclass(BoundingBoxes)
+    boxes.format, boxes.canvas_size = BoundingBoxFormat.XYXY, tuple(canvas_size)
+    return boxes
 
 
 class PennFudanDataset(Dataset):
@@ -57,11 +50,11 @@ class PennFudanDataset(Dataset):
         masks = (mask == obj_ids[:, None, None]).to(dtype=torch.uint8)
         boxes = torch.stack([extent(part) for part in masks]) if len(masks) else torch.zeros((0, 4))
         img = torch.from_numpy(img).permute(2, 0, 1)
-        img = Image(img if self.permuted else img.contiguous())
-        boxes = BoundingBoxes(boxes, format="XYXY", canvas_size=img.shape[-2:])
+        img = (img if self.permuted else img.contiguous()).as_subclass(Image)
+        boxes = make_boxes(boxes, img.shape[-2:])
         area = (boxes[:, 3] - boxes[:, 1]) * (boxes[:, 2] - boxes[:, 0])
         labels, iscrowd = torch.ones(len(obj_ids), dtype=torch.int64), torch.zeros(len(obj_ids), dtype=torch.int64)
-        return img, dict(boxes=boxes, masks=Mask(masks), labels=labels, image_id=idx, area=area, iscrowd=iscrowd)  # noqa: C408
+        return img, dict(boxes=boxes, masks=masks.as_subclass(Mask), labels=labels, image_id=idx, area=area, iscrowd=iscrowd)  # noqa: C408
 
     def __len__(self):
         return len(self.imgs)
@@ -79,9 +72,10 @@ def random_flip(sample):
         return img, target
     boxes = target["boxes"]
     assert (boxes.canvas_size, boxes.format) == (tuple(img.shape[-2:]), BoundingBoxFormat.XYXY)
-    flipped = boxes.clone()
+    flipped = boxes.as_subclass(torch.Tensor).clone()
     flipped[:, [0, 2]] = img.shape[-1] - boxes[:, [2, 0]]
-    return Image(img.flip(-1)), {**target, "boxes": flipped, "masks": Mask(target["masks"].flip(-1))}
+    masks = target["masks"].flip(-1).as_subclass(Mask)
+    return img.flip(-1).as_subclass(Image), {**target, "boxes": make_boxes(flipped, boxes.canvas_size), "masks": masks}
 
 
 def make(root, count=30):

@@ -124,13 +124,11 @@ REFUSED = [
     (lambda: started(Threaded(graphs.dispatched(), square)), GraphError, "a pipe with a thread of its own reads dispatched"),
     (lambda: started(source().sharding_round_robin_dispatch(by_ranks)), GraphError, "dispatched to the workers of one rank"),
     (lambda: iter(DataLoader2(None)), GraphError, "has no graph"),
-    (lambda: DataLoader2([1, 2]), GraphError, "expected an IterDataPipe or MapDataPipe, got list"),
     (lambda: DataLoader2(source(), graphs.fails_at_once), HomemadeError, "at once"),
     (lambda: many(num_workers=-1), ValueError, "num_workers=-1 must be an integer"),
-    (lambda: many(worker_prefetch_cnt=-1), ValueError, "worker_prefetch_cnt=-1 must be"),
-    (lambda: many(main_prefetch_cnt=1.5), ValueError, "main_prefetch_cnt=1.5 must be"),
     (lambda: many(multiprocessing_context="thread"), ValueError, "Use one of fork"),
-    (lambda: InProcessReadingService(-1), ValueError, "prefetch_cnt=-1 must be an integer of 0 or more"),
+    (lambda: iter(DataLoader2(source(), None, reading.DistributedReadingService())), RuntimeError, "is not initialized"),
+    (lambda: list(source().fullsync()), RuntimeError, "fullsync needs torch.distributed"),
 ]
 
 
@@ -207,16 +205,14 @@ def test_tensors_come_through_the_ring_unchanged(divide, monkeypatch):
     assert received
 
 
-def test_there_is_one_iterator_at_a_time_and_attributes_of_the_pipes_iterator_are_found():
+def test_there_is_one_iterator_at_a_time():
     with loader(source().sharding_filter(), 2) as dataloader:
         old = iter(dataloader)
         assert next(old) == 0
         new = iter(dataloader)
         with pytest.raises(GraphError, match="this iterator has been invalidated"):
             next(old)
-        assert new.close is not None
-        with pytest.raises(AttributeError, match="nothing_there"):
-            new.nothing_there  # noqa: B018
+        assert new.close is not None  # an attribute of the pipe's iterator
         assert list(new) == ALL
 
 
@@ -232,10 +228,6 @@ def test_a_limit_pauses_until_resumed(workers):
         iterator.limit(None)
         iterator.resume()
         assert list(iterator) == [8, 9]
-        with pytest.warns(UserWarning, match="not paused, so there is nothing to resume"):
-            iterator.resume()
-        with pytest.raises(ValueError, match="num_batches=0 is less than 1"):
-            iterator.limit(0)
 
 
 sharded, caught = source().sharding_filter(), "(?s)Caught {} in {} process.*Original Traceback.*{}".format
@@ -308,18 +300,17 @@ def test_a_loader_that_is_dropped_leaves_nothing():
         assert workers_alive() == []
 
 
-@pytest.mark.parametrize(("on_change", "workers"), [("uncached", 2), ("raise", 0), ("keep", 0)])
+@pytest.mark.parametrize(("on_change", "workers"), [("uncached", 2), ("raise", 0)])
 def test_a_map_that_has_changed_is_found_before_its_old_results_are_served(on_change, workers, tmp_path):
     path = tmp_path / "factor"
     path.write_text("1")
     graph = source().map(lambda value: value * int(path.read_text())).shuffle().sharding_filter()
     caching, options = reading.CachingReadingService(1, on_change=on_change), FORK if workers else {}
     with loader(graph, workers, 5, caching, **options) as dataloader:
-        assert sorted(map(int, dataloader)) == list(range(COUNT))
+        assert sorted(map(int, dataloader)) == ALL
         path.write_text("3")
         if on_change == "raise":
             with pytest.raises(DatasetError, match="differs from the cached sample"):
                 list(dataloader)
         else:
-            expected = [number * (3 if on_change == "uncached" else 1) for number in range(COUNT)]
-            assert sorted(map(int, dataloader)) == expected
+            assert sorted(map(int, dataloader)) == [3 * number for number in ALL]

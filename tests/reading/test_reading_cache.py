@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper, Mapper
 
-from stocache.errors import DatasetError, DiskError, LimitError, SampleIndexError
+from stocache.errors import DatasetError, DiskError, SampleIndexError
 from stocache.reading import CachingReadingService, SharedCacher, find_dps, traverse_dps
 from tests.support import graphs
 from tests.support.graphs import COUNT, WARNINGS, Counting, elements, no_third, noise, numbers, source, square, tensor
@@ -123,14 +123,13 @@ def test_a_key_function_finds_elements_wherever_they_come_from(count, workers):
     assert count.taken() == COUNT
 
 
-@pytest.mark.parametrize("options", [{"key_fn": lambda value: COUNT - 1 - value}, {"name": "reading-test"}])
-def test_the_cache_of_a_service_may_have_a_key_function_or_a_name(count, options):
-    with cached(source().map(count).shuffle(), **options) as kept:
+def test_the_cache_of_a_service_may_have_a_name(count):
+    with cached(source().map(count).shuffle(), name="reading-test") as kept:
         found = [elements(kept), elements(kept)]
         assert found[0] != found[1]
-        with cached(source().map(count).shuffle(), **options) as dataloader:
+        with cached(source().map(count).shuffle(), name="reading-test") as dataloader:
             assert [elements(dataloader), elements(dataloader)] == found
-    assert count.taken() == (COUNT if "name" in options else 2 * COUNT)
+    assert count.taken() == COUNT
 
 
 def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_delivered_whole():
@@ -143,11 +142,8 @@ def test_what_cannot_be_cached_and_a_source_that_is_longer_than_it_said_are_deli
 
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: source().filter(no_third).shared_cache(int), DatasetError, "needs the number of keys"),
-    (lambda: source().shared_cache(int, -1), LimitError, "size_limit_gib"),
     (lambda: list(source().shared_cache(lambda value: COUNT, 0.01)), SampleIndexError, "40"),
     (lambda: list(source().shared_cache(str, 0.01)), TypeError, "integer"),
-    (lambda: iter(cached(source().map(square).shuffle(), limit="much")), LimitError, "size_limit_gib"),
-    (lambda: source().map(tensor).shared_cache(int, 0, disk="/d"), LimitError, "disk and disk_limit go together"),
     (lambda: run(source().map(tensor), **options_of(__file__)), DiskError, r"Not a directory\. Give a folder"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(make, error, message):

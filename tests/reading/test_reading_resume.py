@@ -1,8 +1,6 @@
 """A state taken after any element, in any service and epoch: the rest and the epochs after it are those of one run."""
 
-import base64
 import itertools
-import pickle
 import random
 from itertools import islice
 
@@ -76,15 +74,9 @@ def test_the_rest_is_that_of_one_run_also_with_another_number_of_workers_where_t
     assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
 
 
-@pytest.mark.parametrize(
-    ("graph", "seed"),
-    [
-        (lambda: source(6).shuffle().sharding_filter().map(square).filter(no_third), None),
-        (lambda: graphs.dispatched(8).map(noise).batch(3), 5),
-    ],
-)
-def test_every_position_can_be_resumed_and_the_next_epoch_follows(graph, seed):
-    with loader(graph(), 2, seed) as dataloader:
+def test_every_position_can_be_resumed_and_the_next_epoch_follows():
+    graph = graphs.dispatched(8).map(noise).batch(3)
+    with loader(graph, 2, seed=None) as dataloader:
         first, states = elements(dataloader), [(through_json(dataloader.state_dict()), torch.get_rng_state())]
         second = []
         for element in dataloader:
@@ -95,7 +87,7 @@ def test_every_position_can_be_resumed_and_the_next_epoch_follows(graph, seed):
     for position, (state, of_torch) in enumerate(states):
         graphs.numbers(99)
         torch.set_rng_state(of_torch)
-        with loader(graph(), 2, seed=None) as dataloader:
+        with loader(graph, 2, seed=None) as dataloader:
             dataloader.load_state_dict(state)
             assert [elements(dataloader), elements(dataloader)] == [second[position:], third]
 
@@ -107,9 +99,6 @@ def test_what_was_resumed_can_be_broken_off_again(name, workers):
     graphs.numbers(99)
     with loader(GRAPHS[name](), workers, seed=None) as dataloader:
         dataloader.load_state_dict(state)
-        again = dataloader.state_dict()
-        again["parts"]["graph"] = state["parts"]["graph"]  # the pickle of a shuffle holds a generator, which is set later
-        assert again == state
         iter(dataloader)
         iterator = iter(dataloader)  # nothing was taken, so it is the same epoch
         list(islice(iterator, 5))
@@ -194,52 +183,23 @@ class Plain(reading.ReadingServiceInterface):
         return datapipe.map(str)
 
 
-def test_what_is_not_a_state_or_belongs_to_another_graph_or_service_is_refused():
+def test_a_state_of_another_graph_or_service_is_refused():
     state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
     with DataLoader2(source(), reading_service=SequentialReadingService(InProcessReadingService())) as dataloader:
         next(iter(dataloader))
         of_one = dataloader.state_dict()
-    load = DataLoader2(source()).load_state_dict
-    restore = InProcessReadingService().restore
     resume = lambda service: list(DataLoader2.from_state(of_one, service))
     two = SequentialReadingService(Plain(), InProcessReadingService())
     for call, arguments, message in (
-        *((load, [bad], "is not a state of a DataLoader2") for bad in (None, [1], {}, {"what": "DataLoader", "version": 2})),
-        (load, [{"version": 1, "dropped": 0}], "reads states of version 2, and this state has version 1"),
         (resumed, [GRAPHS["filtered"], 0, state, 0], r"with graph \['Mapper.*; this one has \['Filter"),
         (resumed, [GRAPHS["shuffled"], 0, changed(state, ("position", "delivered"), 6), 0], "6 elements .* are made from 6"),
-        (restore, [source(), "{"], "the checkpoint of a InProcessReadingService is damaged"),
-        (restore, [source(), None], "is damaged"), (restore, [source(), b"7"], "is not a"),
         (DataLoader2.from_state, [changed(state, ("parts", "graph"), state["parts"]["graph"][:40])], "cannot be unpickled"),
         (resume, [InProcessReadingService()], "is not a state of a reading service"),
         (resume, [two], "belongs to 1 reading services .*, but here are 2"),
         (resume, [Plain()], "Plain keeps no position"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(StateError, match=message):
             call(*arguments)
-
-
-ran = []
-
-
-class Running:
-    def __reduce__(self):
-        return exec, (f"from {__name__} import ran; ran.append(1)",)
-
-
-def test_a_loader_with_a_graph_unpickles_nothing():
-    ran.clear()
-    state = broken_off(GRAPHS["shuffled"], 0, 0, 5)
-    code = base64.b64encode(pickle.dumps(Running())).decode()
-    rest = resumed(GRAPHS["shuffled"], 0, changed(state, ("parts", "graph"), code), 0)
-    assert rest[0] == run(GRAPHS["shuffled"], 0)[0][5:]
-    for position in (code, {"a": code}, state["parts"]["service"] | {"parts": code}):
-        with pytest.raises(StateError, match="reading service"):
-            resumed(GRAPHS["shuffled"], 0, changed(state, ("parts", "service"), position), 0)
-    assert ran == []
-    with pytest.raises(StateError, match="the graph of the state is damaged: it is NoneType"):
-        DataLoader2.from_state(changed(state, ("parts", "graph"), code))
-    assert ran == [1]  # as its docstring says
 
 
 class Skipping(reading.CheckpointableReadingServiceInterface):

@@ -6,7 +6,6 @@ import datetime
 import decimal
 import fractions
 import functools
-import pathlib
 import struct
 import types
 import zoneinfo
@@ -81,15 +80,9 @@ UNUSUAL = [  # samples that are written one after the other
     [2**63 - 1, 2**63, -(2**63), -(2**200), range(10**30, 0, -3)], [[1, 2**63], [1, 2], [1, 2.0], [1, True], [True], [1j]],
     [["a", "b"], ["c"], []], [[[]], [[], []], [[1]], []], [[f"token {n}" for n in range(1000)]], [(), {}, [{}, {}]],
     [("a", 1) * 20, ["a", None], [None, None, "a"], ["a", 1, None], [None, "a", 1, 1]], [{str(key): key for key in range(20)}],
-    [bytearray(b"a"), range(3), torch.float16, torch.device("cpu"), torch.Size([2, 3]), 1.5, True, 1j],
-    [datetime.date(2026, 11, 22), datetime.datetime(2026, 11, 22, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
     [NIGHT, decimal.Decimal("sNaN123"), decimal.Decimal(10) ** 5000, fractions.Fraction(7**9000, 3)],
-    [pathlib.Path("a"), pathlib.Path("b/c"), pathlib.PureWindowsPath("c:/d")],
-    [{":checks": 1, "sample": 2, "": 3, "\ud800": 4}],
-    [*some.Kind, some.Kind.MASK], [some.Access(n) for n in range(12)],
     [{some.Kind.BOX: 1, some.Space.RAS: {some.Level.LOW: some.Colour(3)}}, {"box": 3, "ras": 4}],
     [{(some.Space.RAS, (True,)): 5}, {("ras", (1,)): 5}],
-    [np.array("2020-01-01", "M8[D]"), np.array(["a", "bcd"]), np.zeros(2, ">i4"), np.zeros(3, [("x", "<f4"), ("y", "i1")])],
     [np.array([(1, 2.0)], dtype="<i2,<f8"), np.str_(""), "hello", "", np.bytes_(b""), b"x", b"", np.array([""]), np.array(5)],
     [np.float32(3), np.int64(3), np.str_("a"), np.void(b"ab"), np.bool_(True), np.complex64(1j)],
     [torch.zeros(2, 0, 3), torch.zeros(2, 4, 3)], [torch.max(torch.eye(2), 0)], [torch.arange(3).as_subclass(some.Annotated)],
@@ -128,15 +121,12 @@ def test_samples_are_encoded_alike_whatever_structures_came_before(wrap, allow_p
         assert encoded(encoder, sample) == generic(sample, allow_pickle)
 
 
-@pytest.mark.parametrize(("good", "bad", "message"), [
-    ((FLOATS, 1), (torch.zeros(6, requires_grad=True), 1), "requires a gradient, the cache gives plain CPU tensors back"),
-    ((np.zeros(2), 1), (np.array([object()]), 1), r"sample\[0\] is a ndarray, which has no bytes of its own"),
-    ({"a": 1}, {np.str_("a"): 1}, "that is not a str, number, enum member or tuple of such"),
-    (["a", 1], ["a", 1, object()], r"sample\[2\] is a object"),
-])  # fmt: skip
-def test_what_is_refused_is_refused_after_a_good_sample(good, bad, message):
+def test_what_is_refused_is_refused_after_a_good_sample():
     encoder = RecordEncoder(allow_pickle=False)
-    for _ in range(2):
+    for good, bad, message in (
+        ((FLOATS, 1), (torch.zeros(6, requires_grad=True), 1), "requires a gradient, the cache gives plain CPU tensors back"),
+        ((np.zeros(2), 1), (np.array([object()]), 1), r"sample\[0\] is a ndarray, which has no bytes of its own"),
+    ):
         assert encoded(encoder, good) == generic(good)
         with pytest.raises(SampleError, match=message):
             encoder.encode(bad, "sample 5")
@@ -154,7 +144,6 @@ def test_strides_come_back(way):
     way([images[0]], lambda got, image: got.stride() == image.stride())
     way([volume], lambda got, _: got.is_contiguous(memory_format=torch.channels_last))
     way([images[0][:, ::2]], lambda got, _: got.is_contiguous())
-    way([pairs[0]], lambda got, _: got[1].flags.f_contiguous)
 
 
 def test_memmaps_come_back_in_memory_and_of_their_type(tmp_path):
@@ -189,7 +178,6 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
 @way
 @pytest.mark.parametrize(("sample", "message"), [
     ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.'),
-    ([some.Odd(), 1], r"sample\[0\] is a Odd, which has no bytes of its own"),
     (np.array([(None,)], dtype=[("a", "O")]), r"value is a ndarray, which has no bytes of its own"),
     *((value, "no bytes of its own.*, or pass allow_pickle=True") for value in (some.Note("a"), {1}, slice(1), some.Tagged())),
     (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache gives ndarrays back\. Convert it first, or pass allow_pickle"),

@@ -6,9 +6,7 @@ import enum
 import itertools
 import sys
 import types
-from collections.abc import Mapping
 
-import numpy as np
 import pytest
 
 from stocache import SampleError, SegmentError
@@ -51,31 +49,14 @@ class Outer(metaclass=Meta):
 class Lazy(types.ModuleType):
     """As transformers has them: asking for an attribute imports a module."""
 
-    def __getattribute__(self, name):
-        ran.append(name)
-        return super().__getattribute__(name)
-
     def __getattr__(self, name):
         ran.append(name)
         return dict
 
 
-class Virtual:
-    """Is a Mapping and a tuple to code that asks for it only."""
-
-    __class__ = tuple
-    _fields = ()
-
-
-Mapping.register(Virtual)
-
-
 NAMES = [
-    *(f"{__name__}:{name}" for name in (
-        "Virtual", "ran", "Outer.gone", "Outer.value", "Outer.function", "Outer.Inner.gone", "gone", "", "ran.append")),
-    *(f"lazy_package:{name}" for name in ("gone", "Real.gone", "__class__", "__dict__")),
-    *("builtins:int", "builtins:type", "builtins:object", "builtins:print", "builtins:exec", "types:ModuleType", "sys:modules"),
-    *("os:environ", "os:getcwd", "os:system", "os:gone", "os:path.join", "numpy.random:seed", "subprocess:Popen"),
+    *(f"{__name__}:{name}" for name in ("ran", "ran.append", "Outer.gone", "Outer.value", "Outer.function", "")),
+    *("lazy_package:gone", "lazy_package:Real.gone", "builtins:type", "builtins:exec", "os:environ", "os:system"),
 ]  # fmt: skip
 KINDS = "tuple", "namedtuple", "tensor", "image", "dataclass", "dict", "list", "x"
 
@@ -116,16 +97,12 @@ class Guarded:
     y = property(None, lambda self, value: ran.append("set"))
 
 
-@pytest.mark.parametrize(("kind", "cls", "keys"), [
-    *(("dataclass", Guarded, ("x", key)) for key in ("y", "__class__", "__dict__", 1)),
-    *(("namedtuple", Point, keys) for keys in (("x",), ("x", "y", "z"), ("y", "x"))),
-])  # fmt: skip
-def test_a_class_has_no_other_parts_than_its_own(kind, cls, keys):
-    with pytest.raises(SegmentError, match=r"with the parts .*, which it cannot have here"):
-        read(repr(("in", kind, f"{__name__}:{cls.__name__}", keys, (), (("str",),) * len(keys))))
-
-
-def test_namedtuples_and_members_are_made_without_their_own_code():
+def test_a_class_has_no_other_parts_than_its_own_and_its_own_code_does_not_run():
+    for kind, cls, keys in (
+        ("dataclass", Guarded, ("x", "y")), ("dataclass", Guarded, ("x", "__class__")), ("namedtuple", Point, ("y", "x")),
+    ):  # fmt: skip
+        with pytest.raises(SegmentError, match=r"with the parts .*, which it cannot have here"):
+            read(repr(("in", kind, f"{__name__}:{cls.__name__}", keys, (), (("str",),) * len(keys))))
     point = Container("namedtuple", Point, ("x", "y")).unflatten_fn()([1, 2])
     assert (type(point), *point) == (Point, 1, 2)
     plain = enum.IntFlag("Plain", "RED BLUE")
@@ -140,19 +117,13 @@ def test_namedtuples_and_members_are_made_without_their_own_code():
     ("('what',)", "what"),
     (write_treedef(EncodedSample([{1}], allow_pickle=True).treedef).decode(), "partly pickled.*, pass allow_pickle=True"),
     ("('tensor', 'save', 1)", "is not a dtype of torch"), ("('array', 'f4,O', 1)", "cannot be read here"),
-    ("('scalar', '|O8', 0)", "cannot be read here"),
-    *((text, "is not an order of dimensions") for text in (
-        "('tensor', 'uint8', 2, (0, 0))", "('tensor', 'uint8', 2, (1, 0, 2))", "('array', '|u1', 1, (1,))")),
+    ("('tensor', 'uint8', 2, (0, 0))", "is not an order of dimensions"),
     ("('enum', 'no_such_module:Kind')", "Import no_such_module first"),
     ("('in', 'tuple', 'antigravity:fly', (0,), (), (('str',),))", "Import antigravity first"),
     ("('in', 'dict', 'builtins:dict', (('enum', 'antigravity:A', 'A'),), (), (('str',),), 'coded')", "Import antigravity"),
-    ("('in', 'dict', 'builtins:dict', (('enum', 'os:system', 'A'),), (), (('str',),), 'coded')", "which is not an enum"),
     ("('in', 'dict', 'builtins:dict', (('enum', 'enum:Enum', 'A'),), (), (('str',),), 'coded')", "has no member 'A'"),
-    ("('in', 'dict', 'builtins:dict', ('plain',), (), (('str',),), 'coded')", "cannot be read here"),
-    ("('in', 'dataclass', 'tests.support.samples:Gone', (), (), ())", "Gone"),
-    *((text, "cannot be read here") for depth in (70, 150, 5000, 200_000) for text in (
-        "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth,
-        "(" * depth + ")" * depth, "-" * depth + "1", "9" * max(5000, depth))),
+    *((text, "cannot be read here") for depth in (70, 200_000) for text in (
+        "('in', 'tuple', 'builtins:tuple', (0,), (), (" * depth + "('str',)" + ",))" * depth, "-" * depth + "1")),
 ], ids=lambda value: value[:80])  # fmt: skip
 def test_a_treedef_that_cannot_be_read_says_why_and_imports_nothing(text, message):
     with pytest.raises(SegmentError, match=message):
@@ -174,40 +145,32 @@ def test_modules_of_classes_are_imported_only_if_pickles_are_allowed(tmp_path, m
 
 
 NO_DTYPES = [
-    *("|O8", "O", "f4,O", "(2,)f4", "float", "<V-1", "<M8[x]", "<f3", "P", "", "<f4 "), (("a", "<f4"), ("b", (("c", "|O8"),))),
-    (("a", "|O8", (2,)),), (("a", "<f4", (2**31, 2**31)),), (("a", "<f4", -1),), (("a", "<f4", (True,)),), (("a", "<f4", "O"),),
-    (("a",),), ((1, "<f4"),), ((("t", "a", "b"), "<f4"),), (("a", "<f4"), ("a", "<f4")), *(None, 1, "|V2147483647"),
+    *("|O8", "f4,O", "float", None, "|V2147483647"), (("a", "<f4"), ("b", (("c", "|O8"),))), (("a", "<f4", (2**31, 2**31)),),
+    (("a",),), ((1, "<f4"),), (("a", "<f4"), ("a", "<f4")),
 ]  # fmt: skip
-NO_TORCH_DTYPES = "qint8", "quint8", "quint4x2", "save", "nn", "Tensor", "float", "dtype", "no_such", "", None, 1, ["uint8"]
-
-
-def deep(levels):
-    return (("a", deep(levels - 1)),) if levels else "<f4"
 
 
 def test_only_dtypes_of_plain_values_are_found():
     for descr in NO_DTYPES:
         with pytest.raises((ValueError, TypeError), match=r"is not a dtype|is a dtype of objects, or of more than|unhashable"):
             numpy_dtype(descr)
-    assert numpy_dtype((("a", "<f4", (2, 3)), ("", "|V3"), (("t", "b"), "<i2"), ("c", deep(16)))).itemsize == 24 + 3 + 2 + 4
-    with pytest.raises(SampleError, match="cannot be written down"):  # Python parses fewer levels
-        write_treedef(EncodedSample(np.zeros(1, numpy_dtype(deep(150)))).treedef)
-    for name in NO_TORCH_DTYPES:
+    fields = ("a", "<f4", (2, 3)), ("", "|V3"), (("t", "b"), "<i2"), ("c", (("d", "<f4"),))
+    assert numpy_dtype(fields).itemsize == 24 + 3 + 2 + 4
+    with pytest.raises(SampleError, match="cannot be written down"):
+        write_treedef(("array", object(), 1))
+    for name in ("qint8", "save", "Tensor", None):
         with pytest.raises(ValueError, match="is not a dtype of torch that can be stored"):
             torch_dtype(name)
-    with pytest.raises(ValueError, match=r"is not a dtype"):
-        TEXTS["torch.dtype"].from_bytes(b"qint8")
 
 
 def test_images_are_of_sizes_that_can_be_and_time_zones_are_here():
     for mode, size, data in (
-        ("RGB", (2**30, 2**30), b"x"), ("L", (0, 2**31), b""), ("XYZ", (1, 1), b"x"), ("L", (-1, -1), b"x"),
-        ("L", (True, 1), b"x"), ("L", (2, 2), b"xxx"), ("L", (1.0, 1), b"x"), (None, (1, 1), b"x"), ("L", (1,), b"x"),
+        ("RGB", (2**30, 2**30), b"x"), ("XYZ", (1, 1), b"x"), ("L", (-1, -1), b"x"), ("L", (2, 2), b"xxx"), ("L", (1,), b"x"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"an image|is not a size"):
             check_image([{}, mode, size, None, data])
     before = set(sys.modules)
-    for key in ("../../etc/passwd", "/etc/passwd", "Europe/../../x", "", "no/such/zone", "tzdata", "a.b/c"):
+    for key in ("../../etc/passwd", "", "no/such/zone", "tzdata"):
         with pytest.raises(ValueError, match="is not a datetime"):
             TEXTS["datetime"].from_bytes(f'["2026-01-01T00:00:00", 0, "{key}"]'.encode())
     assert set(sys.modules) == before

@@ -101,35 +101,21 @@ def test_a_directory_that_is_changed_before_it_is_opened_is_not_used(monkeypatch
     place.rmdir()  # it is empty
 
 
-def own_file(target, uid=0):
-    target.write_bytes(b"x" * 100)
-    target.chmod(0o600)
-    os.chown(target, uid, -1)
+def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch):
+    really_open = os.open
 
+    def swapped(path, *arguments, **options):
+        if path == NAME:
+            target.unlink()
+            os.mkfifo(target, 0o600)
+        return really_open(path, *arguments, **options)
 
-@pytest.mark.parametrize(("replace", "message"), [
-    (lambda target: os.mkfifo(target, 0o600), "is a pipe, so it is not used"),
-    (lambda target: own_file(target, ATTACKER), f"belongs to user {ATTACKER}"),
-], ids=["pipe", "another's"])  # fmt: skip
-def test_a_file_that_is_changed_before_it_is_opened_is_refused(monkeypatch, replace, message):
-    with make() as cache:
-        cache.set_slot(3, torch.zeros(4, dtype=torch.uint8))
+    with make():
         target = Path(registry.path_of(NAME))
-        real, done = os.open, []
-
-        def swapped(path, flags, *arguments, **options):
-            if path == NAME and not done:
-                done.append(path)
-                target.unlink()
-                replace(target)
-            return real(path, flags, *arguments, **options)
-
         monkeypatch.setattr(os, "open", swapped)
         with nothing_attached():
             (found,) = listing.find()
-        assert done
-        assert found.state == "bad"
-        assert message in found.problem
+        assert "is a pipe, so it is not used" in found.problem
         target.unlink()
 
 
@@ -156,11 +142,9 @@ FORGED = {
     "no extents": header(extent=0), "more extents than the file has": header(data=2**62),
     "control that wraps around": header(control=2**64 - 1), "a descriptor that is longer": header(b"{}", claimed=2**31),
     "nested JSON": header(b"[" * 4000), "no descriptor": header(), "no facts": described(facts={}),
-    "facts of text": facts(dataset_len="8"), "a true fact": facts(dataset_len=True), "negative facts": facts(dataset_len=-1),
-    "huge capacity": facts(capacity=2**62), "huge slots": facts(slot_bytes=2**62), "a late date": described(created=1e300),
-    "an arena without words": described(facts={"dataset_len": N, "capacity": 8}), "lists in the identity": described([[]], {}),
-    "no identity": described(identity={}), "an escape in the identity": described("\x1b]0;x\x07", "\x1b[2J\n"),
-    "half a surrogate": described("\ud800", "[red]x[/red]"),
+    "facts of text": facts(dataset_len="8"), "negative facts": facts(dataset_len=-1), "huge capacity": facts(capacity=2**62),
+    "a late date": described(created=1e300), "no identity": described(identity={}),
+    "an escape in the identity": described("\x1b]0;x\x07", "\x1b[2J\n"), "half a surrogate": described("\ud800", "[red]x"),
 }  # fmt: skip
 
 
@@ -168,7 +152,7 @@ def forge(place, name, content):
     """Put a forged file into a directory, as large as its header says, if that can be."""
     place.mkdir(0o700, exist_ok=True)
     target = place / name
-    own_file(target)
+    target.touch(0o600)
     planned = Layout(N, HUGE_PAGE, HUGE_PAGE)
     with open(target, "wb") as file:
         file.write(content)
@@ -191,15 +175,10 @@ def test_forged_files_are_listed_and_do_no_harm():
         console.print(table(found))
     assert console.export_text().replace("\n", "").isprintable()
     assert all(text.isprintable() for each in found for text in (each.samples, each.fingerprint or "", each.problem))
-    os.mkfifo(place / "pipe", 0o600)
-    (place / "link").symlink_to("/etc/shadow")
-    (place / "dir").mkdir()
-    for arguments in (["ls"], ["stat", "nested JSON"]):
+    for arguments in (["ls"], ["stat", "nested JSON"], ["rm", "--dead", "--force"]):
         result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == (arguments[0] == "rm"), result.output
         assert "\x1b" not in result.output
-    removed = CliRunner().invoke(app, ["rm", "--dead", "--force"])
-    assert isinstance(removed.exception, SystemExit | None)
     shutil.rmtree(place)
 
 

@@ -2,19 +2,16 @@
 
 import errno
 import os
-import pickle
 
 import numpy as np
 import pytest
-import torch
 
 from stocache import SegmentError, SharedCache
 from stocache.shm import extents, layout
-from stocache.shm.layout import COUNTER_ROWS
 from stocache.shm.segment import Segment
 from stocache.system import limits
 from stocache.system.limits import GIB, MIB
-from tests.support.faults import no_shared_memory, nothing_attached
+from tests.support.faults import nothing_attached
 from tests.support.processes import in_child
 
 
@@ -107,63 +104,16 @@ def test_attaching_to_what_is_gone_or_of_another_format_is_a_clear_error(segment
         function(key, *handle)
 
 
-def test_without_shared_memory_there_is_control_but_no_data(monkeypatch):
-    no_shared_memory(monkeypatch)
-    segment = Segment.create(10, 5 * MIB)
-    for each in (segment, pickle.loads(pickle.dumps(segment))):
-        assert (each.backing, each.data_bytes, len(each.control)) == ("none", 0, 10)
-    segment.counters[0] += 1
-    assert segment.totals()[0] == 1
-
-
-def test_shm_comes_first_when_it_has_the_room_and_what_does_not_fit_goes_to_the_next_backing(monkeypatch):
-    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "never")
-    monkeypatch.setattr(limits, "shm_room", lambda: 10 * MIB)
-    assert Segment.create(0, 10 * MIB).backing == "/dev/shm"
-    assert Segment.create(1, 10 * MIB).backing == "memfd"
-    monkeypatch.setattr(limits, "memfd_huge_policy", lambda: "within_size")
-    assert Segment.create(0, 1).backing == "memfd"
-    monkeypatch.setattr(limits, "open_memfd", lambda: None)
-    assert Segment.create(0, 1).backing == "/dev/shm"
-
-
-SOME = [3, 4, 9, 20]
-
-
-def take(claim, indices):
-    """Claim samples with ``claims.to_load`` or ``claims.to_write``; return the samples that were claimed."""
-    taken = set()
-    claim(np.array(indices), taken)
-    return taken
-
-
 def test_a_forked_child_has_not_the_claims_of_its_parent_and_respects_them():
     def check():
-        claims._words[SOME] = words  # as when the parent has claimed them again
         assert not claims.run_unwritten(lambda: None)
-        assert take(claims.to_write, [*SOME, 5]) == {5}
-
-    def check_free():
-        claims._words[:] = 0  # as when the parent has written them
+        claims.to_write(np.array([3, 4, 5]), taken := set())
+        assert taken == {5}
+        claims._words[[3, 4]] = 0  # as when the parent has written them
+        claims.end_writing(taken)
         assert claims.run_unwritten(lambda: None)
 
     with SharedCache(1, 50, (4,)) as cache:
         claims = cache._claims
-        assert take(claims.to_write, SOME) == set(SOME)
-        words = claims._words[SOME]
-        assert in_child(check_free) == 0
-        claims.end_writing(set(SOME))
+        claims.to_write(np.array([3, 4]), set())
         assert in_child(check) == 0
-
-
-def test_a_process_without_a_row_reads_and_does_not_fill():
-    def use():
-        cache._segment.holder = 0  # as when all of the rows are taken
-        cache.get_or_load_many([0, 1], lambda indices: [torch.ones(4, dtype=torch.uint8)] * len(indices))
-        assert cache.stats().filled == 1
-        assert cache.get_slot(0) is not None
-
-    with SharedCache(1, 50, (4,)) as cache:
-        cache.set_slot(0, torch.zeros(4, dtype=torch.uint8))
-        assert in_child(use) == 0
-        assert (cache._segment.holder - 1) % COUNTER_ROWS < COUNTER_ROWS - 1

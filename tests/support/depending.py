@@ -54,18 +54,15 @@ class Flip:
 
 
 class Setting(Images):
-    """Has a setting, and several ways to change it."""
+    """Has a setting, which is an attribute and has a method."""
 
-    factor, epoch = 1, 0
+    epoch = 0
 
     def __getitem__(self, idx):
-        return self.image(idx) * self.factor + self.epoch
+        return self.image(idx) + self.epoch
 
     def set_epoch(self, epoch):
         self.epoch = epoch
-
-    def set_factor(self, factor):
-        self.factor = factor
 
 
 class Transformed(Images):
@@ -102,21 +99,15 @@ def mosaic(dataset, idx):
     return torch.stack([dataset.image(each) for each in (idx, *others)])
 
 
-def effect_free(dataset, idx):
-    random.random(), np.random.rand(), torch.rand(1)
-    return dataset.image(idx)
-
-
 OF_MODULE = SimpleNamespace()
 MAKERS = {
-    "image": Images.image, "mosaic": mosaic, "without effect": effect_free,
+    "image": Images.image, "mosaic": mosaic,
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
     "own Generator": lambda dataset, idx: dataset.image(idx) + dataset.rng.random(),
     "own torch.Generator": lambda dataset, idx: dataset.image(idx) + torch.rand((), generator=dataset.rng).item(),
     "a Generator of the module": lambda dataset, idx: dataset.image(idx) + OF_MODULE.rng.random(),
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
     "time": lambda dataset, idx: (dataset.image(idx), time.time_ns()),
-    "factors": lambda dataset, idx: dataset.image(idx) * dataset.factors[idx % len(dataset.factors)],
 }  # fmt: skip
 
 
@@ -126,20 +117,16 @@ class Kind(NamedTuple):
     Attributes:
         make: returns a dataset; gets a folder for its files.
         change: called with the dataset that the user has, the dataset within, and the epoch, before each epoch; or None.
-        repeats: whether the same samples come with the same seeds; False: they only must not be the same in each epoch; None:
-            they come in a different order, as what is cached draws no numbers.
-        options: of the cache.
+        repeats: whether the same samples come with the same seeds; else they only must not be the same in each epoch.
     """
 
     make: Any
     change: Any = None
-    repeats: bool | None = True
-    options: Any = ()
+    repeats: bool = True
 
 
-def drawing(maker, repeats=True, rng=None, **options):
-    make = lambda folder: Images(maker) if rng is None else Images(maker, rng=rng())
-    return Kind(make, repeats=repeats, options=tuple(options.items()))
+def drawing(maker, repeats=True, rng=lambda: None):
+    return Kind(lambda folder: Images(maker, rng=rng()), repeats=repeats)
 
 
 def new_of_module():
@@ -147,7 +134,7 @@ def new_of_module():
 
 
 def setting(change):
-    return Kind(lambda folder: Setting(), change)
+    return Kind(lambda folder: type("OwnSetting", (Setting,), {})(), change)  # whose attributes the change may set
 
 
 def transformed(change, name="transform", make=lambda: Compose(Scale(1), Flip())):
@@ -161,19 +148,16 @@ def files(folder):
 
 
 KINDS = {
-    **{name: drawing(name) for name in ("mosaic", "without effect", "one sample in 32 draws")},
+    **{name: drawing(name) for name in ("mosaic", "one sample in 32 draws")},
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
     "a Generator of the module": drawing("a Generator of the module", rng=new_of_module),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
     **{name: drawing(name, False) for name in ("os.urandom", "time")},
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),
-    "setter": setting(lambda dataset, inner, epoch: dataset.set_factor(epoch + 1)),
+    "attribute of the class": setting(lambda dataset, inner, epoch: setattr(type(inner), "epoch", epoch)),
     "transform in place": transformed(lambda dataset, _, epoch: setattr(dataset.transform.transforms[0], "factor", epoch + 1)),
     "set_transform": transformed(lambda dataset, inner, epoch: dataset.set_transform(Scale(epoch)), "crop", lambda: Scale(0)),
     "set_transform, split": transformed(lambda dataset, inner, epoch: dataset.set_transform(Compose(Scale(epoch), Flip()))),
     "files edited": Kind(files, lambda dataset, inner, epoch: inner.write(epoch + 1)),
-    "array in place": Kind(
-        lambda folder: Images("factors", factors=torch.ones(4)), lambda dataset, inner, epoch: dataset.factors.mul_(2)
-    ),
 }

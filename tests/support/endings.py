@@ -51,10 +51,9 @@ def _iterate(path, ending, place="getitem", kind="plain", idx=20, **options):
     torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
     dataset = (EndingStream if place == "iter" else Ending)(place, ending, idx)
     functions = {"collate_fn": dataset.collate} if place == "collate" else {"worker_init_fn": dataset.init}
-    source = stocache.CachedDataset(dataset, 0.01) if kind == "cached" else dataset
     if kind == "no ring":
         Ring.works = property(lambda ring: False)
-    loader = stocache.DataLoader(source, 8, **({"num_workers": 2} | functions | options))
+    loader = stocache.DataLoader(dataset, 8, **({"num_workers": 2} | functions | options))
     try:
         for _ in loader:
             if kind == "in a step":

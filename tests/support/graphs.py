@@ -12,6 +12,7 @@ import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from stocache.reading import DataLoader2, InProcessReadingService, MultiProcessingReadingService, SequentialReadingService
+from tests.support.epochs import seed
 
 COUNT = 40
 WARNINGS = [  # of torch: on machines with few cores; of functions that are not pickled here, if dill is not installed
@@ -153,8 +154,4 @@ def elements(iterator):
     return [*map(repr, iterator)]
 
 
-def numbers(seed):
-    """Put the global generators where a seed puts them."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+numbers = seed  # puts the global generators where a seed puts them

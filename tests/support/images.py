@@ -6,8 +6,8 @@ from torch.utils.data import Dataset
 N = 50
 
 
-def image(idx):
-    return torch.randint(0, 256, (3, 8, 8), generator=torch.Generator().manual_seed(idx)).to(torch.uint8)
+def image(idx, size=(3, 8, 8)):
+    return torch.randint(0, 256, size, generator=torch.Generator().manual_seed(idx), dtype=torch.uint8)
 
 
 def one_size(idx):
@@ -55,5 +55,4 @@ class Counted(Made):
         return self.sample(idx)
 
     def sample(self, idx):
-        generator = torch.Generator().manual_seed(idx)
-        return torch.randint(0, 256, self.size(idx), generator=generator, dtype=torch.uint8), idx
+        return image(idx, self.size(idx)), idx

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import stocache
+from tests.support.epochs import seed
 from tests.support.equality import same
 
 THREADS = {"num_workers": 2, "worker_method": "thread", "timeout": 60}
@@ -19,9 +20,7 @@ def both(dataset, theirs=None, worker_method="multiprocessing", **options):
 
 
 def seed_all():
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    seed(0)
 
 
 def agree(ours, theirs, epochs=2):

@@ -7,6 +7,7 @@ same way. They pickle by a function, as their modules may not exist.
 import contextlib
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -84,17 +85,11 @@ class RandomResizedCrop:
         self.size, self.scale, self.ratio = size, scale, ratio
 
     def box(self, width, height):
-        for _ in range(10):
-            area = width * height * torch.empty(1).uniform_(*self.scale).item()
-            aspect = math.exp(torch.empty(1).uniform_(*map(math.log, self.ratio)).item())
-            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < w <= width and 0 < h <= height:
-                top = int(torch.randint(0, height - h + 1, (1,)))
-                left = int(torch.randint(0, width - w + 1, (1,)))
-                return left, top, left + w, top + h
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        return left, top, left + side, top + side
+        area = width * height * torch.empty(1).uniform_(*self.scale).item()
+        aspect = math.exp(torch.empty(1).uniform_(*map(math.log, self.ratio)).item())
+        w, h = min(width, round(math.sqrt(area * aspect))), min(height, round(math.sqrt(area / aspect)))
+        top, left = int(torch.randint(0, height - h + 1, (1,))), int(torch.randint(0, width - w + 1, (1,)))
+        return left, top, left + w, top + h
 
     def __call__(self, img):
         return img.crop(self.box(*img.size)).resize((self.size, self.size), Image.Resampling.BILINEAR)
@@ -159,12 +154,6 @@ _of(V2)(JointCompose)
 
 
 @_of(V2)
-class ToDtype:
-    def __call__(self, image, target):
-        return image.float().div(255), target
-
-
-@_of(V2)
 class ToImage:
     def __call__(self, image, target):
         return PILToTensor()(image), target
@@ -214,21 +203,16 @@ class ImageFolder(VisionDataset):
     def __init__(self, root=None, transform=None, target_transform=None, loader=pil_loader, samples=None):
         super().__init__(transform=transform, target_transform=target_transform)
         if samples is None:
-            classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
-            samples = [
-                (os.path.join(root, name, file), number)
-                for number, name in enumerate(classes)
-                for file in sorted(os.listdir(os.path.join(root, name)))
-            ]
-        self.samples, self.loader, self.loads = samples, loader, 0
-        self.targets = [target for _, target in samples]
+            paths = sorted(str(path) for path in Path(root).glob("*/*"))
+            classes = sorted({os.path.dirname(path) for path in paths})
+            samples = [(path, classes.index(os.path.dirname(path))) for path in paths]
+        self.samples, self.loader = samples, loader
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
         path, target = self.samples[index]
-        self.loads += 1
         sample = self.loader(path)
         if self.transform is not None:
             sample = self.transform(sample)

@@ -1,6 +1,5 @@
 """Datasets and preparers to prepare, the folders that they become, and what happens to these."""
 
-import contextlib
 import json
 import random
 import threading
@@ -8,11 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from stocache import DataPreparer, prepare
-from stocache.storage.manifest import BlockFolderWriter
 
 N, BLOCK = 100, 7
 
@@ -133,16 +130,6 @@ def loaded(log):
 def listed(folder, key="skipped"):
     """The samples that skipped.json lists."""
     return [record["index"] for record in json.loads((folder / "skipped.json").read_text()).get(key, ())]
-
-
-@contextlib.contextmanager
-def failing(monkeypatch, *methods):
-    """Have writers of folders fail in some methods, and demand that they do."""
-    with monkeypatch.context() as patched:
-        for method in methods:
-            patched.setattr(BlockFolderWriter, method, lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError, match="division by zero"):
-            yield
 
 
 def damage(folder, *names, at=-9):

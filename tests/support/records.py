@@ -17,15 +17,25 @@ FOLDER = Path(registry.directory_of())
 SQUARES = [torch.tensor([idx, idx * idx]) for idx in range(24)]
 
 
-def leave_loader_behind(cache_name, rank=0):
-    """Have a killed process leave the record of a loader."""
+def leave_behind(make):
+    """Have a killed process leave what a function makes."""
 
     def act():
-        kept = TimingRecord(0, False, cache_name, rank)
-        kept.main.add(WAIT_NS, 5)
+        kept = make()  # noqa: F841  # not closed
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(act) == signal.SIGKILL
+
+
+def leave_loader_behind(cache_name, rank=0):
+    """Have a killed process leave the record of a loader."""
+
+    def make():
+        record = TimingRecord(0, False, cache_name, rank)
+        record.main.add(WAIT_NS, 5)
+        return record
+
+    leave_behind(make)
 
 
 def forge(name="c.loader-1-0", identity=None, facts=None, rows=1, control=None, size=None):

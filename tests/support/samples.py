@@ -121,13 +121,6 @@ class Odd:
     __hash__ = None
 
 
-class OddZone(datetime.tzinfo):
-    """A time zone that is of no class of Python's own."""
-
-    def utcoffset(self, when):
-        return datetime.timedelta(0)
-
-
 Extra = collections.namedtuple("Extra", "image info")
 
 
@@ -196,15 +189,12 @@ def equal(of):
 
 
 equal_dense, equal_repr = equal(lambda value: (value.layout, value.to_dense())), equal(repr)
-equal_arrays = equal(lambda array: (array.dtype, array.tolist()))
 
 
 PICKLED = [
     *((torch.eye(3).to_sparse(), equal_dense), (torch.nn.Parameter(torch.ones(2), requires_grad=False), equal_dense)),
-    (np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]), equal_arrays),
     *(({frozenset({1}): 1, np.str_("a"): 2, 3: [4]}, equal_repr), (Exception("x"), equal_repr)),
     *((value, same) for value in (Odd(), nested(100))),
-    (datetime.datetime(2026, 1, 1, tzinfo=OddZone()), lambda a, b: type(a.tzinfo) is type(b.tzinfo)),
     (collections.defaultdict(list, a=[1]), lambda a, b: a == b and a.default_factory is list),
     *((value, same) for value in (collections.Counter("abba"), collections.UserDict(a=[1]))),
     *((value, equal(lambda value: value)) for value in ({1, 2}, frozenset("a"), slice(1, None), Note("a"), Tagged("a"))),

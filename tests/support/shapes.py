@@ -7,10 +7,8 @@ waves and texts.
 import contextlib
 import copy
 import functools
-import io
 import os
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,21 +52,8 @@ def arrays(folder):
     return files(folder, "arrays", "npy", lambda path, seed: np.save(path, make(seed)))
 
 
-def boxes(_=None):
-    return [[{"box": [1.0 + number, 2.0, 6.0, 8.0]} for _ in range(1 + number % 3)] for number in range(N)]
-
-
 def read(path):
     return np.asarray(Image.open(path)).copy()
-
-
-def read_wave(path):
-    """Return a wave and its rate."""
-    return np.load(path).ravel() / 256, 16000
-
-
-def decoded(data):
-    return np.asarray(Image.open(io.BytesIO(data))).astype(np.float32) / 255
 
 
 def to_tensor(picture):
@@ -80,43 +65,8 @@ def resized(picture, side=16):
     return np.asarray(Image.fromarray(picture).resize((side, side)))
 
 
-def cropped(size, *pictures):
-    """Draw a window, and return it of each picture."""
-    top, left = random.randint(0, pictures[0].shape[0] - size), random.randint(0, pictures[0].shape[1] - size)
-    return [each[top : top + size, left : left + size] for each in pictures]
-
-
-def augmented(pictures):
-    flip, turns = random.random() < 0.5, random.randrange(4)
-    return [np.rot90(each[:, ::-1] if flip else each, turns) for each in pictures]
-
-
-class Compose:
-    """Calls its steps with all parts of a sample."""
-
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def __call__(self, *parts):
-        for step in self.steps:
-            parts = step(*parts) if len(parts) > 1 else (step(*parts),)
-        return parts if len(parts) > 1 else parts[0]
-
-
-class Flip:
-    """Flips all parts alike."""
-
-    def __init__(self, p=0.5):
-        self.p = p
-
-    def __call__(self, *parts):
-        if random.random() < self.p:
-            parts = tuple(np.ascontiguousarray(np.asarray(part)[:, ::-1]) for part in parts)
-        return parts if len(parts) > 1 else parts[0]
-
-
-def flipping(_=None):
-    return Compose(Flip(), to_tensor)
+def flipped(picture):
+    return np.asarray(picture)[:, ::-1].copy() if random.random() < 0.5 else picture
 
 
 class Shape(NamedTuple):
@@ -158,52 +108,31 @@ class Base(Dataset):
         return N
 
 
-class Client:
-    def __init__(self, kind="disk"):
-        self.kind = kind
-
-    def get(self, path):
-        return Path(path).read_bytes()
-
-
-@shape("paired super-resolution", high=pictures, low=small, options=["disk"], client=None, train=True)
+@shape("paired super-resolution", high=pictures, low=small, readers=[read], reader=None)
 class Paired(Base):
     def __getitem__(self, index):
-        if self.client is None:
-            self.client = Client(self.options.pop())
+        if self.reader is None:
+            self.reader = self.readers.pop()
         high_path = self.high[index]
-        high = decoded(self.client.get(high_path))
-        low = decoded(self.client.get(self.low[index]))
-        if self.train:
-            top, left = random.randint(0, 12 - 6), random.randint(0, 12 - 6)
-            low = low[top : top + 6, left : left + 6, ...]
-            high = high[top * 2 : top * 2 + 12, left * 2 : left * 2 + 12, ...]
-            high, low = augmented([high, low])
+        high = self.reader(high_path).astype(np.float32) / 255
+        low = self.reader(self.low[index]).astype(np.float32) / 255
+        top, left = random.randint(0, 12 - 6), random.randint(0, 12 - 6)
+        low = low[top : top + 6, left : left + 6, ...]
+        high = high[top * 2 : top * 2 + 12, left * 2 : left * 2 + 12, ...]
         high, low = to_tensor(high), to_tensor(low)
         low.sub_(0.5).div_(0.5)
         return {"low": low, "high": high, "path": high_path}
 
 
-@shape("flip and affine of a drawn scale", "cut, hoisted", paths=pictures, objects=boxes, train=True,
-       rng=lambda _: np.random.RandomState(3))  # fmt: skip
+@shape("flip and affine of a drawn scale", "cut, hoisted", paths=pictures, rng=lambda _: np.random.RandomState(3))
 class Affine(Base):
     def __getitem__(self, index):
-        objects = self.objects[index]
+        scale = np.random.choice(np.arange(0.6, 1.4, 0.1))
         picture = read(self.paths[index])
-        width = picture.shape[1]
-        scale, flipped = width * 1.0, False
-        if self.train:
-            scale = scale * np.random.choice(np.arange(0.6, 1.4, 0.1))
-            if np.random.random() < 0.5:
-                flipped = True
-                picture = picture[:, ::-1, :]
-        pixels = picture.astype(np.float32) / 255.0
-        if self.train:
-            pixels += self.rng.normal(scale=0.1, size=(3,)).astype(np.float32)
-        boxes = np.array([each["box"] for each in objects], np.float32)
-        if flipped:
-            boxes[:, [0, 2]] = width - boxes[:, [2, 0]] - 1
-        return {"input": pixels.transpose(2, 0, 1), "boxes": boxes * np.float32(scale / width)}
+        if np.random.random() < 0.5:
+            picture = picture[:, ::-1, :]
+        pixels = picture.astype(np.float32) * np.float32(scale) + self.rng.normal(scale=0.1, size=(3,)).astype(np.float32)
+        return {"input": pixels.transpose(2, 0, 1), "scale": scale}
 
 
 @shape("some samples return early", "cut, hoisted", paths=pictures, labels=masks, mapping={1: 0, 2: 1, 3: 255})
@@ -215,7 +144,8 @@ class Early(Base):
         label = read(self.labels[index])
         for key, value in self.mapping.items():
             label[label == key] = value
-        picture, label = cropped(16, picture, label)
+        top = random.randint(0, SIDE - 16)
+        picture, label = picture[top : top + 16], label[top : top + 16]
         step = np.random.choice(2) * 2 - 1
         return picture[:, ::step].transpose((2, 0, 1)).copy(), label[:, ::step].copy(), os.path.basename(self.paths[index])
 
@@ -229,28 +159,12 @@ class Within(Base):
         return window
 
 
+@shape("a segment of a wave", "cut, hoisted", paths=arrays)
 class Segment(Base):
-    """A random part of a wave, which may be kept for the next samples."""
-
     def __getitem__(self, index):
-        if self.count == 0:
-            audio, _ = read_wave(self.paths[index])
-            audio = audio / np.abs(audio).max() * 0.95
-            self.kept_wave = audio
-            self.count = self.reuse
-        else:
-            audio = self.kept_wave
-            self.count -= 1
-        audio = torch.FloatTensor(audio).unsqueeze(0)
-        if audio.size(1) >= 100:
-            start = random.randint(0, audio.size(1) - 100)
-            audio = audio[:, start : start + 100]
-        mel = audio.unfold(1, 16, 8).abs().sum(-1)
-        return mel.squeeze(), audio.squeeze(0), self.paths[index]
-
-
-shape("a segment of a wave", "cut, hoisted", paths=arrays, count=0, reuse=0)(Segment)
-shape("a wave that is used again", "uncached", paths=arrays, count=0, reuse=1)(Segment)
+        audio = torch.FloatTensor(np.load(self.paths[index]).ravel() / 256)
+        start = random.randint(0, len(audio) - 100)
+        return audio[start : start + 100], self.paths[index]
 
 
 @shape("a crop is drawn, then files are read", "cut, hoisted", paths=pictures, labels=masks)
@@ -263,14 +177,14 @@ class Drawn(Base):
         return to_tensor(picture), torch.from_numpy(label.copy())
 
 
-@shape("a random partner", "cut, hoisted", 1, ones=pictures, others=small, one_step=flipping, other_step=flipping, serial=False)
+@shape("a random partner", "cut, hoisted", 1, ones=pictures, others=small, step=lambda _: flipped)
 class Unaligned(Base):
     def __getitem__(self, index):
         one_path = self.ones[index % len(self.ones)]
-        other_index = index % len(self.others) if self.serial else random.randint(0, len(self.others) - 1)
+        other_index = random.randint(0, len(self.others) - 1)
         one_picture = Image.open(one_path).convert("RGB")
         other_picture = Image.open(self.others[other_index]).convert("RGB")
-        return {"one": self.one_step(one_picture), "other": self.other_step(other_picture), "path": one_path}
+        return {"one": to_tensor(self.step(one_picture)), "other": to_tensor(self.step(other_picture)), "path": one_path}
 
 
 def apply_seeded(sample, transform):
@@ -282,7 +196,7 @@ def apply_seeded(sample, transform):
     return sample
 
 
-@shape("seeds that are drawn", paths=pictures, labels=masks, augment=lambda _: Flip())
+@shape("seeds that are drawn", paths=pictures, labels=masks, augment=lambda _: flipped)
 class Seeds(Base):
     def __getitem__(self, idx):
         sample = {"idx": idx}
@@ -297,44 +211,28 @@ class Mosaic(Base):
         return np.vstack((np.hstack(tiles[:2]), np.hstack(tiles[2:])))
 
     def __getitem__(self, index):
-        index = self.indices[index]
         if mosaic := self.mosaic and random.random() < self.mosaic:
             picture = self.load_mosaic(index)
         else:
             picture = resized(read(self.paths[index]))
-        labels = random_of(index, 4, 5, dtype=np.float32)
         picture = picture * np.float32(random.uniform(0.9, 1.1))
-        if random.random() < 0.5:
-            picture = np.fliplr(picture)
-            labels[:, 1] = 1 - labels[:, 1]
-        return to_tensor(picture), torch.from_numpy(labels), self.paths[index], mosaic
+        return to_tensor(picture), self.paths[index], mosaic
 
 
-shape("a mosaic", "uncached", 4, paths=pictures, indices=range(N), mosaic=0.5)(Mosaic)
-shape("a mosaic that is off", "cut, hoisted", paths=pictures, indices=range(N), mosaic=0.0)(Mosaic)
+shape("a mosaic", "uncached", 4, paths=pictures, mosaic=0.5)(Mosaic)
+shape("a mosaic that is off", "cut, hoisted", paths=pictures, mosaic=0.0)(Mosaic)
 
 
+@shape("an attribute that a method sets and the rest reads", "uncached", paths=pictures)
 class Rarely(Base):
-    """Sets an attribute before the draw, of a different value for few samples, and reads it after it."""
-
-    bright = False
-
     def load(self, idx):
-        picture = read(self.paths[idx])
-        if self.in_method:
-            self.bright = idx == 7
-        return picture
+        self.bright = idx == 7
+        return read(self.paths[idx])
 
     def __getitem__(self, idx):
         picture = self.load(idx)
-        if not self.in_method:
-            self.bright = idx == 7
         shift = random.randrange(8)
         return np.roll(picture, shift, 0) if self.bright else picture
-
-
-shape("an attribute that the rest reads", paths=pictures, in_method=False)(Rarely)
-shape("an attribute that a method sets and the rest reads", "uncached", paths=pictures, in_method=True)(Rarely)
 
 
 @shape("no draw", "cached", paths=pictures)
@@ -352,16 +250,6 @@ class Shared(Base):
             boxes *= random.random()
             kinds += 1
         return target
-
-
-@shape("parts that rarely share memory", paths=arrays)
-class Rare(Base):
-    def __getitem__(self, idx):
-        before = np.load(self.paths[idx])
-        after = before
-        if random.random() < 0.02:
-            after += 1
-        return before, after
 
 
 def outcome(cached):

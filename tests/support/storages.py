@@ -43,18 +43,15 @@ class FilePerSample(DataStorage):
     """A storage that a user might write: each sample in a file of its own."""
 
     def __init__(self, folder):
-        self.folder, self.count = Path(folder), None
+        self.folder, self.count = Path(folder), 0
 
     def is_prepared(self):
         return (self.folder / "info").exists()
 
     def start_preparation(self):
         self.folder.mkdir()
-        self.count = 0
 
     def save_sample(self, sample):
-        if self.count is None:
-            raise RuntimeError("call start_preparation first")
         torch.save(sample, self.folder / str(self.count))
         self.count += 1
 

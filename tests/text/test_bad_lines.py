@@ -9,7 +9,7 @@ import torch
 
 from stocache import CacheOptions, CsvFormat, CustomFormat, DamagedError, JsonLinesFormat, StreamError, StreamLoader
 from tests.support.processes import in_child
-from tests.support.texts import COMPRESSIONS, SKIP, N, epochs, numbers, parse, rows, zstd
+from tests.support.texts import COMPRESSIONS, SKIP, N, numbers, parse, rows, zstd
 
 MIB = 1 << 20
 CSV, TOO_LONG = CsvFormat(","), r"line {}: the line is longer than 16 MiB\. Raise max_line_bytes"
@@ -105,20 +105,6 @@ def test_json_that_is_nested_too_deep_is_a_bad_line(tmp_path):
         refuses(path, "the first row is not a JSON object", format=form)
 
 
-def test_lines_are_as_long_as_max_line_bytes_or_left_out_and_reported_once(tmp_path, caplog):
-    (path := tmp_path / "a.csv").write_text("".join(f"{n},{n},{n}{' ' * 500 * (n % 10 == 3)}\n" for n in range(40)))
-    for limit in (508, "508", "1KB", "0.5KiB"):
-        assert epochs(path, 1, format=CsvFormat(",", max_line_bytes=limit)) == [list(range(40))]
-    for limit in (504, "0.5kb", "504B"):
-        refuses(path, r"a\.csv, line 4: the line is longer than", format=CsvFormat(",", max_line_bytes=limit))
-    form = CsvFormat(",", on_error="skip", max_line_bytes=100)
-    with StreamLoader(path, 3, 9, format=form, drop_last=False, size_limit_gib=0.01) as loader:
-        for _ in range(2):  # the second time out of the cache
-            assert [n for _, y in loader for n in y.tolist()] == [n for n in range(40) if n % 10 != 3]
-        assert loader.stats().skipped == 8
-    assert caplog.text.count("line 4: the line is longer than 100 bytes") == 1
-
-
 def write_bomb(path, compression, text, times, after=b"\n5,6,2\n"):
     """Write two rows, then ``text`` that often, each time as a member of its own."""
     compress = COMPRESSIONS[compression]
@@ -170,10 +156,3 @@ def test_a_kib_of_zstd_is_not_decompressed_at_once(tmp_path):
     frame = zstd().compress(b"1,2,0\n" * 9, level=1)[:4] + b"\x00\x70" + (block.to_bytes(3, "little") + b"x") * 16000
     (tmp_path / "a.zst").write_bytes(frame)
     in_bounded_memory(lambda: refuses(tmp_path / "a.zst", TOO_LONG.format(1), format=CsvFormat(",", label_columns=None)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [b"\n", b"#\n", b" \n"])
-def test_lines_that_are_not_rows_take_no_memory_however_many(tmp_path, text):
-    path = write_bomb(tmp_path / "bomb", "gz", text * (MIB // len(text)), 100)
-    in_bounded_memory(lambda: refuses(path, "leaves no batch", format=CSV, batch_size=4, buffer_size=4))

@@ -131,17 +131,6 @@ def test_pieces_are_of_bounded_size_hold_rows_alone_and_know_their_lines(tmp_pat
     assert got == [f"{path}, line {number}" for number in wanted]
 
 
-def test_a_header_and_the_end_of_a_share_have_the_limit_too(tmp_path):
-    header, row = write(tmp_path, b"x" * 500_000 + b"\n1\n2\n", b"1\n" * 1000 + b"x" * 500_000)
-    for skip_long in (False, True):
-        with pytest.raises(StreamError, match=r"000\.txt, line 1: the line is longer than 1536 bytes"):
-            lines_of(header, skip_header=1, max_line_bytes=1536, skip_long=skip_long)
-    for rank, count in ((0, 1001), (1, 0)):
-        with pytest.raises(StreamError, match=r"001\.txt, line 1001: the line is longer than 1000 bytes"):
-            lines_of(row, rank=rank, world_size=2, max_line_bytes=1000)
-        assert lines_of(row, 1000, rank=rank, world_size=2, max_line_bytes=1000, skip_long=True).count() == count
-
-
 @pytest.mark.parametrize("compression", ["gz", "bz2", "zst"])
 def test_compressed_text_is_read_anywhere(tmp_path, compression):
     content = random.randbytes(170_000).hex().encode()

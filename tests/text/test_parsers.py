@@ -155,7 +155,6 @@ def test_a_parse_function_that_returns_something_else_is_an_error():
         (5, "parse returned a int; its leaves must be arrays or tensors"),
         (np.array(["a", None]), "parse returned a array of objects"),
         (torch.tensor(5), "parse returned a Tensor"), ((np.zeros(2), np.zeros(3)), r"arrays of \[2, 3\] rows for 2 lines"),
-        ((), r"arrays of \[\] rows"),
     ):  # fmt: skip
         with pytest.raises(StreamError, match=why):
             Custom(lambda rows, returned=returned: returned).bulk(b"1\n2\n", 2)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from stocache import CacheOptions, CustomFormat, ReadOptions, StreamLoader
 from stocache.errors import CacheNameError, ClosedError, DamagedError, StateError, StreamError
+from stocache.shm import named
 from tests.support.equality import same
 from tests.support.processes import run_all, wait_until
 from tests.support.shuffling import same_block
@@ -135,7 +136,6 @@ def test_epochs_are_those_without_a_cache_and_what_is_cached_is_neither_read_nor
 
 
 @pytest.mark.linux
-@pytest.mark.usefixtures("_removed")
 def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monkeypatch):
     watch, parsed = Watch(monkeypatch), CONTEXT.Value("q", 0)
 
@@ -151,6 +151,8 @@ def test_jobs_share_a_named_cache_and_the_next_run_reads_nothing(numbered, monke
 
     run_all(CONTEXT, 3, run)
     run(0)
+    for path in ours():
+        named.remove(path)
     assert parsed.value == N
     assert watch.bytes < len(rows()) / 4  # the first row, to know what the columns are
 
@@ -173,7 +175,6 @@ RANKS = [
 
 
 @pytest.mark.linux
-@pytest.mark.usefixtures("_removed")
 @pytest.mark.parametrize(("drop_last", "compress", "options"), RANKS)
 def test_ranks_read_every_row_once_or_equally_many_batches(tmp_path, drop_last, compress, options):
     (path := tmp_path / "rows").write_bytes(compress(rows() + b"".join(b"%d\t%d\t%d\n" % (n, n, n) for n in range(N, N + 300))))

@@ -74,7 +74,6 @@ def test_two_runs_of_two_epochs_read_and_parse_the_text_once(way, numbered, fold
 
 
 @pytest.mark.linux
-@pytest.mark.usefixtures("_removed")
 def test_two_ranks_read_and_parse_the_text_once(numbered, tmp_path, work):
     options, parsed = {"drop_last": "batch", "count_rows": True}, BUFFERS + 1
     numbered.write_bytes(gzip.compress(rows()))

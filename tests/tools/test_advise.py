@@ -9,31 +9,28 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from stocache import CachedDataset, DataLoader, DatasetError, LimitError, WorkerError, advise
 from stocache.loader.choice import measure as module
 from stocache.loader.choice.measure import Epoch, Samples, Setting
+from tests.support.images import Made, image
 
 CORES = len(os.sched_getaffinity(0))
 MOST = 1 << 30
 
 
-class Images(Dataset):
-    """Small images, with numbers that are drawn; a sample is broken, or each ends the process."""
+def drawn(dataset, idx):
+    """Make a small image, with numbers that are drawn; a sample is broken, or each ends the process."""
+    if idx == dataset.breaks:
+        raise ValueError(f"sample {idx} is broken")
+    if dataset.breaks == "dies":
+        os._exit(3)
+    return image(idx), random.random() + np.random.rand() + torch.rand(()).item()
 
-    def __init__(self, length=64, breaks=None):
-        self.length, self.breaks = length, breaks
 
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, idx):
-        if idx == self.breaks:
-            raise ValueError(f"sample {idx} is broken")
-        if self.breaks == "dies":
-            os._exit(3)
-        return torch.full((3, 16, 16), idx % 256, dtype=torch.uint8), random.random() + np.random.rand() + torch.rand(()).item()
+def images(length=64, breaks=None):
+    return Made(drawn, length, breaks=breaks)
 
 
 class Numbers(IterableDataset):
@@ -68,7 +65,7 @@ def samples_of(draws=False, left_out=(), **cached_bytes):
 
 @pytest.mark.linux
 def test_the_code_of_each_setting_runs_as_it_was_measured(measured):
-    dataset, limit = Images(), MOST // 256
+    dataset, limit = images(), MOST // 256
     epochs = [
         Epoch(Setting(1, 8, limit, None, "thread"), 0.0001), Epoch(Setting(0, 16, limit, "zstd"), 0.0002),
         Epoch(Setting(1, 8, limit), 0.0004), Epoch(Setting(0, 16), 0.0008), Epoch(Setting(1, 16), 0.0016),
@@ -97,7 +94,7 @@ def test_the_code_of_each_setting_runs_as_it_was_measured(measured):
 
 def test_a_step_hides_what_workers_load_in_its_time_and_the_dataset_says_whether_threads_are_tried(measured):
     plan = measured(samples_of(), Epoch(Setting(0, 8), 0.0004), Epoch(Setting(2, 8), 0.0002), Epoch(Setting(1, 8), 0.0005))
-    (dataset := Images()).thread_safe = False
+    (dataset := images()).thread_safe = False
     advice = advise(dataset, batch_size=8, step_ms=4, progress=False)
     assert (plan["step_s"], plan["methods"]) == (pytest.approx(0.0005), ("multiprocessing",))
     assert [each.setting.workers for each in advice.settings] == [1, 2, 0]
@@ -106,10 +103,10 @@ def test_a_step_hides_what_workers_load_in_its_time_and_the_dataset_says_whether
 
 def test_codecs_are_tried_where_not_all_samples_fit_without(measured):
     plan = measured(samples_of(), Epoch(Setting(0, 8), 0.0004))
-    advise(Images(), progress=False)
+    advise(images(), progress=False)
     none, whole = plan["choose_caches"](samples_of(lz4=388.0))
     assert (none, whole[1], 64 * 776 < whole[0] < 2 * 2**20) == ((0, None), None, True)
-    advise(Images(2 * 10**6), progress=False)
+    advise(images(2 * 10**6), progress=False)
     none, plain, packed = plan["choose_caches"](samples_of(lz4=388.0))
     assert (none, plain[1], packed[1]) == ((0, None), None, "lz4")
     assert 0.99 * MOST < plain[0] <= MOST  # as many as fit
@@ -119,10 +116,10 @@ def test_codecs_are_tried_where_not_all_samples_fit_without(measured):
 def test_the_report_says_what_was_measured(measured):
     samples = samples_of(True, ("codec='zstd' is left out: it is not installed",), lz4=388.0)
     plan = measured(samples, Epoch(Setting(1, 8, MOST // 256, "lz4"), 0.001))
-    text = str(advise(Images(), collate_fn=len, transform=tuple, batch_size=8, progress=False))
+    text = str(advise(images(), collate_fn=len, transform=tuple, batch_size=8, progress=False))
     assert (plan["collate_fn"], plan["options"]) == (len, {"transform": tuple, "allow_pickle": False})
     for words in (
-        "Images: 64 samples. Measured 1 setting in ", "load      1 ms (mean of 30 samples)",
+        "Made: 64 samples. Measured 1 setting in ", "load      1 ms (mean of 30 samples)",
         "cache     776 B for each sample, 1.0 MiB for all", "codec lz4 388 B for each sample (ratio 2.00), 1.0 MiB for all",
         "memory    1.0 GiB for a cache", "1. 64 ms an epoch, 1,000 samples/s, with a cache of 4.0 MiB:\n   DataLoader(",
         "codec='lz4', transform=transform), batch_size=8, shuffle=True", ", collate_fn=collate_fn)",
@@ -143,15 +140,15 @@ def test_numbers_that_are_not_possible_and_datasets_that_cannot_be_cached_are_re
     for name, (values, message) in IMPOSSIBLE.items():
         for value in values:
             with pytest.raises(LimitError, match=f"{name}=.* {message}"):
-                advise(Images(), **{name: value})
-    for dataset, message in ((Numbers(), "Numbers has no samples by number"), (Images(0), r"has length 0\. There is nothing")):
+                advise(images(), **{name: value})
+    for dataset, message in ((Numbers(), "Numbers has no samples by number"), (images(0), r"has length 0\. There is nothing")):
         with pytest.raises(DatasetError, match=message):
             advise(dataset)
     with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Pass the dataset inside it"):
         advise(Subset(cached, [0]))
     measured(samples_of())
-    with pytest.raises(DatasetError, match=r"Images: no epoch was run in 9 s\. Use a longer time_limit_s\."):
-        advise(Images(), time_limit_s=9, progress=False)
+    with pytest.raises(DatasetError, match=r"Made: no epoch was run in 9 s\. Use a longer time_limit_s\."):
+        advise(images(), time_limit_s=9, progress=False)
 
 
 @pytest.fixture
@@ -193,18 +190,15 @@ def test_auto_measures_what_is_behind_a_cached_dataset(measured):
         assert plan["choose_caches"](narrow) == [(narrow.limit_for(None, 64), None)]  # it holds all samples
         large = Samples(9, 0.1, False, {None: 1e6})
         assert plan["choose_caches"](large) == [(dataset.cache.stats().capacity_bytes, None)]
-        assert plan["choose_caches"](Samples(9, 0.1, False, {})) == [(0, None)]
         plan.clear()
         assert DataLoader(Subset(dataset, [1]), num_workers="auto").num_workers == min(8, CORES)
         assert not plan
 
 
-def test_auto_takes_no_workers_where_there_is_nothing_to_measure_and_other_texts_are_refused(messages):
-    for dataset, reason in ((Numbers(), "the dataset is iterable"), (Images(0), "has no samples")):
+def test_auto_takes_no_workers_if_there_is_nothing_to_measure(messages):
+    for dataset, reason in ((Numbers(), "the dataset is iterable"), (images(0), "has no samples")):
         assert DataLoader(dataset, num_workers="auto").num_workers == 0
         assert reason in messages()[-1]
-    with pytest.raises(TypeError, match="not supported between instances of"):
-        DataLoader([1], num_workers="many")
 
 
 @pytest.fixture
@@ -217,7 +211,7 @@ def short(monkeypatch):
 @pytest.mark.linux
 def test_a_real_measurement_leaves_this_process_as_it_was(short, messages):
     state_of = lambda: (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    dataset, before = Images(), state_of()
+    dataset, before = images(), state_of()
     advice = advise(dataset, batch_size=8, progress=False)
     with CachedDataset(dataset, 1) as cached:
         stats = cached.stats()
@@ -225,7 +219,7 @@ def test_a_real_measurement_leaves_this_process_as_it_was(short, messages):
         assert cached.stats() == stats
     assert "epochs take " in messages()[0]
     assert state_of() == before
-    assert vars(dataset) == vars(Images())
+    assert vars(dataset) == vars(images())
     assert not multiprocessing.active_children()
     assert {bool(each.setting.limit_bytes) for each in advice.epochs} == {False, True}
     assert advice.samples.draws
@@ -237,4 +231,4 @@ def test_a_real_measurement_leaves_this_process_as_it_was(short, messages):
 ])  # fmt: skip
 def test_the_error_of_a_sample_is_raised(breaks, error, message):
     with pytest.raises(error, match=message):
-        advise(Images(8, breaks), progress=False)
+        advise(images(8, breaks), progress=False)

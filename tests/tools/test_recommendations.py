@@ -21,18 +21,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DataLoader
-from stocache.tools.cli.symptoms import symptoms
 from stocache.tools.run import caching
 
 CASES = {}
-ELSEWHERE = {  # the folders whose tests play a symptom; some need a full /dev/shm, a stall, a logout, a stopped process, a GPU
-    "tests/system": "S06 W12 W15 W16 W24", "tests/text": "W17 StreamError", "tests/reading": "W22 GraphError",
-    "tests/shm": "S05 S08 W01 W11 SegmentError CacheNameError", "tests/samples": "W04", "tests/storage": "W23",
-    "tests/cache": "W02 W08 W09 W10 W18 W19 LimitError MismatchError SampleIndexError SlotError ClosedError CodecError",
-    "tests/cache/test_keyed": "DiskError SampleError CacheKeyError BusyError", "tests/datasets": "S04 W03 W07 DatasetError",
-    "tests/loader": "S07 S09 W14 W21 WorkerError StateError", "tests/tools": "S03 W13 StorageError DamagedError",
-}  # fmt: skip
-SLOW = {"col"}  # it measures for seconds
 LOADED = []  # the indices of samples that this process has loaded
 SMALL = {"size_limit_gib": "1MB", "audit": 0}
 AUDITED = 3  # samples of an epoch, or pictures, that are loaded again at most, to compare them
@@ -128,19 +119,16 @@ def give_the_iterable_a_state(follow, test):
 
         def __iter__(self):
             while self.at < 12:
-                LOADED.append(self.at)
                 self.at += 1
-                yield self.at - 1
+                yield self.at
 
     if follow:
         Source.state_dict, Source.load_state_dict = (lambda self: {"at": self.at}), lambda self, state: vars(self).update(state)
     loader, again = DataLoader(Source(), batch_size=2), DataLoader(Source(), batch_size=2)
-    batches = iter(loader)
-    next(batches), next(batches)
+    next(iter(loader))
     again.load_state_dict(loader.state_dict())
-    LOADED.clear()
     next(iter(again))
-    return len(LOADED) - 2
+    return test.warnings("samples are loaded and skipped")
 
 
 @case("source")
@@ -216,7 +204,9 @@ def raise_the_prefetch_factor_for_slow_samples(follow, test):
             return torch.full((200_000,), float(idx))
 
     with CachedDataset(Uneven(), 0.016, audit=0) as cached:
-        loader = DataLoader(cached, sampler=range(64), num_workers=2, prefetch_factor=16 if follow else 1)
+        workers = {"num_workers": 2, "prefetch_factor": 16 if follow else 1, "persistent_workers": True}
+        loader = DataLoader(cached, sampler=range(96), **workers)
+        limit_of(loader)  # starts the workers, which takes a time of its own
         return limit_of(loader) == "stalls"
 
 
@@ -277,15 +267,8 @@ def test(caplog, monkeypatch, clean):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name[:3] in SLOW else []) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("collate")) for name in CASES])
 def test_who_follows_a_recommendation_is_rid_of_the_problem(name, test, caplog):
     assert CASES[name](False, test) > 0, "the program does not have the problem"
     caplog.clear()
     assert CASES[name](True, test) == 0
-
-
-def test_each_symptom_is_played_or_it_is_said_where():
-    played = set(re.findall(r"\b([SW]\d\d|\w+Error)\b", " ".join(CASES)))
-    elsewhere = {*" ".join(ELSEWHERE.values()).split()}
-    assert {each.code for each in symptoms()} == played | elsewhere
-    assert not played & elsewhere

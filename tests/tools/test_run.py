@@ -170,22 +170,8 @@ for _ in range(3):
     list(tqdm(loader, mininterval=0))
 """
 )
-FINDS = """
-import importlib.util, sys
-from importlib.machinery import PathFinder
-importlib.util.find_spec("torch")
-
-class Finder:  # as of libraries that change others when these are imported
-    def find_spec(name, path=None, target=None):
-        if name.startswith("torch.utils.data") and (found := PathFinder.find_spec(name, path, target)):
-            places = {"submodule_search_locations": found.submodule_search_locations}
-            return importlib.util.spec_from_file_location(name, found.origin, **places)
-
-sys.meta_path.insert(0, Finder)
-"""
 PROGRAMS = {  # the program, and how often it says what
     "takes stocache's loader": (OWN, 1, "train.py:20: CachedDataset of 24 samples\n  3 epochs, 18 batches: "),
-    "asks for torch, and finds it": (f"{FINDS}{TRAIN}train()", 1, "3 epochs, 18 batches"),
     "makes no loader": (TRAIN, 1, "the main process imported torch, and made no DataLoader."),
     "makes one": (f"{TRAIN}DataLoader([1])", 1, "made loaders, and iterated over none of them."),
     "closes the error stream": (f"{TRAIN}sys.stderr.close()\ntrain()", 0, "stocache"),

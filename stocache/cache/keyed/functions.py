@@ -28,6 +28,7 @@ from types import BuiltinFunctionType, CellType, FunctionType, MemberDescriptorT
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stocache.cache.keyed.cache import KeyedCache
@@ -382,7 +383,8 @@ def _typed(value: Any) -> Any:
     if isinstance(value, tuple):
         parts = tuple(map(_typed, value))
         return parts if kind is tuple else (_kind_of(value), parts)
-    return _kind_of(value), value
+    is_dtype = isinstance(value, np.dtype | torch.dtype) or (isinstance(value, type) and issubclass(value, np.generic))
+    return _kind_of(value), repr(value) if is_dtype else value
 
 
 def _stamp(value: object) -> Any:

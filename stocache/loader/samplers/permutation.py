@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stocache.errors import LimitError
-
 MAX_LISTED = 1 << 24
 """Orders of at most this many samples are lists; longer ones are computed."""
 
@@ -31,17 +29,10 @@ class Permutation:
         n: how many numbers, at most 2^62.
         key: integers, 0 or more. The order depends only on the key and on ``n``.
 
-    Raises:
-        LimitError: ``n`` or the key is out of range.
-
     Takes about 50 ns for each requested number; up to twice as long for an ``n`` just above a power of two.
     """
 
     def __init__(self, n: int, *key: int) -> None:
-        if not (isinstance(n, int) and 0 <= n <= 2**62):
-            raise LimitError(f"n must be between 0 and 2**62, got {n!r}.")
-        if not all(isinstance(part, int) and part >= 0 for part in key):
-            raise LimitError(f"key must be integers of 0 or more, got {key!r}.")
         self._len = n
         bits = max(2, (n - 1).bit_length())
         self._low = bits // 2  # bits of the part that is hashed first; the other part has as many, or one more

@@ -10,13 +10,12 @@ import pytest
 
 from stocache import DiskCache, DiskError, LimitError, MismatchError
 from stocache.cache.disk import folder as folder_module
-from stocache.cache.stats import SlotState
 from stocache.samples.spec import Structure
 from stocache.system import limits
 from stocache.system.hashing import ZEROS, embed_checksum
 from tests.support import traces
 from tests.support.disks import COUNT, contents, flip, loaded, mounted, open_disk, row
-from tests.support.processes import in_child, run_python
+from tests.support.processes import run_python
 
 
 @pytest.fixture
@@ -89,59 +88,35 @@ def test_without_a_fingerprint_samples_of_an_earlier_run_are_warned_of(tmp_path,
 
 
 FORGED = {
-    "key": ["x" * 16, "0" * 17, 5], "created": ["now", -1, 1e300], "fingerprint": [5], "identity": [[]],
-    "version": [1, "2", None], "facts": [None, {}, *({"memory_slots": slots, "example": None} for slots in (-1, 1 << 70))],
+    "key": ["x" * 16, 5], "created": ["now", 1e300], "fingerprint": [5], "identity": [[]], "version": ["2", None],
+    "facts": [None, {}, {"memory_slots": 1 << 70, "example": None}],
 }  # fmt: skip
 
 
 def test_a_damaged_or_forged_manifest_says_what_to_do(filled):
-    rng, path = random.Random(29), filled / "cache.json"
+    path = filled / "cache.json"
     text = path.read_bytes()
-    damaged = [b"", b"{}", text[:-1], text[: len(text) // 2], bytes(len(text)), *(flip(rng, text) for _ in range(30))]
-    manifest = json.loads(text)
-    forged = [manifest | {name: value} for name, values in FORGED.items() for value in values]
-    forged += [{name: value for name, value in manifest.items() if name != left} for left in FORGED]
-    texts = [json.dumps(each | {"checksum": ZEROS}).encode() for each in forged]
-    texts += [b'["checksum": "' + ZEROS.encode() + b'"]', b'{"checksum": "' + ZEROS.encode() + b'", "a": ' + b"[" * 500000]
+    damaged = [b"", b"{}", text[:-1], bytes(len(text)), *(flip(random.Random(seed), text) for seed in range(30))]
+    forged = [json.loads(text) | {name: value, "checksum": ZEROS} for name, values in FORGED.items() for value in values]
+    texts = [*(json.dumps(each).encode() for each in forged), b'{"checksum": "' + ZEROS.encode() + b'", "a": ' + b"[" * 500000]
     for data in (*damaged, *(embed_checksum(text, b'"checksum": "') for text in texts)):
         path.write_bytes(data)
         refused(filled, r"cache.json is damaged: .* Remove the cache: stocache rm --force")
 
 
-def put_link(path):
-    path.symlink_to(path.parent.parent / "precious")
-
-
-@pytest.mark.parametrize("put_thing", [put_link, os.mkfifo])
-def test_what_is_not_a_file_is_refused(filled, tmp_path, put_thing):
-    for leads_to_a_file in (False, True):
-        for name in ("lock", "index", "samples", "cache.json"):
+def test_links_and_pipes_are_refused_and_not_followed(filled, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    for name in ("lock", "index", "samples", "cache.json"):
+        for put_thing in (os.mkfifo, lambda path: path.symlink_to(precious), lambda path: path.symlink_to(tmp_path / "new")):
             (filled / name).rename(tmp_path / name)
             put_thing(filled / name)
             refused(filled, rf"{name} is not a file of the user of the folder. Remove it|it holds '{name}'")
-            assert (tmp_path / "precious").exists() == leads_to_a_file
             (tmp_path / name).replace(filled / name)
-        (tmp_path / "precious").write_text("x")
     (filled / "cache.json").unlink()
-    put_link(filled / "cache.json.new")
+    (filled / "cache.json.new").symlink_to(precious)
     open_disk("rows", filled).close()
-    assert (tmp_path / "precious").read_text() == "x"
-
-
-def test_a_file_that_is_missing_is_made_again(filled):
-    for names in (["samples"], ["index"], ["lock"], ["samples", "index", "lock"], ["cache.json"]):
-        for name in names:
-            (filled / name).unlink()
-        for missing in ([] if names == ["lock"] else list(range(COUNT)), []):
-            with open_disk("rows", filled) as cache:
-                assert loaded(cache, "rows") == missing
-
-
-def test_samples_of_any_size_that_find_no_room_are_outside(tmp_path):
-    with open_disk("records", tmp_path, limit="200KB") as cache:
-        loaded(cache, "records")
-        missing = COUNT - cache.stats().filled
-        assert 0 < missing == (cache.aux_array == SlotState.OOB).sum() == len(loaded(cache, "records")) < COUNT
+    assert (precious.read_text(), (tmp_path / "new").exists()) == ("x", False)
 
 
 @pytest.mark.linux
@@ -191,17 +166,3 @@ def test_a_program_that_ends_without_closing_has_written_what_it_has_loaded(tmp_
     assert run_python("-c", PROGRAM, tmp_path / "disk").stderr == ""
     entries = np.frombuffer((tmp_path / "disk" / "index").read_bytes(), "<u8").reshape(-1, 2)
     assert (entries[:, 0] > 0).sum() == 40
-
-
-@pytest.mark.linux
-def test_a_forked_child_writes_what_it_has_loaded(tmp_path):
-    def serve(begin, end):
-        for idx in range(begin, end):
-            cache.serve(lambda missing: [row(each) for each in missing], lambda each: False, [idx])
-
-    with open_disk("rows", tmp_path) as cache:
-        for begin in range(0, 40, 10):
-            serve(begin, begin + 5)  # a thread writes them, which the child does not have
-            assert in_child(lambda begin=begin: (serve(begin + 5, begin + 10), cache.close())) == 0
-    with open_disk("rows", tmp_path) as cache:
-        assert loaded(cache, "rows", range(40)) == []

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import pickle
 import random
 import signal
 import sys
@@ -14,14 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-import stocache
 from stocache import CachedDataset, cached_decoders
 from stocache.datasets.decoders import cache, patches
 from stocache.datasets.decoders.table import DECODERS
 from stocache.system.describe import describe
+from tests.support.epochs import difference_of, epochs
 from tests.support.images import Made
 
 Image = pytest.importorskip("PIL.Image")
@@ -92,11 +91,6 @@ def test_an_image_is_what_pillow_makes_of_it(kind, tmp_path):
     assert bool(twice(looked_at, path)) == (kind in SERVED)
 
 
-def palette(path):
-    with Image.open(path) as picture:
-        return picture.convert("RGB").tobytes(), picture.getpalette(), picture.info.get("transparency")
-
-
 def drafted(path):
     picture = Image.open(path)
     picture.draft("L", (20, 20))
@@ -107,16 +101,17 @@ def from_bytes(path):
     stream = io.BytesIO(Path(path).read_bytes())
     picture = Image.open(stream)
     picture.load()
-    return picture.tobytes(), stream.tell() if picture.format != "JPEG" else None, stream.closed
+    return picture.tobytes(), stream.closed
 
 
-@pytest.mark.parametrize("way", [palette, drafted, from_bytes])
+@pytest.mark.parametrize("way", [drafted, from_bytes])
 def test_pillow_is_served_however_an_image_is_read(way, tmp_path):
-    path = image(tmp_path)
-    if way is palette:
-        path = str(tmp_path / "p.png")
-        Image.fromarray(PIXELS).quantize(16).save(path, transparency=3)
-    assert twice(way, path)
+    assert twice(way, image(tmp_path))
+
+
+def test_an_image_with_a_palette_is_served(tmp_path):
+    Image.fromarray(PIXELS).quantize(16).save(tmp_path / "p.png", transparency=3)
+    assert twice(looked_at, str(tmp_path / "p.png"))
 
 
 @pytest.fixture(scope="module")
@@ -176,34 +171,23 @@ def rarely_random(its, idx):
     return picture + (random.random() if idx == 4 else 0), idx  # not probed
 
 
-def epochs(dataset, workers, ours=False, **options):
-    random.seed(1)
-    loader = (stocache.DataLoader if ours else DataLoader)(
-        dataset, 4, num_workers=workers, collate_fn=list, generator=torch.Generator().manual_seed(2), **options
-    )
-    return [describe(sample) for _ in range(3) for batch in loader for sample in batch], random.random()
-
-
-PERSISTENT = {"persistent_workers": True}
-
-
 @pytest.mark.linux
-@pytest.mark.parametrize(("make", "workers", "options"), [
-    (mixed, 0, {}), (mixed, 2, PERSISTENT), (mixed, 2, {"ours": True}), (rarely_random, 2, {}),
-    (mixed, 2, {"multiprocessing_context": "forkserver"} | PERSISTENT),
+@pytest.mark.parametrize(("make", "loader"), [
+    (mixed, "torch"), (mixed, "torch, persistent"), (mixed, "ours, 2 workers"), (rarely_random, "torch, 2 workers"),
 ])  # fmt: skip
-def test_samples_that_cannot_be_cached_are_decoded_once(make, workers, options, tmp_path):
+def test_samples_that_cannot_be_cached_are_decoded_once(make, loader, tmp_path):
     dataset = Made(make, 12, paths=images(tmp_path, 12))
-    expected = epochs(dataset, workers, **options)
+    expected = epochs(dataset, loader)
     with CachedDataset(dataset, 1, probe=2) as cached:
-        assert epochs(cached, workers, **options) == expected
+        assert difference_of(epochs(cached, loader), expected) is None
         assert cached.is_left
-        if "multiprocessing_context" not in options:  # when `_WORTH` is unchanged
-            (requests, hits) = cached._decoders.stats()["Pillow"]
-            assert hits > (0 if make is rarely_random else max(30, requests // 2))
-            assert f"of {requests} from memory" in cached.stats().decoders
+        (requests, hits) = cached._decoders.stats()["Pillow"]
+        assert hits > (0 if make is rarely_random else max(30, requests // 2))
+        assert f"of {requests} from memory" in cached.stats().decoders
+        with contextlib.closing(pickle.loads(pickle.dumps(cached._decoders))) as of_another_process:  # one that is spawned
+            assert of_another_process.stats() == cached._decoders.stats()
     with CachedDataset(dataset, 1, probe=2, decoders=False) as cached:
-        assert epochs(cached, workers, **options) == expected
+        assert difference_of(epochs(cached, loader), expected) is None
         assert cached.stats().decoders == ""
 
 
@@ -238,34 +222,23 @@ def test_a_decoder_with_other_results_or_that_draws_is_off(decoder, caplog):
     assert "torchaudio.load is not cached: it draws random numbers" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "result", [None, object(), np.array([None]), np.arange(3).view(np.ndarray)[::-1], (np.ones(2), object())]
-)
+@pytest.mark.parametrize("result", [None, np.array([None]), (np.ones(2), object())], ids=repr)
 def test_results_that_a_copy_could_differ_from_are_the_library_s_own(decoder, result):
-    decoder.results = iter([result] * 4)
+    decoder.results = iter([result] * 2)
     with cached_decoders("64MB", audit=0) as decoders:
-        found = [decoder.load(b"x") for _ in range(2)]
-        assert describe(found[1]) == describe(result)
-        if not isinstance(result, np.ndarray) or result.dtype.hasobject:
-            assert found[1] is result
-            assert decoders.stats()["torchaudio"][1] == 0
+        assert [decoder.load(b"x") is result for _ in range(2)] == [True, True]
+        assert decoders.stats()["torchaudio"][1] == 0
 
 
 def test_a_stream_is_left_where_the_decoder_leaves_it(decoder):
-    def load(stream):
-        found = np.frombuffer(stream.read(4), np.uint8).copy()
-        if closes:
-            stream.close()
-        return found
-
-    decoder.load = load
+    decoder.load = lambda stream: np.frombuffer(stream.read(4), np.uint8).copy()
     with cached_decoders("64MB", audit=0) as decoders:
-        for closes in (False, False, True, True):
-            stream = io.BytesIO(b"01234567" + b"x" * closes)
+        for _ in range(2):
+            stream = io.BytesIO(b"01234567")
             stream.seek(2)
             assert bytes(decoder.load(stream)) == b"2345"
-            assert stream.closed if closes else stream.tell() == 6
-        assert decoders.stats()["torchaudio"] == (4, 1)
+            assert stream.tell() == 6
+        assert decoders.stats()["torchaudio"] == (2, 1)
 
 
 def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monkeypatch):
@@ -278,16 +251,8 @@ def test_functions_are_replaced_by_all_their_names_and_taken_back(decoder, monke
         assert (one.stats(), two.stats()) == ({"torchaudio": (2, 1)}, {"torchaudio": (1, 0)})
         ours = decoder.load
         decoder.load = patched = lambda uri: ours(uri) + 1  # by the user
-        assert decoder.load(b"x")[0] == 2
     assert (decoder.load, user.read) == (patched, true)
-    assert decoder.load(b"x")[0] == 2
-    decoder.load = true
-    with cached_decoders("64MB") as decoders:
-        before = user.read
-        before(b"x")
-        decoders.close()
-        assert user.read is true
-        assert (before(b"x")[0], decoders.stats()) == (1, {"torchaudio": (1, 0)})  # what was found before the close decodes
+    assert decoder.load(b"x")[0] == 2  # what was found before the close decodes
 
 
 def test_a_decoder_that_takes_no_time_is_left_alone_until_the_next_dataset(decoder, monkeypatch):

@@ -47,8 +47,7 @@ def test_what_is_called_deterministic_in_kornia_draws_nothing_and_monai_s_are_as
     for transform in (its.Normalize(0.5, 0.5, p=0.5), its.RandomHorizontalFlip(p=1.0), kornia.enhance.ZCAWhitening()):
         assert not is_deterministic(transform)
     monai = pytest.importorskip("monai.transforms", reason="monai is not installed")
-    made = [monai.Flip(0), monai.RandFlip(), monai.Resized("x", (2, 2))]
-    assert list(map(is_deterministic, made)) == [True, False, True]
+    assert list(map(is_deterministic, [monai.Flip(0), monai.RandFlip()])) == [True, False]
 
 
 class Own:
@@ -82,7 +81,6 @@ def test_a_mark_holds_for_what_was_marked():
         assert is_deterministic(its)
     for its in (wrapper, type("Derived", (Marked,), {})(), Own()):  # although the first has the attributes of the other
         assert not is_deterministic(its)
-    assert deterministic(len)([1, 2]) == 2
     with pytest.raises(DatasetError, match="'resize' is not a transform: it is not callable"):
         deterministic("resize")
 

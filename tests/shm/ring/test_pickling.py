@@ -97,11 +97,9 @@ def frozen(array):
 
 VALUES = {
     "record": lambda: Record("a", pixels(30, 40), {"crop": pixels(9, 9), "jpeg": b"x" * 1000}),
-    "array": lambda: pixels(30, 40), "frozen": lambda: frozen(pixels(30, 40)),
-    "frozen fortran": lambda: frozen(np.asfortranarray(pixels(30, 40))), "frozen rows": lambda: frozen(pixels(60, 40)[::2]),
-    "transposed": lambda: pixels(20, 30, 20).transpose(2, 0, 1), "frozen, empty": lambda: frozen(np.zeros((0, 3))),
-    "big-endian": lambda: frozen(pixels(30, 40).astype(">i4")), "objects": lambda: frozen(np.array([b"abc", 3, None], object)),
-    "subclass": lambda: frozen(pixels(30, 40).view(Sub)),
+    "frozen": lambda: frozen(pixels(30, 40)), "frozen fortran": lambda: frozen(np.asfortranarray(pixels(30, 40))),
+    "frozen rows": lambda: frozen(pixels(60, 40)[::2]), "transposed": lambda: pixels(20, 30, 20).transpose(2, 0, 1),
+    "objects": lambda: frozen(np.array([b"abc", 3, None], object)), "subclass": lambda: frozen(pixels(30, 40).view(Sub)),
 }  # fmt: skip
 
 
@@ -137,15 +135,12 @@ def test_what_is_more_than_bytes_goes_the_way_of_torch(memory):
 
 
 def test_a_packer_that_failed_packs_the_next_batch_and_keeps_nothing_of_either(memory):
-    packer = RingPickler()
-    for _ in range(2):
-        kept = np.arange(3)
-        gone = weakref.ref(kept)
-        with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match="pickle"):
-            packer.pack([kept, b"x" * 100_000, threading.Lock()], memory.place)
-        pieces, places = packer.pack(["a", kept, kept], memory.place)
-        del kept
-        gc.collect()
-        assert gone() is None
-        came = unpack(b"".join(pieces), memory.array.data, places)
-        assert same(came, ["a", np.arange(3), np.arange(3)])
+    packer, batch = RingPickler(), np.arange(3)
+    gone = weakref.ref(batch)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError), match="pickle"):
+        packer.pack([batch, b"x" * 100_000, threading.Lock()], memory.place)
+    pieces, places = packer.pack(["a", batch, batch], memory.place)
+    del batch
+    gc.collect()
+    assert gone() is None
+    assert same(unpack(b"".join(pieces), memory.array.data, places), ["a", np.arange(3), np.arange(3)])

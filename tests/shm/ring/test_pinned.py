@@ -90,18 +90,6 @@ def test_where_registering_fails_batches_are_not_pinned_and_nothing_else_changes
     assert (runtime.calls, free(ring)) == (["register", "clear"], 3)
 
 
-def test_a_gpu_that_fails_leaves_the_buffer_taken_and_the_others_in_use(runtime):
-    ring = make_ring()
-    runtime.failing = True
-    arrive(ring, numbers(0))
-    ring.reap()
-    wait_until(lambda: "failed" in runtime.calls)
-    runtime.failing = False
-    assert free(ring) == 2
-    assert same(arrive(ring, numbers(1)), numbers(1))
-    assert wait_until(lambda: free(ring) == 2)
-
-
 def test_a_forked_child_unregisters_nothing(runtime):
     pinned = Pinned()
     pinned.register(4096, 4096)
@@ -113,17 +101,15 @@ def test_a_forked_child_unregisters_nothing(runtime):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.leaves_descriptors
 def test_on_a_gpu_batches_are_born_pinned_and_arrive_whole():
-    source = torch.utils.data.TensorDataset(torch.arange(4096 * 192).view(4096, 3, 64), torch.arange(4096))
-    with stocache.CachedDataset(source, 1) as dataset:
-        loader = stocache.DataLoader(dataset, 256, num_workers=2, pin_memory=True, persistent_workers=True)
-        for _ in range(3):
-            sums = []
-            for values, labels in loader:
-                assert values.is_pinned()
-                assert loader._stocache.ring.offset_of(values) is not None  # not a pinned copy
-                sums.append((values.to("cuda", non_blocking=True).sum((1, 2)), labels))
-                del values
-            for total, labels in sums:
-                assert torch.equal(total.cpu(), source.tensors[0][labels].sum((1, 2)))
+    rows = torch.arange(4096 * 192).view(4096, 192)
+    with stocache.CachedDataset(torch.utils.data.TensorDataset(rows), 1) as dataset:
+        loader = stocache.DataLoader(dataset, 256, num_workers=2, pin_memory=True)
+        on_gpu = []
+        for (values,) in loader:
+            assert values.is_pinned()
+            assert loader._stocache.ring.offset_of(values) is not None  # not a pinned copy
+            on_gpu.append(values.to("cuda", non_blocking=True))
+            del values
+        assert torch.equal(torch.cat(on_gpu).cpu(), rows)
         del loader
         gc.collect()

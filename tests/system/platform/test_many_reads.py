@@ -10,7 +10,7 @@ import pytest
 from stocache.system.platform import here, many_reads
 from tests.support.processes import in_child
 
-pytestmark = pytest.mark.skipif(many_reads._CALLS is None, reason="the system has no such calls")
+pytestmark = [pytest.mark.linux, pytest.mark.skipif(many_reads._CALLS is None, reason="the system has no such calls")]
 
 WIDTHS = 5, 0, 16, 3
 ROOM, COUNT = 24, 150

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from stocache.cache.disk import folder as folder_module
 from stocache.cache.disk.samples_file import DATA_OFFSET, room_of
 from stocache.samples.spec import Structure
 from stocache.shm import registry
-from stocache.system.hashing import ZEROS, embed_checksum
 from stocache.system.limits import format_size
 from stocache.system.platform import here
 from stocache.tools.cli import doctor, listing
-from tests.support.processes import in_child
+from tests.support.records import leave_behind
 
 N, DIMS, LIMIT = 20, (3, 5), "1MB"
 FILLED = 12
@@ -37,6 +35,7 @@ def open_cache(path, **options):
 def fill(cache):
     for idx in range(FILLED):
         cache.set_slot(idx, sample(idx))
+    return cache
 
 
 def flip(path, *places):
@@ -65,23 +64,8 @@ def live(tmp_path):
 
 
 @pytest.mark.linux
-def test_a_disk_cache_in_use_is_listed(run, live):
-    (found,) = listing.find()
-    assert (found.kind, found.folder, found.stats) == ("disk", live.disk, live.stats())
-    *_, row = run("ls").stdout.splitlines()
-    assert re.match(rf"{re.escape(live.disk)} +{format_size(FILLED * ROOM)} +60% +75\.0% +live +{os.getpid()} ", row)
-    (facts,) = json.loads(run("ls", "--json").stdout)
-    assert (facts["kind"], facts["limit_bytes"], facts["stats"]["reserved_bytes"]) == ("disk", 10**6, FILLED * ROOM)
-
-
-@pytest.mark.linux
 def test_what_a_killed_process_left_in_shared_memory_is_dead_and_can_be_removed(run, tmp_path):
-    def act():
-        cache = open_cache(tmp_path / "photos")
-        fill(cache)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(act) == signal.SIGKILL
+    leave_behind(lambda: fill(open_cache(tmp_path / "photos")))
     (found,) = listing.find()
     assert (found.state, found.name, found.stats.filled) == ("dead", str(tmp_path / "photos"), FILLED)
     whats = [finding.what for finding in doctor.examine()]
@@ -119,7 +103,13 @@ def test_stat_shows_a_folder_that_is_not_in_use_and_changes_nothing(run, folder)
 
 
 @pytest.mark.linux
-def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
+def test_ls_and_stat_show_who_uses_a_folder_and_what_they_found(run, live):
+    (found,) = listing.find()
+    assert (found.kind, found.folder, found.stats) == ("disk", live.disk, live.stats())
+    *_, row = run("ls").stdout.splitlines()
+    assert re.match(rf"{re.escape(live.disk)} +{format_size(FILLED * ROOM)} +60% +75\.0% +live +{os.getpid()} ", row)
+    (facts,) = json.loads(run("ls", "--json").stdout)
+    assert (facts["kind"], facts["limit_bytes"], facts["stats"]["reserved_bytes"]) == ("disk", 10**6, FILLED * ROOM)
     found, facts = rows(run("stat", live.disk)), json.loads(run("stat", live.disk, "--json").stdout)
     assert found["in use by"].startswith(f"{os.getpid()} ")
     assert found["size"].endswith(f", limit {format_size(10**6)}")
@@ -128,24 +118,11 @@ def test_stat_shows_who_uses_a_folder_and_what_they_found(run, live):
     flip(Path(live.disk, "samples"), DATA_OFFSET + 3)
     assert live.get_slot(0) is None
     assert rows(run("stat", live.disk))["damaged"] == "1 found by reading"
-    texts = Path(live.disk).with_name("texts")
-    DiskCache(texts, LIMIT, N).close()
-    found = rows(run("stat", texts))
-    assert (found["samples"], found["structure"], found["fingerprint"]) == ("0 of 20 are there", "any size", "none")
-
-
-def manifest_of(**changes):
-    """A manifest whose checksum is right, with other values."""
-    whole = {"version": 2, "key": "0" * 16, "created": 1.0, "fingerprint": None, "identity": {"dataset_len": 5, "samples": "x"}}
-    whole |= {"facts": {"memory_slots": 0, "example": None}, "checksum": ZEROS}
-    return embed_checksum(json.dumps(whole | changes).encode(), b'"checksum": "')
 
 
 DAMAGED = [
     ("cache.json", b"", "is damaged: it has no checksum"),
     ("cache.json", b'{"checksum": "\x1b[31m\x1b[31m\x1b[31m\x1b["}', r"is damaged: its checksum is \x1b[31m"),
-    ("cache.json", b'{"checksum": "\xff\xff"}', "is damaged: 'ascii' codec can't decode"),
-    ("cache.json", manifest_of(key="../../../etc/shadow"), "is damaged: it holds other values"),
     ("cache.json", "nothing", "is missing: the cache is being made, or its making was interrupted."),
     *((name, "nothing", "") for name in ("index", "samples", "lock")),
     *((name, instead, "") for name in ("cache.json", "index", "samples", "lock") for instead in ("link", "pipe")),
@@ -193,12 +170,6 @@ def test_check_reads_all_samples_and_changes_nothing(run, folder, workers):
         assert run("check", folder).stdout == "12 of 20 samples are there, no damage\n"
 
 
-def test_rm_removes_a_folder_that_is_not_in_use(run, folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    result = run("rm", "photos/")
-    assert (result.exit_code, result.output, folder.exists()) == (0, "removed photos/\n", False)
-
-
 @pytest.mark.linux
 def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_use_it(run, live):
     result = run("rm", live.disk)
@@ -214,42 +185,30 @@ def test_rm_spares_a_folder_in_use_and_by_force_leaves_it_to_the_processes_that_
         assert torch.equal(live.get_slot(3), sample(3))
 
 
-def test_rm_does_not_follow_links(run, folder):
+def test_rm_removes_a_folder_that_is_not_in_use_and_neither_links_nor_folders_of_others(run, folder, monkeypatch):
     link = folder.parent / "link"
     link.symlink_to(folder)
     for arguments in ((link,), (f"{link}/",), ("--force", link)):
         result = run("rm", *arguments)
         assert (result.exit_code, result.output) == (1, f"{link} is a symbolic link. Give the folder itself.\n")
     assert rows(run("stat", link))["samples"] == "12 of 20 are there"
-
-
-@pytest.mark.linux
-def test_rm_spares_the_folders_of_other_users_without_force(run, folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
-        result = run("rm", folder)
-    assert result.exit_code == 1
-    assert f"{folder} belongs to user {folder.stat().st_uid}. To remove it anyway: stocache rm --force" in result.output
-    assert run("rm", "--force", "nothing", folder).output.endswith(f"removed {folder}\n")
+        assert "To remove it anyway: stocache rm --force" in run("rm", folder).output
+    monkeypatch.chdir(folder.parent)
+    result = run("rm", "photos/")
+    assert (result.exit_code, result.output, folder.exists()) == (0, "removed photos/\n", False)
 
 
-@pytest.mark.linux
-def test_doctor_says_where_a_disk_cache_lies(live, monkeypatch):
-    network = "is on a network file system (nfs4): it may be as slow as the source."
-    for kind, what in (("ext4", None), ("tmpfs", "is on tmpfs, which is memory."), ("nfs4", network)):
-        monkeypatch.setattr(folder_module, "filesystem_of", lambda fd, kind=kind: kind)
-        found = [each for each in doctor.examine() if live.disk in each.what]
-        expected = doctor.Finding(f"the disk cache {live.disk} {what}", "give a folder on a local disk: disk=...")
-        assert found == ([expected] if what else [])
-
-
-def test_doctor_says_that_a_disk_has_no_room_or_a_path_cannot_be_used(run, tmp_path):
+def test_doctor_says_that_a_disk_is_no_local_one_or_has_no_room_or_a_path_cannot_be_used(run, tmp_path, monkeypatch):
     path = tmp_path / "a" / "b"
     result = run("doctor", "--disk", path, "--disk-limit", "9000TB")
     room = rf"the disk cache {re.escape(str(path))} has room for [\d.]+ .iB, its limit is 8381903.2 GiB\."
     remedy = r"\n    do: remove other files from that disk, or lower disk_limit to "
     assert re.search(rf"^problem: {room}{remedy}", result.stdout, re.M)
     assert " room for " not in run("doctor", "--disk", path, "--disk-limit", "1KB").stdout
+    monkeypatch.setattr(folder_module, "filesystem_of", lambda fd: "nfs4")
+    assert f"the disk cache {path} is on a network file system (nfs4)" in run("doctor", "--disk", path).stdout
     (tmp_path / "file").write_text("x")
     problem = f"{tmp_path / 'file'} is not the folder of a disk cache: Not a directory."
     assert f"problem: {problem}\n" in run("doctor", "--disk", tmp_path / "file").stdout

@@ -1,6 +1,5 @@
 """What named caches and loaders count, as metrics: their values, how they are served, and the dashboard over them."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -8,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,13 +16,10 @@ import numpy as np
 import pytest
 
 from stocache import CachedDataset, DataLoader, DiskCache, SharedCache, SharedCacheDDP
-from stocache.cache.stats import CacheStats
 from stocache.observe.recording import record
-from stocache.observe.recording.histogram import BOUNDS_S, BUCKETS, bucket_of
 from stocache.observe.recording.record import TimingRecord
 from stocache.tools import cli
 from stocache.tools.cli import listing
-from stocache.tools.cli.listing import NamedCache
 from tests.support.records import FOLDER, SQUARES, forge, leave_loader_behind
 
 pytest.importorskip("prometheus_client", reason="needs the extra metrics")
@@ -115,16 +110,13 @@ def test_words_of_a_record_are_counters_and_buckets_exact_sums_of_its_own():
     assert value(samples, "stocache_loader_wait_seconds_sum") == sum(durations) / 1e9
     coarse = buckets(samples, "stocache_loader_wait_seconds")
     assert coarse.pop(math.inf) == value(samples, "stocache_loader_wait_seconds_count") == len(durations)
-    fine = np.searchsorted([bucket_of(each) for each in sorted(durations)], np.arange(BUCKETS), side="right")
-    places = [int(np.abs(BOUNDS_S - bound).argmin()) for bound in coarse]
-    assert np.allclose(BOUNDS_S[places], [*coarse], rtol=1e-5, atol=0)
-    assert [*coarse.values()] == fine[places].tolist()
+    assert [*coarse.values()] == [sum(duration <= bound * 1e9 for duration in durations) for bound in coarse]
     assert min(coarse) < 1e-5 < 100 < max(coarse)
     assert all(1.9 < after / before < 2.1 for before, after in itertools.pairwise(coarse))
     del kept
 
 
-def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name_and_dead_loaders(run, tmp_path, clean):
+def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_dead_loaders(run, tmp_path, clean):
     text = run("metrics").stdout
     assert text.endswith("\n# EOF\n")
     assert samples_of(text) == {("stocache_unreadable_files", frozenset()): 0}
@@ -140,10 +132,6 @@ def test_caches_that_nobody_uses_on_disk_or_none_at_all_and_of_one_name_and_dead
         assert value(samples, "stocache_cache_alive", kind="disk", name=str(tmp_path / "kept")) == 1
         assert [value(samples, "stocache_loader_alive", cache=str(tmp_path / "kept"), rank=rank) for rank in "01"] == [1, 1]
         del kept
-    again = dataclasses.replace(found := NamedCache("c", "/1", stats=CacheStats(*[0] * 13)), path="/2")
-    families = metrics._metrics([found, dataclasses.replace(found, folder="c"), again])
-    labels = [(sample.labels["name"], sample.labels["kind"]) for sample in next(families).samples]
-    assert labels == [("c", "memory"), ("c", "disk"), ("c (2)", "memory")]
 
 
 def test_hostile_files_are_reported_and_hide_no_other(clean):
@@ -153,7 +141,9 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     identity = {"loader": "c", "cache": '\x1b[2J"} 1\n# EOF\\', "rank": 0, "pid": 1}
     control = (b"\xff" * 8 + b"\xff" * 7 + b"\x7f") * (3 * record.TIMING_ROW_WORDS // 2)
     forge("good.loader-1-0", identity, rows=3, control=control)
-    for number in range(24):
+    forge("c0.loader-1-0", {"loader": "c", "cache": 7, "rank": 0, "pid": 1})
+    forge("c1.loader-1-0", facts={"dataset_len": 0, "capacity": 0, "rows": 10**30})
+    for number in range(22):
         forge(f"d.loader-1-{number}", size=0)
     samples = scrape()
     shown = [dict(labels) for name, labels in samples if name == "stocache_unreadable_file_info"]
@@ -161,6 +151,8 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     for labels in shown:
         assert labels["file"].startswith((f"{FOLDER}/c", f"{FOLDER}/d"))
         assert (bool(labels["problem"]), (labels["file"] + labels["problem"]).isprintable()) == (True, True)
+    for problem in ("its name is not that of one", "its descriptor is not that of a loader", "its descriptor says 1000"):
+        assert any(problem in labels["problem"] for labels in shown)
     assert samples_of(generate_latest(metrics.registry_of()).decode(), parse_prometheus)
     assert all(0 <= number < math.inf for number in samples.values())
     for name in QUANTITIES:
@@ -208,19 +200,8 @@ def test_the_dashboard_asks_for_metrics_and_labels_that_exist(exported):
             assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= grouped
             assert {name for name in names if name.endswith(COUNTED)} == set(re.findall(r"rate\((stocache_\w+)", expr))
             assert ("histogram_quantile" in expr) == any(name.endswith("_bucket") for name in names) == ("le" in grouped)
-
-
-def test_panels_and_variables_of_the_dashboard_are_apart_and_used(exported):
-    for key in ("id", "title"):
-        assert len({panel[key] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [(at["x"] + x, at["y"] + y) for at in places for x in range(at["w"]) for y in range(at["h"])]
-    assert (len(cells), max(cells)[0] < 24) == (len(set(cells)), True)
-    variables = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
-    assert variables.keys() == set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"]))) - {"__rate_interval"}
-    assert variables.pop("datasource")["type"] == "datasource"
-    for variable in variables.values():
-        metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"]).groups()
+    for query in (variable["query"]["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"):
+        metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", query).groups()
         assert label in exported[metric]
 
 
@@ -233,14 +214,6 @@ def test_the_extra_is_named_where_it_is_missing_but_the_dashboard_is_printed(run
     assert (result.exit_code, result.stderr) == (2, expected)
     result = run("metrics", "--dashboard")
     assert (result.exit_code, json.loads(result.stdout)) == (0, DASHBOARD)
-
-
-def test_an_address_that_cannot_be_bound_is_one_line_and_exit_code_1(run):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        result = run("metrics", "--port", port)
-    expected = f"127.0.0.1, port {port}: Address already in use. Choose a different one, or end what uses it.\n"
-    assert (result.exit_code, result.output) == (1, expected)
 
 
 def test_the_command_serves_without_torch_until_it_is_ended():

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import socket
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ NEEDS = {"bench": ["PIL", "matplotlib"], "metrics": ["prometheus_client"]}
 
 
 @pytest.fixture
-def folder(modules, tmp_path, monkeypatch):
+def folder(modules, tmp_path):
     for name in ("empty", "other", "photos"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / "notes \x1b[1m").touch()
@@ -23,14 +22,6 @@ def folder(modules, tmp_path, monkeypatch):
     prepare([1, 2, 3], tmp_path / "prepared", progress=False)
     for number in range(10):
         (tmp_path / "photos" / f"{number}.jpg").write_bytes(bytes([number]) * 100)
-    getaddrinfo = socket.getaddrinfo
-
-    def offline(host, *arguments, **options):
-        if host.endswith(".invalid"):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return getaddrinfo(host, *arguments, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", offline)
 
 
 @pytest.mark.linux

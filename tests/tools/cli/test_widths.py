@@ -1,16 +1,13 @@
 """The screens of the command line on terminals of several widths."""
 
 import re
-import sys
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from stocache import DiskCache, SharedCacheDDP
 from stocache.cache.stats import CacheStats
 from stocache.tools.cli import output
-from stocache.tools.cli.app import app
 from stocache.tools.cli.listing import NamedCache
 from stocache.tools.cli.table import table
 from tests.support.terminals import shown
@@ -53,25 +50,3 @@ def test_texts_are_broken_between_words(run, tmp_path, monkeypatch, width):
         for arguments in (["info"], doctor, ["stat", LONG], ["stat", cache.disk], ["stat", "nothing"], ["rm", cache.disk]):
             for line in run(*arguments).output.splitlines():  # a path may be longer
                 assert len(line) <= width or LONG in line or " " not in line.strip(), (arguments, line)
-
-
-@pytest.mark.parametrize("width", [50, 80])
-def test_help_shows_whole_summaries(width):
-    results = [CliRunner().invoke(app, command, terminal_width=width) for command in (["--help"], ["bench", "--help"])]
-    lines, of_bench = (result.stdout.splitlines() for result in results)
-    assert max(map(len, lines + of_bench)) <= width
-    words = " ".join(" ".join(lines).split())
-    for command in app.registered_commands:
-        sentence = " ".join(command.callback.__doc__.split("\n\n")[0].split()).partition(". ")[0].removesuffix(".")
-        assert f"{command.callback.__name__} {sentence}." in words
-    assert any(re.match("  --batch-size N  +Samples in a batch", line) for line in of_bench)
-
-
-def test_rows_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
-    rows = [("plan", "one two three"), ("path", "/a/path/that-is/too-long"), ("info", "")]
-    output.print_rows(rows)
-    assert capsys.readouterr().out == "plan  one two three\npath  /a/path/that-is/too-long\ninfo  \n"
-    monkeypatch.setenv("COLUMNS", "14")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    output.print_rows(rows)
-    assert capsys.readouterr().out == "plan  one two\n      three\npath  /a/path/that-is/too-long\ninfo  \n"
