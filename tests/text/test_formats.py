@@ -42,7 +42,6 @@ WRONG = [  # arguments of CsvFormat
 OPTIONS = [  # of a loader
     ({"format": "parquet"}, "format='parquet' is not a TextFormat"),
     ({"rank": 2, "world_size": 2}, "rank=2 is out of range for world_size=2"),
-    ({"read": "auto"}, "read='auto' is not a ReadOptions"), ({"cache": "rows"}, "cache='rows' is not a CacheOptions"),
     ({"cache": CacheOptions(1), "size_limit_gib": 1}, r"size_limit_gib belongs to cache=\. Pass it to CacheOptions"),
     ({"batch_size": 3}, r"buffer_size=20 is not a multiple of batch_size=3\. Use for example 18"),
     ({"batch_size": 0}, "batch_size=0 is not an integer of at least 1"), ({"drop_last": "buffer"}, "drop_last='buffer' is"),
