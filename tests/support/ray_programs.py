@@ -41,7 +41,7 @@ def only_in(pid, dataset, idx):
         raise FileNotFoundError(f"photo {idx} is on another machine")
 
 
-FAULTS = [  # the last one has workers start again; a worker that is interrupted while it imports torch is of no use later
+FAULTS = [
     (Faulty(at=partial(only_in, os.getpid())), {"on_error": "skip"}, FileNotFoundError, "is on another machine"),
     (Locks(), {}, SampleError, "sample 100: value is a lock, which has no bytes of its own"),
     (Faulty([60]), {}, ValueError, "photo 60 cannot\nbe read"),

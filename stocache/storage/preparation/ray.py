@@ -7,9 +7,9 @@ NOTE [ Blocks as tasks ]
     in the index (or the samples that cannot be loaded).
 
     If a worker or a node is killed, Ray runs its unfinished tasks again elsewhere. A block that is written twice has the same
-    bytes and the same name. After an error, tasks that have not begun are cancelled and running tasks are interrupted. The
-    preparation then waits until all have ended. Ray loses an interruption now and then (1 of 60 where a task has just begun),
-    and a dataset can swallow it: a worker that goes on nevertheless is killed, which leaves no part of a block.
+    bytes and the same name. After an error, tasks that have not begun are cancelled, and the workers of the others are killed,
+    which leaves no part of a block. An interruption would leave a worker behind that later tasks of the cluster get: one that
+    was importing torch is of no use to them. The preparation then waits until all have ended.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from stocache.errors import StorageError, WorkerError
 
 _RETRIES = 3  # for a block whose worker died
 _AHEAD = 2  # tasks for each CPU: no CPU waits for its next task, and an autoscaler sees that it could add nodes
-_GRACE_S = 5.0  # for a task that is interrupted
+_GRACE_S = 5.0  # for a task that is killed
 
 Write: TypeAlias = Callable[..., tuple[int, Any]]
 RayJob: TypeAlias = tuple[Any, list[str]]
@@ -108,12 +108,10 @@ def written(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
                 yield _result(*tasks.popleft())
     finally:
         with contextlib.suppress(Exception):  # Ray may be gone
-            force = False
             while running:
                 for task in running:
-                    ray.cancel(task, force=force)
+                    ray.cancel(task, force=True)
                 _, running = ray.wait(running, num_returns=len(running), timeout=_GRACE_S)
-                force = True
 
 
 def _most(num_workers: int) -> int:
