@@ -186,6 +186,13 @@ def test_a_sampler_that_cannot_be_replayed_goes_on_from_its_own_state(workers, o
         assert same(list(make(range(17), workers, states[number], **options())), came[number:]), number
 
 
+@pytest.mark.parametrize(("dataset", "before", "after"), [("map", 1, 0), ("dataset", 0, 1)])
+def test_one_worker_and_none_exchange_the_states_of_datasets(dataset, before, after):
+    _, states, _ = play(make(dataset, before, batch_size=2))
+    came = list(make(dataset, after, batch_size=2))
+    assert same(list(make(dataset, after, states[2], batch_size=2)), came[2:])
+
+
 class Fails(Stateful):
     def load_state_dict(self, state):
         raise KeyError("no such state")

@@ -267,6 +267,11 @@ def test_an_iterator_that_is_dropped_or_broken_off_leaves_no_thread(persistent):
         next(iterator)
 
 
+def test_more_threads_than_samples():
+    agree_with_torch(Images(3), num_workers=9, batch_size=2)
+    agree_with_torch(Images(0), num_workers=3)
+
+
 def test_an_unknown_method_is_refused():
     with pytest.raises(ValueError, match=r"worker_method must be one of .*'thread', 'auto', got 'fibre'"):
         stocache.DataLoader(Images(), num_workers=2, worker_method="fibre")

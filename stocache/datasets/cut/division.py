@@ -235,9 +235,11 @@ def _touched(nodes: Sequence[ast.AST]) -> set[str]:
 def _of_worker(body: Sequence[ast.stmt]) -> Set[str]:
     """Return the variables that only name what belongs to the worker: its `WorkerInfo`, or its generators."""
     found, others = set[str](), set[str]()
-    for statement in body:
-        asks = any(map(asks_worker, ast.walk(statement))) or _names([statement], ast.Load) & found
-        (found if asks and _only_names(statement) else others).update(_names([statement], ast.Store))
+    for at, statement in enumerate(body):
+        reads, binds = _names([statement], ast.Load), _names([statement], ast.Store)
+        asks = any(map(asks_worker, ast.walk(statement))) or not reads.isdisjoint(found)
+        is_same = reads.isdisjoint(_names(body[at + 1 :], ast.Store))  # when it runs again
+        (found if asks and is_same and _only_names(statement) else others).update(binds)
     return found - others
 
 

@@ -104,6 +104,14 @@ def test_a_damaged_or_forged_manifest_says_what_to_do(filled):
         refused(filled, r"cache.json is damaged: .* Remove the cache: stocache rm --force")
 
 
+def test_a_file_that_is_missing_is_made_again(filled):
+    for name in ("samples", "index", "cache.json"):
+        (filled / name).unlink()
+        for missing in (list(range(COUNT)), []):
+            with open_disk("rows", filled) as cache:
+                assert loaded(cache, "rows") == missing
+
+
 def test_links_and_pipes_are_refused_and_not_followed(filled, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("x")
