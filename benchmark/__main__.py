@@ -80,7 +80,7 @@ def run_one(title: str, experiment: Experiment, run: Run) -> NoReturn:
 
 def in_process(work: Callable[[], NoReturn], limit_s: int) -> int:
     """Do work in a forked process, in some seconds at most if ``limit_s`` is not 0. Return the status with which that ended."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # it would leave the other process
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # it would leave the other process
     pid = os.fork()
     if not pid:
         os.setpgid(0, 0)
@@ -92,6 +92,7 @@ def in_process(work: Callable[[], NoReturn], limit_s: int) -> int:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it has left
+        signal.signal(signal.SIGTERM, handler)
 
 
 def run_all(names: list[str], options: list[str]) -> NoReturn:

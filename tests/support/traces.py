@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -103,8 +104,11 @@ def is_foreign(path: str) -> bool:
 
 
 def holdings() -> set[str]:
-    """Return what this process holds, as texts: descriptors (without the one that lists them), mapped segments and children."""
+    """Return what this process holds, as texts: children, signal handlers, mapped segments, and descriptors but the one that
+    lists them.
+    """
     held = {f"child {child.pid}" for child in multiprocessing.active_children()}
+    held |= {f"handler of {number!r}: {signal.getsignal(number)}" for number in (signal.SIGINT, signal.SIGTERM)}
     if sys.platform == "linux":
         maps = Path("/proc/self/maps").read_text()  # thousands of lines, in most tests without a segment
         names = [name for name in SEGMENTS if name in maps]
