@@ -54,6 +54,7 @@ def test_every_example_runs_as_a_script(name, run_script, tmp_path):
     block, path = BLOCKS[name], []
     imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
     needs = {getattr(node, "module", node.names[0].name) for node in imports} | ({"zstandard"} if "zstd" in block else set())
+    needs |= {"pyarrow"} if "StreamLoader" in block else set()
     if "photos" in block and "mkdir" not in block:
         images = pytest.importorskip("PIL.Image", reason="the example is of images")
         for number in range(4):

@@ -22,7 +22,9 @@ def table(rows=ROWS):
 
 
 def arrow(kind, *left_out):
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("datasets.arrow_dataset", reason="Hugging Face datasets is not installed")
+    import datasets
+
     values = np.random.default_rng(0).normal(size=(ROWS, 2))
     columns = {"a": values[:, 0], "b": values.astype(np.float32), "n": np.arange(ROWS), "flag": np.arange(ROWS) % 3 == 0}
     columns |= {"pair": np.arange(2 * ROWS).reshape(ROWS, 2).tolist()}

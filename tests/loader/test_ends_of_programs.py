@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -60,6 +61,8 @@ loader = stocache.DataLoader(dataset, 8)""",
 read = stocache.ReadOptions(progress=False)
 loader = stocache.StreamLoader(data, 4, 8, delimiter=' ', size_limit_gib=0.01, read=read)""",
 }
+if find_spec("pyarrow") is None:
+    del LOADERS["text"]
 ENDINGS = {
     "in a thread": """
 def train():

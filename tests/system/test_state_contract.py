@@ -42,6 +42,7 @@ def locality(dataset=range(N), **options):
 
 
 def stream(stack, folder, **options):
+    pytest.importorskip("pyarrow", reason="comes with the extra text")
     path = folder / "rows.tsv"
     if not path.exists():
         path.write_text("".join(f"{n}\t{n}\t{n}\n" for n in range(2 * N)))

@@ -1,8 +1,13 @@
-"""A file of numbered rows."""
+"""What all tests of text need: pyarrow, and a file of numbered rows."""
 
 import pytest
 
 from tests.support.texts import rows
+
+
+@pytest.fixture(autouse=True)
+def pyarrow():
+    return pytest.importorskip("pyarrow.csv", reason="comes with the extra text")
 
 
 @pytest.fixture

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as data
-from PIL import Image, ImageFile
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import stocache
 from stocache import CachedDataset, DataLoader
 from stocache.tools.run import caching
+
+Image = pytest.importorskip("PIL.Image", reason="comes with the extra bench")
+ImageFile = pytest.importorskip("PIL.ImageFile")
 
 CASES = {}
 LOADED = []  # the indices of samples that this process has loaded

@@ -10,7 +10,6 @@ NOTE [ Trials ]
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -193,7 +192,7 @@ class _Surveyor:
         if division is None:
             return
         latest, seen = division if hoists else division.straight(), set[str]()
-        least_s = -math.inf if self._forced == "loader" else _WORTH * statistics.median(self._seconds)
+        least_s = -math.inf if self._forced == "loader" else _WORTH * min(self._seconds)
         for each in chain([latest, division.straight()], earlier(self._trace.sources, latest)):
             option = self._measure(each)
             if option is not None and option.saved_s < least_s:

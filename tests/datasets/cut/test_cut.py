@@ -19,6 +19,7 @@ from stocache.datasets.cut import surveying
 from stocache.datasets.cut.division import Division, halves_of
 from stocache.datasets.cut.source import source_of
 from tests.support.epochs import difference_of, epochs
+from tests.support.makers import codec
 
 N = 12
 
@@ -270,6 +271,8 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_program_is_cut_whatever_is_cached_where(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if "codec" in OPTIONS[name]:
+        codec(OPTIONS[name]["codec"])
     expected = epochs(Flipped(), "torch")
     for _ in range(2 if "fingerprint" in OPTIONS[name] else 1):  # a later run finds the cache
         with CachedDataset(Flipped(), **{"size_limit_gib": 1} | OPTIONS[name]) as cached:
