@@ -6,6 +6,7 @@ import linecache
 import logging
 import random
 import sys
+import time
 import traceback
 
 import numpy as np
@@ -202,6 +203,7 @@ class OfWorker(Numbers):
     step = Step()
 
     def read(self, idx):
+        time.sleep(0.001)  # or a cut may save too little of a sample
         return np.arange(400.0) + idx
 
     def __getitem__(self, idx):
