@@ -25,6 +25,7 @@ from typing import Any
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch is loaded, whose threads would spin while others wait for a core
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it would ask the network
+os.environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"  # on one core, of torch, in programs
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="stocache-tests-")  # removed at exit
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as after `nohup … &`; children would ignore it too
     signal.signal(signal.SIGINT, signal.default_int_handler)
