@@ -146,7 +146,7 @@ def halves_of(
     passed = source.parameters if given is None else given
     divider = _Divider(source, division, passed)
     first, second = divider.divide(copy.deepcopy(source.tree.body))
-    remade = division.again | _of_worker(first) - (source.parameters - passed)
+    remade = division.again | _of_worker(first, source.parameters - passed)
     again = _made_again(first, remade)
     variables = source.variables | divider.names  # others are global
     passed = passed - _names(first, ast.Store) | remade
@@ -232,9 +232,9 @@ def _touched(nodes: Sequence[ast.AST]) -> set[str]:
     return found - {"self"}
 
 
-def _of_worker(body: Sequence[ast.stmt]) -> Set[str]:
+def _of_worker(body: Sequence[ast.stmt], left_out: Set[str]) -> Set[str]:
     """Return the variables that only name what belongs to the worker: its `WorkerInfo`, or its generators."""
-    found, others = set[str](), set[str]()
+    found, others = set[str](), set(left_out)
     for at, statement in enumerate(body):
         reads, binds = _names([statement], ast.Load), _names([statement], ast.Store)
         asks = any(map(asks_worker, ast.walk(statement))) or not reads.isdisjoint(found)
@@ -253,6 +253,7 @@ def _only_names(statement: ast.stmt) -> bool:
 
 
 def _is_simple(value: ast.expr) -> bool:
+    """Whether an expression only compares, computes with, or chooses among what it names."""
     return all(isinstance(node, _SIMPLE) or asks_worker(node) for node in ast.walk(value))
 
 
@@ -287,7 +288,7 @@ class _Divider:
     def __init__(self, source: SourceCode, division: Division, given: set[str]) -> None:
         self._division = division
         body, self._variables = source.tree.body, source.variables
-        self._given_again = given - _names(body, ast.Store) | _of_worker(body) - (source.parameters - given)
+        self._given_again = given - _names(body, ast.Store) | _of_worker(body, source.parameters - given)
         self._cut = division.places if division.at is None else {*division.places, division.at}
         self.names: frozenset[str] = frozenset()
         self.given: dict[int, Given] = {}

@@ -32,7 +32,7 @@ from stocache.errors import StorageError, WorkerError
 
 _RETRIES = 3  # for a block whose worker died
 _AHEAD = 2  # tasks for each CPU: no CPU waits for its next task, and an autoscaler sees that it could add nodes
-_GRACE_S = 5.0  # for a task that is killed
+_AGAIN_S = 5.0  # after which a task that still runs is cancelled again
 
 Write: TypeAlias = Callable[..., tuple[int, Any]]
 RayJob: TypeAlias = tuple[Any, list[str]]
@@ -111,7 +111,7 @@ def written(write: Write, calls: Iterable[tuple[Any, ...]], num_workers: int) ->
             while running:
                 for task in running:
                     ray.cancel(task, force=True)
-                _, running = ray.wait(running, num_returns=len(running), timeout=_GRACE_S)
+                _, running = ray.wait(running, num_returns=len(running), timeout=_AGAIN_S)
 
 
 def _most(num_workers: int) -> int:
