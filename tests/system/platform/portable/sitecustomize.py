@@ -51,9 +51,14 @@ def without_folders(function):
     return refuse
 
 
+def is_ours(globals):
+    """Whether code with these globals is a module of stocache: its folder may have this name, and contain other packages."""
+    return (globals.get("__name__") or "").startswith("stocache")
+
+
 def hiding_import(name, globals=None, locals=None, fromlist=(), level=0):
     """Import a module as `__import__` does; stocache gets it without what is hidden."""
-    if level == 0 and ((globals or {}).get("__name__") or "").startswith("stocache"):
+    if level == 0 and is_ours(globals or {}):
         if name in MODULES:
             raise ModuleNotFoundError(f"No module named {name!r}: hidden", name=name)
         if name in NAMES or (name.partition(".")[0] in NAMES and not fromlist):
@@ -67,7 +72,7 @@ def hide_files(event: str, arguments: tuple) -> None:
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(("<", __file__, *STDLIB)):
             frame = frame.f_back
-        if frame is not None and "/stocache/" in frame.f_code.co_filename:
+        if frame is not None and is_ours(frame.f_globals):
             raise FileNotFoundError(2, "hidden", str(arguments[0]))
 
 
