@@ -23,7 +23,7 @@ from tests.support.disks import COUNT, KINDS, contents, loaded, open_disk, put
 from tests.support.equality import same
 from tests.support.traces import mount_private
 
-CLAIM = "After SIGKILLs, power cuts and flipped bits, a disk cache gives no wrong sample, and has all of them again."
+CLAIM = "After SIGKILLs, power cuts and flipped bits, a disk cache returns no wrong sample, and has all of them again."
 
 # ---------------------------------------------------------------------------------------------------- kills
 

@@ -199,7 +199,7 @@ class LoadingCache(Generic[_T]):
         return items
 
     def _empty(self, items: list[Any]) -> list[Any]:
-        """Return those of some items that may be published: they are not there, nor outside the cache."""
+        """Return the items that may be published: items that are neither there nor outside the cache."""
         raise NotImplementedError
 
     def _claim_to_write(self, items: list[Any], taken: set[int], overwrite: bool) -> list[Any]:

@@ -128,7 +128,7 @@ class SampleOptions:
 
     Attributes:
         placement: which samples are cached when all have one shape and not all fit: "scattered", evenly spread; "prefix", the
-            first; or a `Placement`: ``Placement.from_env()`` gives each of several machines its own part. Samples of varying
+            first; or a `Placement`: ``Placement.from_env()`` assigns each of several machines its own part. Samples of varying
             size are kept in the order in which they come. For a `StorageDataset` of blocks, whole blocks are cached, also of
             samples of varying size, which are then scattered as well (NOTE [ Admitting blocks ]).
         variable: whether samples vary in size. None finds out. True keeps them in a `RaggedCache` in any case; False in a

@@ -131,7 +131,7 @@ class Ordering:
         self.bounds = self._floor(np.arange(placement.nodes + 1) * dataset_len // placement.nodes)
 
     def _arrange(self, unit: Any, scattered: bool) -> bool:
-        """Compute the order of the blocks. Return whether it is another one than that of their indices."""
+        """Compute the order of the blocks. Return whether it differs from the order of their indices."""
         self._unit: int = unit
         self._full = self.dataset_len // unit
         self._factor = _spread(self._full) if scattered else 1

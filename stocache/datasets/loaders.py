@@ -21,7 +21,7 @@ NOTE [ Admitting blocks ]
     cache when the first of them is wanted.
 
     Where that is not known (records are compressed, a subclass makes the samples) and not all will fit, a block is read once
-    and admitted, all of it or nothing, before its samples are returned. So it is where reading one sample fetches its whole
+    and admitted, all of it or nothing, before its samples are returned. Use it if reading one sample fetches its whole
     block each time (``reads_whole_blocks``: from a URL, without room for local copies of all blocks). When several threads and
     processes miss samples of one block at a time, one of them reads it and the others wait until it is cached. They wait for
     nothing else meanwhile, so there is no deadlock. Samples that may not be cached are read one by one; so are all samples of a

@@ -68,7 +68,7 @@ class DatasetProxy(Dataset[_T]):
 
     @property
     def transform(self) -> Any:
-        """The transform of the dataset; where it has none, the one that runs after the cache."""
+        """The transform of the dataset; if it has none, the one that runs after the cache."""
         return self.dataset.transform if self._has("transform") else self.after_cache
 
     def __getattr__(self, name: str) -> Any:

@@ -251,7 +251,7 @@ def check_dataset(dataset: Any) -> int:
     if (isinstance(dataset, IterableDataset) and not by_number) or not hasattr(type(dataset), "__getitem__"):
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
-            f"list({kind.lower()}) where it fits in memory; of Hugging Face, load it with streaming=False. "
+            f"list({kind.lower()}) if it fits in memory; if it is of Hugging Face, load it with streaming=False. "
             f"CachedIterable records one that can only be iterated over."
         )
     try:
@@ -279,7 +279,7 @@ def _warn_of_other_samples(disk: DiskCache, samples: Mapping[int, object]) -> No
     for idx, sample in samples.items():
         if not disk.agrees(idx, sample):
             logger.warning(
-                "sample %d in %s is not that of the dataset: it is of other data, or made with random numbers. The samples "
+                "sample %d in %s is not the dataset's: it is of other data, or made with random numbers. The samples "
                 "there are used. Pass fingerprint=…, which identifies the data, or remove them: stocache rm %s",
                 idx, disk.disk, disk.disk,
             )  # fmt: skip

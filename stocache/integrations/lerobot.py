@@ -21,7 +21,7 @@ def cache_frames(dataset: Any, size_limit_gib: float | str = "auto", **options: 
     root = dataset.root
     dataset = getattr(dataset, "reader", dataset)  # which decodes, from lerobot 0.6 on
     if not hasattr(dataset, "_query_videos"):
-        raise TypeError(f"{type(dataset).__name__} has no _query_videos, so it is not a LeRobotDataset as it is known here.")
+        raise TypeError(f"{type(dataset).__name__} has no _query_videos: it is not a LeRobotDataset that stocache knows.")
     cache = KeyedCache(size_limit_gib, **shared_by_ranks(options, f"frames of {root}"))
     dataset._query_videos = CachedFrames(dataset, cache)
     return dataset._query_videos  # type: ignore[no-any-return]

@@ -149,7 +149,7 @@ class DataModule(LightningDataModule, Generic[TSample, TInfo]):
             return parts
         labels = np.zeros(length) if self._stratify is None else np.asarray(self._stratify(info))
         if len(labels) != length:
-            raise LimitError(f"stratify gives {len(labels)} labels of {length} samples.")
+            raise LimitError(f"stratify returned {len(labels)} labels for {length} samples.")
         rng = np.random.default_rng(self.seed)
         found: dict[str, list[int]] = {part: [] for part in self._split}
         shares = np.cumsum([0.0, *self._split.values()])

@@ -1,7 +1,7 @@
 """Explain how a worker process of a DataLoader died, or why none can start.
 
 NOTE [ Deaths of workers ]
-    torch raises RuntimeError for a dead worker where it notices it: in `next`, while it starts workers, or, by its SIGCHLD
+    torch raises RuntimeError for a dead worker wherever it notices it: in `next`, while it starts workers, or, by its SIGCHLD
     handler, wherever the main thread is. `WorkerGroup.explanation` finds what the user needs: which process died, how, and at
     which batch. A worker that has no work left exits with code 0. So code 0 is a death only if torch still expected batches.
 """
@@ -198,7 +198,7 @@ _PATIENCE_S = 60.0  # wait for such a process
 def preload() -> None:
     """Let multiprocessing's fork server import the modules of workers, once for all; else each worker does it, for seconds.
 
-    The modules of the user stay first. It has no effect if the server runs already, and it is not done where the server might
+    The modules of the user stay first. It has no effect if the server runs already, and it is not done if the server might
     find other modules than this process: it looks in the current directory first.
     """
     if os.path.realpath(sys.path[0]) == os.getcwd():

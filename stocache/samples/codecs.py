@@ -40,7 +40,7 @@ class Codec:
         try:
             claimed = self._claimed(self._module, data)
             if not 0 <= claimed <= min(limit, _MOST_PER_BYTE * (len(data) + 64)):
-                raise ValueError(f"it claims {claimed} bytes, where {limit} are expected")
+                raise ValueError(f"it claims {claimed} bytes, not {limit}")
             return self._functions()[1](data)
         except Exception as error:  # its class is only in the packages
             raise ValueError(f"compressed data is damaged: {error}") from error

@@ -66,7 +66,7 @@ def _flatten_tuple(value: Any) -> tuple[Container, list[Any]] | None:
 def _flatten_image(image: Any) -> tuple[Container, list[Any]] | None:
     """Return the state of an image; and its Exif data, if that is not in ``image.info`` but in its file, as of a TIFF."""
     info, mode, size, *rest = image.__getstate__()
-    state = [info, mode, tuple(size), *rest]  # of a subclass of tuple where a library has replaced Image.size
+    state = [info, mode, tuple(size), *rest]  # of a subclass of tuple if a library has replaced Image.size
     container = Container("image", type(image), tuple(range(len(state))))
     if "exif" in info or not (exif := image.getexif()):
         return container, state
@@ -123,7 +123,7 @@ def name_container(container: Container, parts: object) -> str:
     """Return the name of a container's class.
 
     Raises:
-        Unfit: the container could not be put together again where its class is only looked up.
+        Unfit: the container could not be put together again if its class is only looked up.
     """
     cls, kind = container.cls, container.kind
     name = name_of(cls)

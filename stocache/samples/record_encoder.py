@@ -14,7 +14,7 @@ NOTE [ Records ]
     dimensions, and the order of these if it is not the order of C (then shapes are stored as the values lie in memory). It is
     stored once for all of them (see arena.py), as a nested tuple, written as a Python literal:
 
-        ("in", kind, class, keys, (), children)       a container; with "coded" at the end where types of keys are written
+        ("in", kind, class, keys, (), children)       a container; with "coded" at the end if types of keys are written
         ("items", "list" or "tuple", kinds)           a list of any length; items of several kinds each name theirs by number
         ("tensor", "float32", 2), ("str",) ...        a leaf; see NOTE [ Kinds of leaves ]
 

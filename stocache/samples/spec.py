@@ -242,7 +242,7 @@ def _part(node: Node, samples: Sequence[Any]) -> list[Sequence[Any]] | None:
     else:
         return None
     columns: list[Sequence[Any]] = []
-    for child, values in zip(node.children, parts, strict=False):  # no parts where there are no children
+    for child, values in zip(node.children, parts, strict=False):  # no parts if there are no children
         inner = _part(child, values)
         if inner is None:
             return None

@@ -110,7 +110,7 @@ class StorageDataset(Dataset[TSample]):
     def record_bytes(self) -> NDArray[np.float64] | None:
         """Return about how many bytes the samples of each block take as records, in the order of `block_bounds`.
 
-        Of a block of which this dataset has a part, the samples count as equally large.
+        If this dataset has a part of a block, the samples of the block count as equally large.
 
         Returns:
             None as `load_encoded`, but whatever their structures; and if there are no blocks.

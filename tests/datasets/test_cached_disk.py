@@ -112,7 +112,7 @@ def test_without_a_fingerprint_samples_are_compared(tmp_path, size, caplog, monk
         if warned:
             monkeypatch.setattr(Counted, "sample", lambda self, idx, real=Counted.sample: real(self, (idx + 1) % N))
         with open_tiers(Counted(N, size), tmp_path, fingerprint=None) as cached:
-            assert caplog.text.count("is not that of the dataset") == warned
+            assert caplog.text.count("is not the dataset's") == warned
             cached.warm(progress=False)
 
 

@@ -178,7 +178,7 @@ def test_wrong_options_and_splits_are_errors(tmp_path):
         ({"size_limit_gib": {"training": 1}}, r"size_limit_gib has the parts \['training'\]"),
         ({"transforms": {"x": str}}, r"transforms has the parts \['x'\]"), (by(all=[1]), r"parts \['all'\]"),
         (by(train=[0, 1], val=[1]), "a sample of 'val' is in two parts"), (by(train=[0, 0]), "or twice in this one"),
-        (by(train=[N]), "the split's train"), ({"stratify": lambda info: [1]}, f"stratify gives 1 labels of {N} samples"),
+        (by(train=[N]), "the split's train"), ({"stratify": lambda info: [1]}, f"stratify returned 1 labels for {N} samples"),
     ):  # fmt: skip
         with pytest.raises((LimitError, IndexError), match=message), ready(tmp_path, **options):
             pass

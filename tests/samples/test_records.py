@@ -114,7 +114,7 @@ def test_a_compressed_record_is_not_larger_than_its_leaves(codec):
     large, own = compress(codec, bytes(64 << 20)), compress(codec, data)
     huge = (b"\xff\xff\xff\x7f" if codec == "lz4" else b"\x28\xb5\x2f\xfd\xe0" + (2**50).to_bytes(8, "little")) + bytes(20)
     for message, changed in (
-        ("compressed data is damaged: it claims 67108864 bytes, where 600", {"data": large}),
+        ("compressed data is damaged: it claims 67108864 bytes, not 600", {"data": large}),
         ("compressed data is damaged: it claims", {"data": huge}), ("compressed data", {"data": own[:-3]}),
         ("compressed data", {"data": b""}), ("the cache is damaged", {"data": own, "integers": [], "packed": 4}),
         ("it has a compressed sample, but no codec", {"data": data, "codec": None}),

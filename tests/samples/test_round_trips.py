@@ -124,7 +124,7 @@ def test_samples_are_encoded_alike_whatever_structures_came_before(wrap, allow_p
 def test_what_is_refused_is_refused_after_a_good_sample():
     encoder = RecordEncoder(allow_pickle=False)
     for good, bad, message in (
-        ((FLOATS, 1), (torch.zeros(6, requires_grad=True), 1), "requires a gradient, the cache gives plain CPU tensors back"),
+        ((FLOATS, 1), (torch.zeros(6, requires_grad=True), 1), "requires a gradient, the cache returns plain CPU tensors"),
         ((np.zeros(2), 1), (np.array([object()]), 1), r"sample\[0\] is a ndarray, which has no bytes of its own"),
     ):
         assert encoded(encoder, good) == generic(good)
@@ -180,10 +180,10 @@ def test_whatever_pickles_is_taken_if_allowed(way, value, check):
     ({"a": object()}, r'sample\["a"\] is a object, which has no bytes of its own\. Turn .*, or pass allow_pickle=True\.'),
     (np.array([(None,)], dtype=[("a", "O")]), r"value is a ndarray, which has no bytes of its own"),
     *((value, "no bytes of its own.*, or pass allow_pickle=True") for value in (some.Note("a"), {1}, slice(1), some.Tagged())),
-    (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache gives ndarrays back\. Convert it first, or pass allow_pickle"),
+    (np.ma.array([1], mask=[1]), r"is a MaskedArray, the cache returns ndarrays\. Convert it first, or pass allow_pickle"),
     (collections.Counter("ab"), "a Counter, which has no bytes of its own. Turn it into .*, in dicts, lists, tuples or data"),
-    (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache gives plain CPU tensors back"),
-    ({"x": torch.nn.Parameter(torch.zeros(2))}, r'sample\["x"\] is a Parameter, the cache gives Tensors back'),
+    (torch.zeros(2, requires_grad=True), "value is on cpu and requires a gradient, the cache returns plain CPU tensors"),
+    ({"x": torch.nn.Parameter(torch.zeros(2))}, r'sample\["x"\] is a Parameter, the cache returns Tensors'),
     (dataclasses.make_dataclass("Local", ["x"])(1), "processes do not find as .*:Local. Define it at .*, or pass allow_pickle"),
     ({frozenset(): 1}, r"value has a key, frozenset\(\), that is not a str, number, enum member or tuple of such"),
     (some.nested(100), r"is a container within 60 others, which is the limit\. Use fewer levels, or pass allow_pickle=True\."),

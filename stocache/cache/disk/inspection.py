@@ -31,7 +31,7 @@ class Damage(NamedTuple):
 
 
 def is_disk_cache(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder is that of a disk cache, by the names of its files. It may be damaged."""
+    """Return whether a folder is a disk cache's, by the names of its files. It may be damaged."""
     with contextlib.suppress(OSError):
         names = set(os.listdir(path))
         return MANIFEST_FILE in names or (LOCK_FILE in names and names <= FILES)

@@ -1,7 +1,7 @@
 """The values of a `KeyedCache` in a folder on a local disk, behind the memory and for the next run.
 
 NOTE [ Places of keys ]
-    The folder is that of a `DiskCache`, whose samples are values behind the bytes of their keys. A key is kept in one of
+    The folder is a `DiskCache`'s, whose samples are values behind the bytes of their keys. A key is kept in one of
     `_NEAR` places, from the place of its hash on. The search for a key ends at the first place that no value has ever had, or
     after the last of them. It compares the bytes of keys before it reads a value. If several processes write one key at
     the same time, it may be in two places, with the same value. So a key is removed from all its places.

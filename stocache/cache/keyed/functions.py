@@ -132,7 +132,7 @@ def cache_method(obj: Any, name: str, size_limit_gib: float | str = "auto", **op
         size_limit_gib, options: as for `cached`.
 
     Returns:
-        The cached method. ``close()`` gives the object its own method back, and releases the memory.
+        The cached method. ``close()`` puts the object's own method back, and releases the memory.
 
     Raises:
         DatasetError: the object has no such method, or no attribute can be set.

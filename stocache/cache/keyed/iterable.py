@@ -48,7 +48,7 @@ class CachedIterable(IterableDataset[_T]):
     the first pass: random numbers that the source draws are frozen, so augment afterwards.
 
     Args:
-        dataset: has ``__iter__``, and gives each worker its part, as iterable datasets do.
+        dataset: has ``__iter__``, and yields each worker its part, as iterable datasets do.
         size_limit_gib: GiB for the cache on this machine; "auto" for the memory that the machine can spare.
         shuffle: True replays a part in a different random order each time, if all of it is cached: by ``seed`` and the epoch of
             `set_epoch`; without an epoch by torch's random numbers, as a sampler.

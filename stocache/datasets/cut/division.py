@@ -2,8 +2,8 @@
 
 NOTE [ Divided functions ]
     The first half ends before the first statement that draws. It returns the variables that the second half reads, its *state*,
-    or the sample itself, where it returned before. Where that statement is an ``if``, both branches are divided, and the test
-    is kept. Where it calls a function in Python, that function is divided as well; where it calls a known pipeline of
+    or the sample itself, if it returned before. If that statement is an ``if``, both branches are divided, and the test
+    is kept. If it calls a function in Python, that function is divided as well; if it calls a known pipeline of
     transforms, the deterministic steps at its beginning run in the first half, the others in the second.
 
     Later statements that depend on nothing drawn are *hoisted* into the first half: they read no variable that a statement
@@ -155,7 +155,7 @@ def halves_of(
         values[f"{PREFIX}enter{number}"], values[f"{PREFIX}leave{number}"] = enter(number, its_given)
 
     def keep(second: Sequence[ast.stmt], tests: frozenset[str] = frozenset()) -> Any:
-        """Return the end of the first half: where it is divided in an ``if``, each branch keeps what is read after it."""
+        """Return the end of the first half: if it is divided in an ``if``, each branch keeps what is read after it."""
         if second and isinstance(second[0], ast.If) and number_of(second[0]) is None:
             choice, rest, tests = second[0], second[1:], tests | _names([second[0].test], ast.Load)
             kept = ast.If(choice.test, [keep([*choice.body, *rest], tests)], [keep([*choice.orelse, *rest], tests)])

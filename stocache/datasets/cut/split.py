@@ -176,5 +176,5 @@ class Split:
         return self._reader is not None and self._reader.function is not None
 
     def before_text(self) -> str:
-        """Return what runs before the cache as text, the same in every process; empty where all does."""
+        """Return what runs before the cache as text, the same in every process; empty if all of it does."""
         return "; ".join(plan.identity for plan in self.plans.values()) if self.has_rest else ""

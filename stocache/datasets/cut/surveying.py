@@ -149,7 +149,7 @@ class _Surveyor:
                 yield Loaded(example, self._load(example, idx))
             except CannotCut as error:
                 self._problem = str(error)
-            except Exception as error:  # where a random step must not always happen; the probe reports others
+            except Exception as error:  # if a random step must not always happen; the probe reports others
                 if example.turn % 2 == 0 and not self._tried:
                     self._problem = f"it raises {type(error).__name__}: {error}"
 

@@ -51,7 +51,7 @@ def _library_of(dataset: object) -> Any:
 def _refuse(name: str, *args: Any, **kwargs: Any) -> Any:
     call = f"dataset.{name}(...)"
     how = f"{call}; CachedDataset(dataset, ...)" if name.startswith(("set_", "reset_")) else f"CachedDataset({call}, ...)"
-    raise DatasetError(f"{name}() changes samples, but not those that are cached. Call it before CachedDataset: {how}.")
+    raise DatasetError(f"{name}() changes samples, but not the cached ones. Call it before CachedDataset: {how}.")
 
 
 def _choose_uncached(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,8 @@ NOTE [ Assigning samples ]
     At each step all ranks together train on one *global batch*. The sum of gradients over it does not depend on which rank
     computes which part, so a sample may go to the node that has it cached. Each of P nodes has its own part of the samples
     (NOTE [ Ordering ]), and loads b samples in a step. A random batch has b samples of a node's part on average, with a
-    standard deviation of sqrt(b (1 - 1/P)). A node with more than b gives its surplus to nodes with fewer: on average a share
-    of sqrt((1 - 1/P) / (2 pi b)) of all samples, half the mean deviation. It gives the last samples of its part, which its
+    standard deviation of sqrt(b (1 - 1/P)). A node with more than b hands its surplus to nodes with fewer: on average a share
+    of sqrt((1 - 1/P) / (2 pi b)) of all samples, half the mean deviation. It hands over the last samples of its part, which its
     cache is least likely to hold.
 
     A stratified epoch has no surplus. Each step takes equally many samples from the part of each node, and within each part

@@ -65,7 +65,7 @@ class EpochCounter:
         self._complete: list[EpochStats] = []
         self._epoch: int | None = None  # the last one that was set
         self._requests = {"epoch": -1, "loop": -1}  # of the cache in all, when the last epoch was set, and the last loop began
-        self._warned = not here.SHARES_MEMORY  # where workers count for themselves
+        self._warned = not here.SHARES_MEMORY  # if workers count for themselves
         self.begin(counts)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def bucket_of(duration_ns: int) -> int:
 
 
 def count_all(counts: Counts, durations_ns: Sequence[float]) -> None:
-    """Count durations, in nanoseconds. It takes 0.1 µs for each where there are many."""
+    """Count durations, in nanoseconds. It takes 0.1 µs for each if there are many."""
     clipped = np.clip(np.asarray(durations_ns, np.float64), _SHORTEST_NS, _LONGEST_NS - 1)
     fractions, powers = np.frexp(clipped)  # fractions from 0.5 on
     buckets = (powers - _FIRST_POWER - 1) * PER_DOUBLING + (fractions * 2 * PER_DOUBLING).astype(np.int64) - PER_DOUBLING

@@ -85,7 +85,7 @@ def unpack_parcel(ref: ParcelRef, ring: Ring) -> list[Any]:
 
 
 class Feed(IterDataPipe[Any]):
-    """Takes the place of the dispatched part in a worker's graph, and gives the elements that the worker got from it.
+    """Takes the place of the dispatched part in a worker's graph, and yields the elements that the worker got from it.
 
     Attributes:
         skipped: elements that the next iteration leaves out.

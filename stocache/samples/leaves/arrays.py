@@ -43,7 +43,7 @@ class TensorKind(DenseKind):
 
     @property
     def array_dtype(self) -> Any:
-        """The dtype that numpy has for the values; None where it has none."""
+        """The dtype that numpy has for the values; None if it has none."""
         return _array_dtype(self.dtype)
 
     @classmethod
@@ -204,7 +204,7 @@ def _given(order: DimOrder) -> tuple[DimOrder, ...]:
 
 
 def _checked_order(order: Any, dims: int) -> DimOrder:
-    """Return an order of ``dims`` dimensions. Raises ValueError where it is not one."""
+    """Return an order of ``dims`` dimensions. Raises ValueError if it is not one."""
     if order is not None and sorted(order) != list(range(dims)):
         raise ValueError(f"{order!r:.50} is not an order of dimensions")
     return order  # type: ignore[no-any-return]
@@ -287,10 +287,10 @@ def check_exact(value: Any, cls: Any) -> None:
     """Raise Unfit unless ``value`` is a plain ``cls`` and would come back with all it has: device, gradient, mask."""
     displaced = isinstance(value, Tensor) and (not value.is_cpu or value.requires_grad)
     if type(value) is not cls and type(value) is not np.memmap:  # a memmap comes back as an array in memory
-        raise Unfit(f"is {a(value)}, the cache gives {cls.__name__}s back", "Convert it first", final=displaced)
+        raise Unfit(f"is {a(value)}, the cache returns {cls.__name__}s", "Convert it first", final=displaced)
     if displaced:
         raise Unfit(
-            f"is on {value.device}{' and requires a gradient' * value.requires_grad}, the cache gives plain CPU tensors back",
+            f"is on {value.device}{' and requires a gradient' * value.requires_grad}, the cache returns plain CPU tensors",
             "Leave that to the transform, which runs after the cache",
             final=True,
         )

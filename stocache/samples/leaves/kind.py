@@ -37,7 +37,7 @@ Encoded: TypeAlias = tuple[Description, int, Any, tuple[int, ...]]
 
 
 Write: TypeAlias = Callable[[Any, "Leaves"], None]
-"""Takes a value of one structure, and adds its leaves. Raises Differs or Unfit where the value is not of that structure."""
+"""Takes a value of one structure, and adds its leaves. Raises Differs or Unfit if the value is not of that structure."""
 
 
 ALIGNMENTS = (8, 4, 2, 1)  # of the streams of a record, by number
@@ -146,14 +146,14 @@ class Kind(ABC):
     @classmethod
     @abstractmethod
     def encode(cls, value: object) -> Encoded:
-        """Return a value, encoded. Raises Unfit where it would not come back the same."""
+        """Return a value, encoded. Raises Unfit if it would not come back the same."""
 
     def holds(self, value: object) -> bool:
         """Return whether `encode` is for values of this type. They may be of another kind all the same."""
         return type(value) in self.types or (self.base is not None and isinstance(value, self.base))
 
     def writer(self, description: Description) -> Write:
-        """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is that of the kind."""
+        """Return the function that adds a leaf to a record as `encode` returns it; ``description`` is the kind's."""
         stream, holds, encode = self.stream, self.holds, self.encode
 
         def write(value: object, leaves: Leaves) -> None:
@@ -181,7 +181,7 @@ class Kind(ABC):
 
     @property
     def back(self) -> DimOrder:
-        """The permutation of the dimensions in memory to those of the value; None where they are the same."""
+        """The permutation of the dimensions in memory to those of the value; None if they are the same."""
         return None if self.order is None else tuple(sorted(range(self.dims), key=self.order.__getitem__))
 
     def nbytes(self, stored: tuple[int, ...]) -> int:
@@ -189,7 +189,7 @@ class Kind(ABC):
         return math.prod(stored) * int(self.itemsize)
 
     def pack(self, value: Any, leaf: "Leaf") -> Any:
-        """Return the bytes of a value of a row, a buffer. Raises Unfit where it is not as its leaf says."""
+        """Return the bytes of a value of a row, a buffer. Raises Unfit if it is not as its leaf says."""
         raise NotImplementedError
 
     def text(self, shape: tuple[int, ...]) -> str:
@@ -227,7 +227,7 @@ class Leaf:
         return int(getattr(self.kind, "wide", self.kind).nbytes(self.stored))
 
     def encode(self, value: object) -> Any:
-        """Return the bytes of a value, a buffer. Raises Unfit where it has another type, dtype or shape, or no data."""
+        """Return the bytes of a value, a buffer. Raises Unfit if it has a different type, dtype or shape, or no data."""
         return self.kind.pack(value, self)
 
     def decoder(self) -> Callable[..., Any]:

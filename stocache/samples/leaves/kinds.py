@@ -38,7 +38,7 @@ from stocache.system.objects import is_decoder
 
 
 def kind_of(description: Description) -> Kind:
-    """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError where it is not one."""
+    """Return the kind of a leaf in a record. Raises ValueError, TypeError or LookupError if it is not one."""
     name, *facts = description
     return KINDS[name].parse(*facts) if name in KINDS else TextKind(name, *facts)
 

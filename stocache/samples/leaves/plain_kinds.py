@@ -125,7 +125,7 @@ class NumbersKind(Kind):
 
     @classmethod
     def encode(cls, value: Any) -> Encoded:
-        """See `Kind.encode`. Raises Differs where the items are not numbers of one type and 64 bits."""
+        """See `Kind.encode`. Raises Differs if the items are not numbers of one type and 64 bits."""
         number, *others = set(map(type, value))
         if others or number not in NUMBERS:
             raise Differs
@@ -225,7 +225,7 @@ def decoder_error(value: object) -> Unfit:
 
 
 class PickleKind(Kind):
-    """Values that are pickled, where that is allowed."""
+    """Values that are pickled, if that is allowed."""
 
     name, dims = "pickle", TEXT
 

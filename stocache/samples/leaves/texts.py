@@ -27,7 +27,7 @@ class Text(NamedTuple):
 
     Attributes:
         cls: the type.
-        to_bytes: returns the bytes of a value; None where the value would not come back the same.
+        to_bytes: returns the bytes of a value; None if the value would not come back the same.
         from_bytes: returns the value of a buffer.
     """
 

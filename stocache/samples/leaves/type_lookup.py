@@ -9,12 +9,12 @@ NOTE [ Names in data ]
     whether it may be of a kind:
 
     dict, list, tuple ...   exactly these types
-    tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own where that is written in C (torch.Size)
+    tuple        a subclass of tuple, made by ``tuple.__new__``, or by its own if that is written in C (torch.Size)
     namedtuple   a subclass of tuple with these ``_fields``, made by ``tuple.__new__``
     dataclass    made by ``object.__new__``, its attributes set without properties
     tensor       a subclass of Tensor, made by ``as_subclass``
     image        a subclass of PIL's Image, given pixels of the size that its mode and shape take
-    enum         members by name; combined flags where the class has no ``_missing_`` and no metaclass of its own
+    enum         members by name; combined flags if the class has no ``_missing_`` and no metaclass of its own
 
     Writers make the same checks (`pytree.check_class`): a sample that could not be read back is refused, or pickled.
 """
@@ -43,7 +43,7 @@ class Unresolved(StocacheError):
     """A name in stored data cannot be used here. The message says why, of "its samples".
 
     Attributes:
-        module: the module to import first; "" where importing would not help.
+        module: the module to import first; "" if importing would not help.
     """
 
     def __init__(self, problem: str, module: str = "") -> None:
@@ -151,7 +151,7 @@ def enum_class(name: object) -> Any:
 
 
 def member_of(cls: Any, name: Any) -> Any:
-    """Return the member of an enum class that has a name, as `member_name` gives it.
+    """Return the member of an enum class that has a name, as `member_name` returns it.
 
     Raises:
         ValueError: it has no such member.
@@ -167,7 +167,7 @@ def member_of(cls: Any, name: Any) -> Any:
 
 
 def member_name(member: Any) -> str | None:
-    """Return the name of an enum member; None where the name does not lead back to it.
+    """Return the name of an enum member; None if the name does not lead back to it.
 
     Combined flags have the name "A|B", with a number at the end for bits that have no name.
     """
@@ -242,7 +242,7 @@ def numpy_dtype(descr: Any) -> np.dtype[Any]:
 
 
 def _in_lists(descr: Any) -> Any:
-    """Return a description with its fields in lists, as numpy wants it. Raises ValueError where it is not one."""
+    """Return a description with its fields in lists, as numpy wants it. Raises ValueError if it is not one."""
     if type(descr) is str and _PLAIN_DTYPE.fullmatch(descr):
         return descr
     if type(descr) is not tuple:

@@ -18,7 +18,7 @@ def new_segment(nbytes: int) -> Segment:
     """Return a new segment with ``nbytes`` of reserved data. Raises SampleError: the machine has no shared memory."""
     segment = Segment.create(8, max(1, nbytes))
     if segment.data_bytes < nbytes or not segment.extents.reserve(0, max(1, nbytes), warn=False):
-        raise SampleError(f"the machine gives no shared memory for {nbytes} bytes. Free memory, or do not share this value.")
+        raise SampleError(f"the machine has no shared memory for {nbytes} bytes. Free memory, or do not share this value.")
     return segment
 
 

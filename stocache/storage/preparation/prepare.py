@@ -206,7 +206,7 @@ def _import_ray(engine: str, address: str | None) -> ModuleType | None:
         raise LimitError(f"engine={engine!r} is unknown. Use 'local' or 'ray'.")
     if engine == "local":
         if address is not None:
-            raise LimitError(f"address={address!r} is that of a Ray, which engine='local' does not use. Use engine='ray'.")
+            raise LimitError(f"address={address!r} names a Ray cluster, which engine='local' does not use. Use engine='ray'.")
         return None
     try:
         from stocache.storage.preparation import ray
@@ -294,7 +294,7 @@ class _Preparation:
 
     def _start_again(self, source: str) -> None:
         """Forget the blocks of an interrupted preparation: the source returns other samples for one of them now."""
-        logger.warning("%s: the %s gives other samples than last time; starting again", self._writer.path, source)
+        logger.warning("%s: the %s returns other samples than last time; starting again", self._writer.path, source)
         self._writer.remove_blocks_except(())
         self._found = {}
         self._skipped.leave_out({})

@@ -135,8 +135,8 @@ def _result(number: int, task: Any) -> tuple[int, Any]:
     except RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise WorkerError(
-            f"block {number} was not written: its Ray worker died, and so did those that tried again ({type(error).__name__}: "
-            f"{reason}). Complete blocks stay, and preparing again continues from there."
+            f"block {number} was not written: its Ray worker died, and so did the workers that tried again "
+            f"({type(error).__name__}: {reason}). Complete blocks stay, and preparing again continues from there."
         ) from error
     return result
 

@@ -94,7 +94,7 @@ def _memory(size_limit: int | None) -> Iterator[Finding]:
 def _memfd() -> Iterator[Finding]:
     if limits.memfd_huge_policy() in ("never", "deny"):
         yield Finding(
-            "the kernel gives shared memory no huge pages: each process pays 2 MiB of page tables per GiB of a cache.",
+            "the kernel uses no huge pages for shared memory: each process pays 2 MiB of page tables per GiB of a cache.",
             f"as root: echo advise > {limits.SHMEM_HUGE} (for caches without a name)",
             kind="hint",
         )

@@ -181,7 +181,7 @@ def _read(at: int, path: str, shown: str, pids: dict[FileKey, list[int]], count:
         facts, identity = descriptor.facts, descriptor.identity
         if "loader" in identity:
             if not _LOADER.fullmatch(os.path.basename(path)):
-                raise SegmentError("has the descriptor of a loader, but its name is not that of one.")
+                raise SegmentError("has the descriptor of a loader, but not the name of one.")
             loader = NamedLoader(shown, path, alive=held, created=descriptor.created)
             counted = _counted(fd, layout, facts.get("rows")) if count else None
             return replace(loader, memory_bytes=os.fstat(fd).st_blocks * 512, counted=counted, **_loader_of(identity))
@@ -226,7 +226,7 @@ def _loader_of(identity: Mapping[str, object]) -> dict[str, Any]:
     """
     cache, rank, pid = (identity.get(name) for name in ("cache", "rank", "pid"))
     if not (type(cache) is str and type(rank) is type(pid) is int and 0 <= rank < 2**31 and 0 < pid < 2**31):
-        raise SegmentError("is damaged: its descriptor is not that of a loader.")
+        raise SegmentError("is damaged: its descriptor is not a loader's.")
     return {"cache": printable(cache)[:_MOST_CHARACTERS], "rank": rank, "pid": pid}
 
 

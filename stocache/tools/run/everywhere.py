@@ -131,7 +131,7 @@ def use_everywhere(
             attributes; see `share`. The program's own objects stay unchanged.
 
     Returns:
-        An object whose `undo` gives torch's name back, and whose `report` says where the time of the loaders went. It is a
+        An object whose `undo` restores torch's name, and whose `report` says where the time of the loaders went. It is a
         context manager, too. A second call returns the same object: the first one counts.
 
     Raises:

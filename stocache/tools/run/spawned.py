@@ -1,4 +1,4 @@
-"""The main module of processes that a program under ``stocache run`` spawns: it runs that of the program."""
+"""The main module of processes that a program under ``stocache run`` spawns: it runs the program's."""
 
 import argparse
 import json

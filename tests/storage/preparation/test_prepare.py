@@ -95,7 +95,7 @@ def test_an_interrupted_preparer_goes_on_and_what_is_damaged_is_written_again(in
 def test_a_preparer_that_yields_other_samples_starts_again(interrupted, caplog, other):
     with quietly(other, interrupted) as storage:
         assert labels(storage) == [idx + other.offset for idx in range(other.length)]
-    assert "gives other samples than last time; starting again" in caplog.text
+    assert "returns other samples than last time; starting again" in caplog.text
     assert len(written(interrupted)) == -(-other.length // BLOCK)
 
 
@@ -163,7 +163,7 @@ def test_progress_goes_to_stderr_and_can_be_switched_off(tmp_path, capsys):
     (Preparer(), {"on_error": "skip"}, DatasetError, "on_error is for datasets, .*: Preparer yields them, and an error"),
     (Images(), {"on_error": "ignore"}, LimitError, "on_error='ignore' is unknown. Use 'stop' or 'skip', a Retry or a Skip."),
     (Images(), {"engine": "spark"}, LimitError, r"engine='spark' is unknown\. Use 'local' or 'ray'\."),
-    (Images(), {"address": "auto"}, LimitError, r"address='auto' is that of a Ray.* Use engine='ray'\."),
+    (Images(), {"address": "auto"}, LimitError, r"address='auto' names a Ray cluster.* Use engine='ray'\."),
 ])  # fmt: skip
 def test_wrong_input_is_an_error_before_anything_is_written(tmp_path, source, options, error, message):
     with pytest.raises(error, match=message):

@@ -151,7 +151,7 @@ def test_hostile_files_are_reported_and_hide_no_other(clean):
     for labels in shown:
         assert labels["file"].startswith((f"{FOLDER}/c", f"{FOLDER}/d"))
         assert (bool(labels["problem"]), (labels["file"] + labels["problem"]).isprintable()) == (True, True)
-    for problem in ("its name is not that of one", "its descriptor is not that of a loader", "its descriptor says 1000"):
+    for problem in ("not the name of one", "its descriptor is not a loader's", "its descriptor says 1000"):
         assert any(problem in labels["problem"] for labels in shown)
     assert samples_of(generate_latest(metrics.registry_of()).decode(), parse_prometheus)
     assert all(0 <= number < math.inf for number in samples.values())
