@@ -6,13 +6,15 @@ NOTE [ The audit ]
     cached from the dataset as well, and compares the two bit for bit. A few more samples follow in the epoch, as long
     as all this takes at most a share of the time.
 
-    Tables of plain values in a dataset, such as labels, may be changed in place in a few entries. Their digests are compared
-    when an epoch begins, and later if there is time.
+    One value may change a few samples only: a mode, a size, the labels in a table. So small values, in attributes and in
+    variables of modules, are compared for each batch (`HeldValues`), and digests of tables when an epoch begins, and later if
+    there is time. If one differs, a child process loads some samples, and notes which attributes they read, and which names
+    are in the lines that run.
 
     A loop over a `stocache.DataLoader` raises a version in memory that all processes share. A process that sees a different
     version than at its last audit, or has served as many samples as its share of the dataset, audits again. Calls that may
     change the dataset of one process (``set_epoch``, an attribute that is set, a method that is looked up) have that process
-    audit again: several samples if an attribute has a different value, because one may be equal by chance.
+    audit again.
 
     Only samples that the program has requested are loaded, and only the part of them that is cached. So a generator that
     nobody knows, say one of a module, moves as it does without a cache; a stream loses nothing. Further loads are made in a
@@ -44,24 +46,23 @@ from torch.utils.data import get_worker_info
 from stocache.cache.disk.tiers import LoadMany
 from stocache.cache.options import AuditOptions, OnChange
 from stocache.cache.stats import MISSING
-from stocache.datasets.cut.tree import CONVENTIONAL
 from stocache.datasets.tables import table_digests, used_by_loads
+from stocache.datasets.values import HeldValues
 from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
 from stocache.system.generators import Kept, in_worker_thread, own_generators
 from stocache.system.loading.children import in_children
-from stocache.system.objects import vars_of
 from stocache.system.platform import here
-from stocache.system.walking import attribute_in, attributes_set, small_attributes, walk, without_indices
+from stocache.system.walking import attribute_in
 
 logger = logging.getLogger("stocache")
 
 
 _VERSION, _CHANGED, _COMPARED, _WORDS = range(4)  # words that all processes share
 _STRIDE = 5  # samples of a batch, by which the one that is compared moves on
-_MANY = 8  # samples that are audited if an attribute was set
+_MANY = 8  # samples that a child process loads to find out what they read
 _EXTRA = 20  # samples in an epoch, besides the first
 
 _live: "weakref.WeakSet[Audit]" = weakref.WeakSet()
@@ -79,38 +80,38 @@ class Audit:
     """
 
     __slots__ = (
-        "__weakref__", "_attributes", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_held", "_left",
-        "_length", "_looks_left", "_next", "_notes", "_own", "_requests", "_said", "_seen", "_set_by_loads", "_shared",
-        "_tables", "_took_s", "finding", "is_paused", "on_change", "share",
+        "__weakref__", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_left",
+        "_length", "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads",
+        "_shared", "_tables", "_took_s", "finding", "is_paused", "on_change", "share", "values",
     )  # fmt: skip
 
     _length: int
     share: float
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
-        attributes, tables = (small_attributes(dataset), table_digests(dataset)) if options.audit else ({}, {})
         shared = _SharedWords(Segment.create(_WORDS * 8, 0))
-        self.__setstate__((dataset, length, options.audit, options.on_change, shared, attributes, tables, [], set()))
-        self.hold_transforms()
+        self.__setstate__((dataset, length, options.audit, options.on_change, shared, {}, set()))
+        self._tables = self._digests()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        state = self._dataset, self._length, self.share, self.on_change, self._shared, self._attributes, self._tables
-        return *state, self._held, self._set_by_loads
+        state = self._dataset, self._length, self.share, self.on_change, self._shared, self._tables
+        return *state, self._set_by_loads
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._dataset, self._length, self.share, on_change, self._shared, self._attributes, self._tables, *notes = state
+        dataset, self._length, self.share, on_change, self._shared, self._tables, noted = state
+        self._dataset = dataset
         self.on_change: OnChange = on_change
-        self._held, self._set_by_loads = notes  # names of attributes that loads set, such as counters
+        self._set_by_loads: set[str] = noted  # names of tables
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
         self._said: set[str] = set()  # kinds of messages
         self._looks_left = 3  # at loads that seem to draw
+        self.values = HeldValues(dataset, self._is_off)
         self._enter_process()
         _live.add(self)
 
     def _enter_process(self) -> None:
         self._has_loaded, self._own = False, own_generators(self._dataset)
-        self._notes = True  # whether comparisons note what loads set
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of the samples that are wanted next
@@ -134,10 +135,6 @@ class Audit:
     def compared(self) -> int:
         """Samples that all processes have loaded to compare them; a few less if two counted at one moment."""
         return int(self._shared.words[_COMPARED])
-
-    def ignore(self, names: Iterable[str]) -> None:
-        """Take attributes of the dataset that were set as no change of it: loads set them."""
-        self._set_by_loads |= {*map(without_indices, names)}
 
     def begin_epoch(self) -> None:
         """Have each process audit before it serves the next sample."""
@@ -171,19 +168,25 @@ class Audit:
         self._shared.words[_CHANGED] = 1
         self._shared.words[_VERSION] += 1
 
-    def hold_transforms(self) -> None:
-        """Note the transforms that the dataset, and those within it, hold now: cached samples are made with them."""
-        holders = [(holder, vars_of(holder)) for holder in walk(self._dataset)]
-        self._held = [(holder, name, own[name]) for holder, own in holders for name in CONVENTIONAL if name in own]
+    def check_values(self, load: Callable[[int], object]) -> None:
+        """Find values that were set in this process, which the next workers do not know."""
+        finding = None if self.changed else self._changed_value((), load, with_tables=False)
+        if finding is not None:
+            self.change(finding)
 
-    def sees_new_transforms(self) -> bool:
-        """Return whether one of the transforms has been set since."""
-        return any(vars_of(holder).get(name) is not value for holder, name, value in self._held)
+    def _digests(self) -> dict[str, str]:
+        """Return the digests of the tables that samples may be made with."""
+        return {} if self._is_off else table_digests(self._dataset, self.values.variables)
 
     def is_due(self, count: int) -> bool:
         """Return whether to call `allows` before ``count`` samples are served."""
         self._requests += count
-        return self.sees_new_transforms() or (self.changed if self.is_paused else self._is_due(0))
+        if self.is_paused:
+            return bool(self.values.new(transforms=True)) or self.changed
+        try:
+            return self._is_due(0) or not all(map(operator.le, *self.values.views))  # 50 ns for each value that is the same
+        except Exception:  # a value does not compare
+            return True
 
     def will_compare(self, count: int) -> bool:
         """Return whether `allows` will load samples among the next ``count``, if some of them are cached."""
@@ -225,17 +228,15 @@ class Audit:
             self._left, self._began, self._took_s = 1, began, 0.0
         elif not self._left and (self._has_time() or (doubted and self._extra < _EXTRA)):
             self._left, self._extra = 1, self._extra + 1
-        if (begins or doubted) and self._set_attributes():
-            self._left, self._notes = _MANY, True
         self._doubted = False
         at = self.compared * _STRIDE % max(1, len(indices))  # not the same sample in each epoch
         chosen = _cached_among([*indices[at:], *indices[:at]], cached, self._left)
         self._left, self._seen = self._left - len(chosen), version  # now: another thread may ask meanwhile
         self._next = min(max(self._requests + 8, self._requests * 5 // 4), max(self._requests, self._own_length()))
-        finding = self._changed_table(indices) if begins or self._has_time() else None
+        load = load or partial(operator.getitem, self._dataset)
+        finding = self._changed_value(indices, load, with_tables=begins or self._has_time())
         for idx in chosen:
-            finding = finding or self._compare(idx, cached.peek, load or partial(operator.getitem, self._dataset))
-        self._notes = self._notes and (self._left > 0 or not chosen)
+            finding = finding or self._compare(idx, cached.peek, load)
         self._took_s += time.monotonic() - began
         if finding is not None:
             self.change(finding)
@@ -246,30 +247,32 @@ class Audit:
         worker = get_worker_info()
         return self._length if worker is None else -(-self._length // worker.num_workers)
 
-    def _changed_table(self, indices: Sequence[int]) -> str | None:
-        """Return that a table which samples are made with was changed in place; None if none was."""
-        now = table_digests(self._dataset)
-        names = [name for name in now if name not in self._set_by_loads and self._tables.get(name, now[name]) != now[name]]
-        if not names:
+    def _changed_value(self, indices: Sequence[int], load: Callable[[int], object], with_tables: bool) -> str | None:
+        """Return that a value which samples are made with was set, or a table changed in place; None if none was."""
+        now = self._digests() if with_tables else self._tables
+        tables = [name for name in now if name not in self._set_by_loads and self._tables.get(name, now[name]) != now[name]]
+        values = self.values.new()
+        if not tables and not values:
             return None
         wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
-        changed, reads = self._in_child(partial(used_by_loads, self._dataset, wanted), (set(), set()))
+        job = partial(used_by_loads, self._dataset, load, wanted, self.values.variables)
+        changed, reads, names = self._in_child(job, (set(), set(), set()))
         self._set_by_loads |= changed
-        names = [name for name in names if name not in changed and (not reads or attribute_in(name) in {None, *reads})]
         self._tables = now  # others are not read by loads
-        kind = type(self._dataset).__name__
-        return f"{names[0]} of {kind} was changed in place: its samples are made with it" if names else None
+        for name in (*tables, *values):
+            if name not in changed and _is_read(name, name in tables, reads, names):
+                was = "changed in place" if name in tables else "set"
+                return f"{name} of {type(self._dataset).__name__} was {was}: its samples are made with it"
+        self.values.drop(values)
+        return None
 
     def _compare(self, idx: int, peek: Callable[[int], object], load: Callable[[int], object]) -> str | None:
         """Return how a sample differs from the one that is cached; None if it does not."""
         with Kept(self._own, global_too=not in_worker_thread()) as kept:  # the training loop may draw from these meanwhile
             try:
                 self._shared.words[_COMPARED] += 1
-                before = small_attributes(self._dataset) if self._notes else {}
                 fresh = load(idx)
                 self._note_first_load()
-                if before:
-                    self.ignore(attributes_set(before, self._dataset))
             except Exception as error:
                 text = "sample %d of %s, which is cached, cannot be loaded any more: %s"
                 self._say_once(logging.WARNING, text, idx, type(self._dataset).__name__, repr(error))
@@ -282,8 +285,7 @@ class Audit:
             return self._draws(partial(map, load), [idx]) if drawn else None
         if self._is_of_one_thread(idx, cached, fresh, load):
             return None
-        names = self._set_attributes()
-        cause = f": {', '.join(names[:3])} was set meanwhile" if names else ", and random numbers are drawn for it" * drawn
+        cause = ", and random numbers are drawn for it" * drawn
         return f"sample {idx} of {type(self._dataset).__name__} differs from the cached sample{cause} ({place:.300})"
 
     def _is_of_one_thread(self, idx: int, cached: Any, fresh: Any, load: Callable[[int], object]) -> bool:
@@ -310,11 +312,6 @@ class Audit:
             self._said.add(text)
             logger.log(level, text, *values)
 
-    def _set_attributes(self) -> list[str]:
-        """Return the names of small attributes of the dataset, and of the objects that it holds, that are not as before."""
-        names = attributes_set(self._attributes, self._dataset)
-        return [name for name in names if without_indices(name) not in self._set_by_loads]
-
     def watch(self, load_many: LoadMany, indices: list[int]) -> Iterable[Any]:
         """Load samples for the cache, and notice if they depend on random numbers."""
         if self._is_off or not self._looks_left:
@@ -334,7 +331,7 @@ class Audit:
     def _note_first_load(self) -> None:
         """Note the tables after the first load of this process, which may have changed them (``options.pop()``)."""
         if not self._has_loaded:
-            self._has_loaded, self._tables = True, table_digests(self._dataset)
+            self._has_loaded, self._tables = True, self._digests()
 
     def _note_load(self, before: Kept, load_many: LoadMany, indices: Sequence[int]) -> None:
         """Note what a load has done besides returning samples."""
@@ -356,6 +353,14 @@ class Audit:
                 return next(results, otherwise)
         except Exception:  # of the dataset, or no child process can be made
             return otherwise
+
+
+def _is_read(name: str, is_table: bool, reads: set[str], names: set[str]) -> bool:
+    """Whether loads read a value: attributes of the dataset are in ``reads``, others among all ``names`` in their code."""
+    attribute, last = attribute_in(name), name.partition("[")[0].rpartition(".")[2]
+    if attribute is not None and (is_table or attribute == last):
+        return not reads or attribute in reads
+    return not names or last in {"dataset", *names}
 
 
 def _load_again(load: Callable[[int], object], idx: int, first: object) -> Iterator[str | None]:

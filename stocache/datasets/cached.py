@@ -169,13 +169,12 @@ class CachedDataset(DatasetProxy[_T]):
         vars(self).update(cache=wrapper.cache, disk_cache=wrapper.disk, _loader=wrapper.loader)
         self._tiers = Tiers(self.cache, self.disk_cache)
         self._echoes = echoes_index(probe.samples)
-        self._reads, self._loaded_here = probe.reads, probe.loaded_here
+        self._loaded_here = probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and self._split is None:
             for sample in list(probe.named.values())[:1]:
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self.cache.counts())
-        if self._split is not None:
-            self._audit.ignore(self._split.sets)
+        self._audit.values.hold()
         if probe.finding is not None:
             self._audit.change(probe.finding)
         if self.cache.dataset_len < self._len:  # it has no table of so many
@@ -362,7 +361,7 @@ class CachedDataset(DatasetProxy[_T]):
         """Return whether the cache serves these samples, after comparing some when that is due; else the dataset makes them."""
         if not self._audit.is_due(len(indices)):
             return True
-        if self._audit.sees_new_transforms():
+        if self._audit.values.new(transforms=True):
             self._follow_transforms()
         if self._audit.allows(indices, self.cache, self._loader.load):
             return True

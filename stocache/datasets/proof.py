@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import PurePath
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from stocache.cache.allocate import NOT_COMPARABLE, Proof
 from stocache.datasets.cut.split import Split
 from stocache.datasets.probing import Probe
 from stocache.datasets.tables import table_text
+from stocache.datasets.values import HeldValues
 from stocache.samples.indices import spread
 from stocache.system.describe import describe
 from stocache.system.generators import GENERATOR_TYPES
@@ -71,7 +73,9 @@ def _values(dataset: object) -> list[tuple[str, str]]:
     """Return the name and the text of each value in a dataset; see NOTE [ Values that ranks compare ]."""
     texts: list[tuple[str, str]] = []
     parts = parts_of(dataset, follow=lambda _: texts[-1][1].startswith("a "), inner=_inner, most=_MOST, levels=sys.maxsize)
-    for name, value in parts:
+    held = HeldValues(dataset, is_off=False).held
+    read = ((prefix + name, value) for _, its, prefix in held for name, value in its.items() if type(value) in _PLAIN)
+    for name, value in chain(parts, read):
         try:
             text = _text(value)
         except Exception:  # whatever the class of the user or of a library raises
@@ -151,7 +155,6 @@ def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}: function", getattr(value, "__func__", value.__self__)
         return
     if isinstance(value, FunctionType):
-        yield from ((f"{name}: {key}", item) for key, item in _read_globals(value))
         yield f"{name}: defaults", [value.__defaults__, value.__kwdefaults__]
         return
     yield f"{name}.__class__", type(value)
@@ -172,13 +175,3 @@ def _names_in(function: FunctionType) -> set[str]:
     if is_of_library(code.co_filename):
         return set()
     return {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
-
-
-def _read_globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield numbers and texts that a function may read: global variables, and attributes of global objects and modules."""
-    names = sorted(_names_in(function) & function.__globals__.keys())
-    for name in names:
-        value = function.__globals__[name]
-        own = vars_of(value)
-        inner = [(f"{name}.{key}", own[key]) for key in function.__code__.co_names if key in own]
-        yield from ((key, item) for key, item in [(name, value), *inner] if type(item) in _PLAIN)

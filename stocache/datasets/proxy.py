@@ -11,7 +11,6 @@ from typing_extensions import TypeVar
 
 from stocache.cache.stats import MISSING, SlotState
 from stocache.datasets.audit import Audit
-from stocache.datasets.cut.tree import CONVENTIONAL
 from stocache.datasets.decoders.cache import DecoderCache, open_decoders
 from stocache.datasets.decoders.patches import install_imported
 from stocache.datasets.transforms import huggingface
@@ -19,7 +18,7 @@ from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
 from stocache.samples.indices import check_index, length_of
 from stocache.system.limits import parse_size
-from stocache.system.objects import attribute_of, vars_of
+from stocache.system.objects import attribute_of
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -36,6 +35,7 @@ class DatasetProxy(Dataset[_T]):
 
     _audit: Audit
     _split: Any
+    _loader: Any
     _len: int
     _initialised: bool
     _decoders: DecoderCache | None = None  # in place of samples that cannot be cached
@@ -95,22 +95,15 @@ class DatasetProxy(Dataset[_T]):
 
     def _set_in_dataset(self, name: str, value: object) -> None:
         """Set an attribute of the dataset. If cached samples were made with a different value, ``on_change`` applies."""
-        before, kind = getattr(self.dataset, name), type(self.dataset).__name__
-        samples = self._wrapping[1]
-        follows = name in CONVENTIONAL and name in vars_of(self.dataset) and samples.split and bool(samples.probe)
-        matters = not follows and name in self._reads | {*CONVENTIONAL} and before is not value
-        if matters and (self.cache.serves_ranks or bool((self.cache.aux_array == SlotState.SET).any())):  # others may fill it
-            self._audit.change(
-                f"{name} of {kind} was set: its samples are made with it, and some are cached as they were. For one part of "
-                f"the samples, give transform={{0: ...}} or {{'image': ...}}"
-            )
+        before = getattr(self.dataset, name)
         setattr(self.dataset, name, value)
-        if follows:
-            try:
-                self._follow_transforms()
-            except BaseException:
-                setattr(self.dataset, name, before)
-                raise
+        if not self.cache.serves_ranks and not bool((self.cache.aux_array == SlotState.SET).any()):
+            self._audit.values.hold()  # nothing is cached, and no other rank fills the cache
+        try:
+            self._follow_transforms()
+        except BaseException:
+            setattr(self.dataset, name, before)
+            raise
         self._audit.doubt()
 
     def _serve_decoders(self) -> None:
@@ -134,28 +127,25 @@ class DatasetProxy(Dataset[_T]):
         Raises:
             DatasetError: the cache has a name or a disk, and ``on_change`` is "raise".
         """
-        if self._audit.changed or not self._audit.sees_new_transforms():
-            return
-        self._audit.hold_transforms()
-        kind, (where, samples) = type(self.dataset).__name__, self._wrapping
-        finding = f"a transform of {kind} was set: its samples are made with it, and some are cached as they were"
-        if get_worker_info() is not None or not (samples.split and samples.probe):
-            self._audit.change(finding)
+        self._audit.check_values(self._loader.load)
+        if self._audit.changed or not self._audit.values.new(transforms=True):
             return
         from stocache.datasets.wrapping import Wrapper  # here: loaders start faster
 
-        wrapper = Wrapper(self.dataset, self._len, where, samples)
+        (where, samples), wrapper = self._wrapping, None
         before = "" if self._split is None else self._split.before_text()
-        wrapper.cut(before)
-        if before and wrapper.split is not None and wrapper.split.before_text() == before:
+        if get_worker_info() is None and samples.split and samples.probe:
+            wrapper = Wrapper(self.dataset, self._len, where, samples)
+            wrapper.cut(before)
+        if wrapper is not None and before and wrapper.split is not None and wrapper.split.before_text() == before:
             wrapper.split.bind()
             self._split = self._loader = wrapper.split
-        elif where.name is None and where.disk is None:
+        elif wrapper is not None and where.name is None and where.disk is None:
             self._take(wrapper)
-        elif self._audit.on_change != "raise":
-            self._audit.change(finding)
         else:
-            raise DatasetError(f"{finding}. Set it before CachedDataset, or make a new one.")
+            kind = type(self.dataset).__name__
+            self._audit.change(f"a transform of {kind} was set: its samples are made with it, and some are cached as they were")
+        self._audit.values.hold()
 
     def _warn_of_hidden(self) -> None:
         """Warn, once for each class, of public attributes of the dataset whose names this object has for others."""

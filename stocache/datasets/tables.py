@@ -12,6 +12,7 @@ import torch
 
 from stocache.samples.indices import spread
 from stocache.system.hashing import checksum, digest
+from stocache.system.loading.code import names_in, variables_of
 from stocache.system.objects import attribute_of, recorded_names
 from stocache.system.walking import is_own_or_dataset, parts_of
 
@@ -22,14 +23,18 @@ _ITEM = re.compile(r"\[([4-9]|\d\d+)\]")  # in the name of an item of a list aft
 _ROWS = 1 << 16  # of a frame
 
 
-def table_digests(dataset: object) -> dict[str, str]:
-    """Return a digest of each array, tensor, list, dict and frame of plain values in a dataset, by its name.
+def table_digests(dataset: object, variables: Any) -> dict[str, str]:
+    """Return a digest of each array, tensor, list, dict and frame of plain values in a dataset and in variables, by its name.
 
     Of a table above 256 KiB, only entries evenly spread are read.
     """
     found = {}
-    # Not of objects of libraries, such as transforms, which note in themselves what they do
-    for name, part in parts_of(dataset, follow=lambda part: part is dataset or is_own_or_dataset(part)):
+    roots = [(dataset, "dataset"), *variables_of(variables)]
+
+    def follow(part: object) -> bool:  # not objects of libraries, such as transforms, which note in themselves what they do
+        return part is dataset or is_own_or_dataset(part)
+
+    for name, part in (each for root in roots for each in parts_of(*root, follow=follow)):
         if _ITEM.search(name) or (isinstance(part, torch.Tensor) and part.device.type != "cpu"):
             continue
         with contextlib.suppress(Exception):  # another thread changes it now, or its class has a fault
@@ -61,14 +66,14 @@ def table_text(value: Any, whole: int) -> str | None:
     return None
 
 
-def used_by_loads(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[set[str], set[str]]]:
-    """Make samples. Yield the names of the tables that this changes, and of the attributes that it reads. For a child."""
-    before = table_digests(dataset)
+def used_by_loads(dataset: Any, load: Any, indices: Iterable[int], variables: Any) -> Iterator[tuple[set[str], ...]]:
+    """Make samples, in a child. Yield the names of the tables that this changes, of the attributes of the dataset that it
+    reads, and all names in the lines that run.
+    """
+    before = table_digests(dataset, variables)
     with recorded_names(dataset) as reads:
-        for idx in indices:
-            with contextlib.suppress(Exception):  # it is raised again when the sample is requested
-                dataset[idx]
-    yield {name for name, digest in table_digests(dataset).items() if before.get(name) != digest}, reads
+        names = names_in(load, indices)
+    yield {name for name, digest in table_digests(dataset, variables).items() if before.get(name) != digest}, reads, names
 
 
 def _list_text(value: Any, whole: int) -> str:

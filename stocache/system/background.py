@@ -142,13 +142,6 @@ class Background:
         self.put(call)
         return call.future
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether tasks wait, or are worked on."""
-        self._enter_process()
-        with self._changed:
-            return bool(self._tasks) or self._working
-
     def flush(self) -> None:
         """Wait until all tasks are done, 60 seconds at most. The thread itself does not wait."""
         self._enter_process()

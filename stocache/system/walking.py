@@ -1,5 +1,5 @@
 """Look through datasets that take their samples from others: `walk`, `locate`; and through the values in them: `parts_of`,
-`small_attributes`.
+`values_in`.
 
 A *wrapper* is torch's Subset, ConcatDataset or StackDataset, or an object with a dataset in the attribute ``dataset``: a cached
 dataset, or a class of the user's own. A wrapper *passes on* samples if each of its own is one of an inner dataset, unchanged.
@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from stocache.system.objects import is_module_of_library, takes_epoch, vars_of
+from stocache.system.objects import attributes_of_class, is_module_of_library, mro, takes_epoch, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
-_INDEX = re.compile(r"\[[^\]]*\]")
 _SMALL = (int, float, str, bool, bytes, type(None))
-_LONGEST = 200  # characters of a text that is looked at
+_LONGEST = 200  # characters of a text, or items, that are looked at
 
 
 def _is(dataset: Any, cls: Any) -> bool:
@@ -167,8 +166,7 @@ def part_text(name: str, part: object) -> str:
 
 def attribute_in(name: str) -> str | None:
     """Return the attribute of the dataset in the name of one of its parts; None for an entry of a dataset that is a list."""
-    found = re.match(r"dataset\.(\w+)", name)
-    return found and found[1]
+    return found[1] if (found := re.match(r"dataset\.(\w+)", name)) else None
 
 
 def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
@@ -183,18 +181,26 @@ def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
 
 
-def small_attributes(dataset: object) -> dict[str, Any]:
-    """Return numbers and short texts among the attributes of a dataset and of the objects in it, by their names."""
-    parts = ((name, part) for name, part in parts_of(dataset) if isinstance(part, _SMALL))
-    return {name: part for name, part in parts if not (isinstance(part, str | bytes) and len(part) > _LONGEST)}
+def values_in(root: object, name: str, keys: Set[str], objects: Set[str]) -> Iterator[tuple[Any, dict[str, Any], str]]:
+    """Yield the attributes of an object, of the user's objects in it, and of their classes: where they are, those that count,
+    and what to put in front of their names. Small values count if they have one of ``keys``, any others one of ``objects``.
+    """
+    for part_name, part in parts_of(root, name, follow=is_own_or_dataset):
+        classes = map(attributes_of_class, mro(type(part))) if is_own(part) else ()
+        for own in (vars_of(part), *classes):
+            if held := small_values(own, keys) | {key: own[key] for key in objects & own.keys()}:
+                yield own, held, f"{part_name}."
 
 
-def attributes_set(before: dict[str, Any], dataset: object) -> list[str]:
-    """Return the names of the `small_attributes` that have other values than before."""
-    now = small_attributes(dataset)
-    return [name for name, value in now.items() if name in before and repr(before[name]) != repr(value)]
+def small_values(own: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
+    """Return the small values that have one of ``keys``: numbers, short texts, and copies of short lists and dicts of these."""
+    found = {key: own[key] for key in keys & own.keys() if is_small(own[key])}
+    return {key: value.copy() if isinstance(value, list | dict) else value for key, value in found.items()}
 
 
-def without_indices(name: str) -> str:
-    """Return the name of an attribute, the same for all items of a list."""
-    return _INDEX.sub("", name)
+def is_small(value: object) -> bool:
+    """Whether a value is a number or a short text, or a short list or dict of these."""
+    if type(value) in (list, dict):
+        items: Any = value.values() if isinstance(value, dict) else value
+        return 0 < len(items) <= _LONGEST and all(isinstance(item, _SMALL) for item in items)
+    return isinstance(value, _SMALL) and not (isinstance(value, str | bytes) and len(value) > _LONGEST)

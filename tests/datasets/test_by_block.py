@@ -84,8 +84,8 @@ def cached_set(cached):
     return np.flatnonzero(cached.cache.aux_array.numpy() == 1).tolist()
 
 
-def is_busy(cached):
-    return BlockAdmitter.of(cached._loader, cached.cache)._background.is_busy
+def wait_until_admitted(cached):
+    BlockAdmitter.of(cached._loader, cached.cache)._background.flush()
 
 
 def in_blocks(cached):
@@ -233,7 +233,7 @@ def test_wanted_samples_come_first_and_whole_blocks_are_kept(prepared, made, roo
             assert cached[100]["label"] == 100
             assert made == [1]
             assert [cached[idx]["label"] for idx in order] == list(order)
-            wait_until(lambda: not is_busy(cached))
+            wait_until_admitted(cached)
             held = in_blocks(cached)
             assert abs(len(held) - chosen) <= 2
             cached.cache.clear()  # after which the same blocks are chosen
@@ -260,7 +260,7 @@ def test_the_rest_of_a_missed_block_is_admitted_behind_while_nobody_loads_and_no
             assert identical(cached[idx], make(idx))
         wait_until(lambda: cached_set(cached) == list(range(16)))
         assert len(made) <= 5
-        wait_until(lambda: not is_busy(cached))
+        wait_until_admitted(cached)
         cached.cache.clear()
         admitter = BlockAdmitter(cached._loader)
         with admitter.behind([]):

@@ -87,7 +87,7 @@ def test_a_value_that_differs_is_found_and_named(what):
     make = (DIFFER | CANNOT_BE_COMPARED | SAME)[what]
     difference, same = (proof(make(n)).other_value(in_other_process(make(10))) for n in (11, 10))
     if what in DIFFER:
-        assert difference.startswith("dataset.value")
+        assert difference.startswith("target" if what == "a global variable" else "dataset.value")
         assert not any(text in difference for text in ("cannot be compared", "#"))
     assert bool(difference) == (what not in SAME)
     assert "cannot be compared" in same if what in CANNOT_BE_COMPARED else not same

@@ -39,12 +39,10 @@ TABLES = {
     "Subset": lambda: Subset(table(), range(ROWS - 1, 0, -2)),
     "random_split": lambda: random_split(table(), [0.7, 0.3], generator=torch.Generator().manual_seed(1))[0],
     "with a cache": lambda: ConcatDataset([table(), CachedDataset(table(11), "1MB")]),
-    "StackDataset": lambda: StackDataset(table(), TensorDataset(torch.rand(ROWS))),
     "Hugging Face, numpy": lambda: arrow("numpy", "a"),
 }
 IN_WORKERS = {
     "plain": table, "ConcatDataset": lambda: ConcatDataset([table(), table(7)]),
-    "StackDataset of names": lambda: StackDataset(x=table(), y=TensorDataset(torch.rand(ROWS))),
     "Hugging Face, torch": lambda: arrow("torch"),
 }  # fmt: skip
 WORKERS = [{"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}]
@@ -78,6 +76,7 @@ class Own(TensorDataset):
 
 NO_TABLES = {
     "a subclass": lambda: Own(torch.rand(ROWS, 2)),
+    "a stack": lambda: StackDataset(table(), table()),
     "gradients": lambda: TensorDataset(torch.rand(ROWS, 2, requires_grad=True)),
     "sparse": lambda: TensorDataset(torch.eye(ROWS).to_sparse()),
     "no rows": lambda: TensorDataset(torch.rand(0, 2)),

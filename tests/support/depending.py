@@ -99,7 +99,7 @@ def mosaic(dataset, idx):
     return torch.stack([dataset.image(each) for each in (idx, *others)])
 
 
-OF_MODULE = SimpleNamespace()
+OF_MODULE, LEVELS = SimpleNamespace(mode=0), [0]
 MAKERS = {
     "image": Images.image, "mosaic": mosaic,
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
@@ -107,6 +107,9 @@ MAKERS = {
     "own torch.Generator": lambda dataset, idx: dataset.image(idx) + torch.rand((), generator=dataset.rng).item(),
     "a Generator of the module": lambda dataset, idx: dataset.image(idx) + OF_MODULE.rng.random(),
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
+    "one sample by a level": lambda dataset, idx: dataset.image(idx) + (LEVELS[0] if idx == 13 else 0),
+    "one sample by a mode": lambda dataset, idx: dataset.image(idx) + (OF_MODULE.mode if idx == 13 else 0),
+    "one sample by an attribute": lambda dataset, idx: dataset.image(idx) + (dataset.rng.mode if idx == 13 else 0),
     "time": lambda dataset, idx: (dataset.image(idx), time.time_ns()),
 }  # fmt: skip
 
@@ -156,6 +159,11 @@ KINDS = {
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),
     "attribute of the class": setting(lambda dataset, inner, epoch: setattr(type(inner), "epoch", epoch)),
+    "one sample by a level": Kind(lambda _: Images("one sample by a level"), lambda *its: LEVELS.__setitem__(0, its[-1])),
+    "one sample by a mode": Kind(lambda _: Images("one sample by a mode"), lambda *its: setattr(OF_MODULE, "mode", its[-1])),
+    "one sample by an attribute": drawing("one sample by an attribute", rng=lambda: SimpleNamespace(mode=0))._replace(
+        change=lambda dataset, inner, epoch: setattr(inner.rng, "mode", epoch)
+    ),
     "transform in place": transformed(lambda dataset, _, epoch: setattr(dataset.transform.transforms[0], "factor", epoch + 1)),
     "set_transform": transformed(lambda dataset, inner, epoch: dataset.set_transform(Scale(epoch)), "crop", lambda: Scale(0)),
     "set_transform, split": transformed(lambda dataset, inner, epoch: dataset.set_transform(Compose(Scale(epoch), Flip()))),

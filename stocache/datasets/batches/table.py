@@ -10,14 +10,13 @@ NOTE [ Tables ]
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import StackDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from stocache.cache.columns import as_bytes
 from stocache.datasets.batches.lazy_batch import LazyBatch
@@ -26,7 +25,6 @@ from stocache.datasets.batches.spec import BatchSpec
 from stocache.datasets.batches.views import DatasetView
 from stocache.samples.indices import as_array, length_of
 from stocache.system.objects import get_many_of
-from stocache.system.walking import inner_datasets
 
 _NUMBERS = "int", "uint", "float", "bool"
 
@@ -114,11 +112,6 @@ def _select_of(dataset: Any) -> Select | None:
     kind = type(dataset)
     if kind is TensorDataset and all(type(tensor) is Tensor for tensor in dataset.tensors):
         return partial(_select_tensors, dataset)
-    if kind is StackDataset:
-        inner = inner_datasets(dataset)
-        selects = [(_select_of(each), len(each.tensors)) for each in inner if type(each) is TensorDataset]
-        if len(selects) == len(inner) and all(select for select, _ in selects):
-            return partial(_select_stacked, selects)
     if kind.__module__ == "datasets.arrow_dataset" and dataset.format["type"] in ("torch", "numpy"):
         return partial(_select_arrow, dataset) if all(map(_has_numbers, dataset.features.values())) else None
     return None
@@ -140,11 +133,6 @@ def _select_tensors(dataset: TensorDataset, indices: NDArray[np.int64], out: lis
     except (RuntimeError, IndexError, TypeError):  # an index outside, a negative one, a dtype that was changed
         return False
     return True
-
-
-def _select_stacked(selects: list[tuple[Any, int]], indices: NDArray[np.int64], out: list[Tensor]) -> bool:
-    begins = accumulate((count for _, count in selects), initial=0)
-    return all(select(indices, out[at : at + count]) for at, (select, count) in zip(begins, selects, strict=False))
 
 
 def _select_arrow(dataset: Any, indices: NDArray[np.int64], out: list[Tensor]) -> bool:

@@ -168,11 +168,10 @@ class Planner:
         tried = [example for example in self._loaded if example.idx in probe.samples]
         parts = [(example, partial(unpack_sample, pack_sample(probe.samples[example.idx]))) for example in tried]
         counts = {example: len(its) for example, its in self._loaded.items()}
-        job: Any = partial(finish_parts, split, self._dataset, parts, counts)
+        job: Any = partial(finish_parts, split, parts, counts)
         sets = frozenset[str]().union(*(option.sets for option in self._chosen.values()))
         results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
-        for example, again, description, reads, now_set in results:
-            split.sets.update(now_set)
+        for example, again, description, reads in results:
             if both := sets & reads:
                 raise CannotCut(f"what comes before sets {min(both)}, which what comes after reads")
             if (place := difference(self._loaded[example][again], description)) is not None:

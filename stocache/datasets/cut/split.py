@@ -113,20 +113,18 @@ class Split:
 
     Attributes:
         has_rest: whether anything runs after the cache.
-        sets: names of small attributes of the dataset that what runs after the cache sets.
         saved_s: seconds that a cached part saves at least, of each sample; None if that was not measured.
 
     It pickles as the dataset and the plans. It has slots to hide its attributes from libraries that walk through the attributes
     of a dataset and seed the objects that they find (MONAI).
     """
 
-    __slots__ = ("_bound", "_dataset", "_tree", "has_rest", "plans", "saved_s", "sets", "text")
+    __slots__ = ("_bound", "_dataset", "_tree", "has_rest", "plans", "saved_s", "text")
     _holds_dataset = True
 
     def __init__(self, dataset: Any, plans: Mapping[int, CutPlan], tree: DatasetTree | None = None, text: str = "") -> None:
         self._dataset, self.plans, self._tree, self.text = dataset, dict(plans), tree, text
         self._bound: list[BoundCut | ReadTransform] = []  # one for each leaf
-        self.sets = set[str]()
         self.saved_s: float | None = None
         self.has_rest = any(plan.division is not None or plan.reads for plan in self.plans.values())
 

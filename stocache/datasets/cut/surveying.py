@@ -32,7 +32,7 @@ from stocache.system.describe import describe, difference
 from stocache.system.generators import GENERATORS, Kept, own_generators, seed_all
 from stocache.system.hashing import digest
 from stocache.system.objects import recorded_names, vars_of
-from stocache.system.walking import attributes_set, parts_of, small_attributes
+from stocache.system.walking import parts_of
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
 _FEW = 2  # samples of each kind that are loaded in any case
@@ -309,13 +309,13 @@ def _may_change(value: object) -> bool:
 
 
 def finish_parts(
-    split: Split, dataset: object, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
-) -> Iterator[tuple[Example, int, Any, frozenset[str], list[str]]]:
+    split: Split, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
+) -> Iterator[tuple[Example, int, Any, frozenset[str]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
-    Yield their descriptions, the attributes of the dataset that were read, and the small ones that are set now.
+    Yield their descriptions, and the attributes of the dataset that were read.
     """
-    tree, before = split.bind(), small_attributes(dataset)
+    tree = split.bind()
     for example, part in parts:
         leaf = tree.leaves[tree.locate(example.idx)[0]]
         for again in range(counts[example]):
@@ -324,4 +324,4 @@ def finish_parts(
                     description = _described(split.finish(example.idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
-            yield example, again, description, frozenset(reads), attributes_set(before, dataset)
+            yield example, again, description, frozenset(reads)

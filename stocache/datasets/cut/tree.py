@@ -11,7 +11,7 @@ from stocache.datasets.transforms.pipelines import open_pipeline, step_text
 from stocache.system.objects import get_many_of, vars_of
 from stocache.system.walking import locate, makers, passes_on
 
-CONVENTIONAL = "transform", "transforms", "target_transform"
+CONVENTIONAL = frozenset({"transform", "transforms", "target_transform"})
 """Attributes that hold transforms, by the conventions of torchvision and timm."""
 
 

@@ -14,22 +14,21 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain, count
-from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from stocache.system.objects import is_of_library, static_attribute, vars_of
+from stocache.system.loading.code import names_used, variables_of
+from stocache.system.objects import static_attribute, vars_of
 from stocache.system.platform import here
 from stocache.system.walking import attribute_in, is_own, is_own_or_dataset, part_text, parts_of
 
 _LOOPS = {"asyncio", "uvloop"}  # whose sockets wake up a loop
-_CALLED = "__getitem__", "__getitems__", "__call__"
 
 
 def find_stream(dataset: object) -> str | None:
     """Return the name and the class of a stream that a dataset may read; None if none is found."""
-    named = list(_named_globals(dataset))
+    named = variables_of(names_used(dataset)[0])
     roots = [(dataset, "dataset"), *((value, name) for value, name in named if not isinstance(value, type))]
     parts = chain.from_iterable(parts_of(*root, follow=is_own_or_dataset) for root in roots)
     found = next((part for part in parts if _is_stream(part[1])), None)
@@ -66,34 +65,6 @@ def _is_open_stream(value: Any) -> bool:
         return _is_read_once(fd) or not stat.S_IFMT(os.fstat(fd).st_mode)  # a socket of ZeroMQ has an event
     except Exception:  # it is closed, or has no descriptor
         return False
-
-
-def _named_globals(dataset: object) -> Iterator[tuple[Any, str]]:
-    """Yield the global variables, with their names, that the code of a dataset and of the objects in it uses for samples."""
-    kinds = {type(part) for _, part in parts_of(dataset, follow=is_own_or_dataset) if is_own(part)}
-    waiting = [(static_attribute(kind, name), kind) for kind in kinds for name in _CALLED]
-    seen = set[Any]()
-    while waiting:
-        function, kind = waiting.pop()
-        if not isinstance(function, FunctionType) or (function, kind) in seen or is_of_library(function.__code__.co_filename):
-            continue
-        seen.add((function, kind))
-        scopes, names = [function.__globals__], _names(function.__code__)
-        for scope in scopes:
-            for name, value in [(name, scope[name]) for name in names & scope.keys()]:
-                if isinstance(value, ModuleType):
-                    own = not is_of_library(getattr(value, "__file__", None) or "")
-                    if own and not any(vars(value) is each for each in scopes):  # modules import each other
-                        scopes.append(vars(value))
-                else:
-                    yield value, name
-                    waiting.append((value, kind))
-        waiting += [(static_attribute(kind, name), kind) for name in names]
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names}.union(*map(_names, inner))
 
 
 def _is_read_once(fd: int) -> bool:

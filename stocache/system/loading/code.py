@@ -1,0 +1,84 @@
+"""The names in code: of the attributes and global variables that making a sample may read, and of those that it does read."""
+
+import contextlib
+import dis
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from stocache.system.objects import is_of_library, static_attribute
+from stocache.system.walking import inner_parts, is_own, is_own_or_dataset, parts_of
+
+_FOR_SAMPLES = "__getitem__", "__getitems__", "__call__"
+_NAMING = {*dis.hasname, *dis.hasfree}
+
+
+def names_used(dataset: object) -> tuple[list[tuple[dict[str, Any], set[str]]], set[str]]:
+    """Look at the code that a dataset, and the user's objects in it, have for samples.
+
+    Returns:
+        For each module, its variables, and the names of those that the code names; and all names of attributes and variables
+        that the code reads and nowhere sets.
+    """
+    parts = [part for _, part in parts_of(dataset, follow=is_own_or_dataset) if is_own(part)]
+    waiting = [(static_attribute(kind, name), kind) for kind in set(map(type, parts)) for name in _FOR_SAMPLES]
+    waiting += [(part, type(part)) for part in parts if callable(part)]
+    seen, found, read, set_here = set[Any](), dict[int, tuple[dict[str, Any], set[str]]](), set[str](), set[str]()
+    while waiting:
+        function, kind = waiting.pop()
+        function = function.__func__ if isinstance(function, MethodType | staticmethod | classmethod) else function
+        if not isinstance(function, FunctionType) or (function, kind) in seen or is_of_library(function.__code__.co_filename):
+            continue
+        seen.add((function, kind))
+        named, scopes = list(_named(function.__code__)), [function.__globals__]
+        names = {name for _, name in named}
+        read |= names
+        set_here |= {name for operation, name in named if operation.startswith(("STORE_", "DELETE_"))}
+        for scope in scopes:
+            for name, value in [(name, scope[name]) for name in names & scope.keys()]:
+                if isinstance(value, ModuleType):
+                    is_known = any(vars(value) is each for each in scopes)  # modules import each other
+                    scopes += [vars(value)] * (not is_known and not is_of_library(getattr(value, "__file__", None) or ""))
+                else:
+                    found.setdefault(id(scope), (scope, set()))[1].add(name)
+                    its = value if isinstance(value, type) else type(value)
+                    waiting += [(part, kind) for part in (value, *(part for _, part in inner_parts(name, value)))]
+                    waiting += [(static_attribute(its, each), its) for each in (*names, *_FOR_SAMPLES) if is_own(value)]
+        waiting += [(static_attribute(kind, name), kind) for name in names]
+    return list(found.values()), read - set_here
+
+
+def variables_of(used: list[tuple[dict[str, Any], set[str]]]) -> list[tuple[Any, str]]:
+    """Return the variables that `names_used` has found, as values with names."""
+    return [(scope[name], name) for scope, names in used for name in names if name in scope]
+
+
+def _named(code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the operations with names in code, and in functions within it."""
+    yield from ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opcode in _NAMING)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _named(inner)
+
+
+def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:
+    """Load samples. Return the names of attributes and variables in the user's lines that run. It is slow: for a child."""
+    lines: dict[CodeType, set[int]] = {}
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if event == "call" and is_of_library(frame.f_code.co_filename):
+            return None
+        lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        return trace
+
+    sys.settrace(trace)
+    for idx in indices:
+        with contextlib.suppress(Exception):  # it is raised again when the sample is requested
+            load(idx)
+    sys.settrace(None)
+    found = set[str]()
+    for code, numbers in lines.items():
+        run = {at for start, end, number in code.co_lines() if number in numbers for at in range(start, end)}
+        found |= {each.argval for each in dis.get_instructions(code) if each.offset in run and each.opcode in _NAMING}
+    return found
