@@ -23,8 +23,9 @@ def wrong(name: str, loader: str) -> int | None:
     if "threads" in loader and (kind.change is None or "split" in name or name in ("transform set", "transform in place")):
         return None
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        plain, inner = kind.make(Path(one)), kind.make(Path(other))
+        plain = kind.make(Path(one))
         expected = _texts(epochs(plain, loader, 8, plain, kind.change))
+        inner = kind.make(Path(other))
         with CachedDataset(inner, 1) as cached:
             found = _texts(epochs(cached, loader, 8, inner, kind.change))
     if not kind.repeats:

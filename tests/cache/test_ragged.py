@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from stocache import RaggedCache
 from stocache.cache import arena
+from stocache.cache.records import LATER, NEVER, YES, CostAdmission, admission_bytes
 from stocache.cache.stats import SlotState
 from stocache.errors import MismatchError, SampleError, SampleIndexError, SegmentError, SlotError
 from stocache.tools.cli.app import app
@@ -131,6 +132,12 @@ def test_a_treedef_outside_of_the_memory_is_an_error(place):
         with pickle.loads(pickle.dumps(cache)) as fresh:
             with pytest.raises(SegmentError, match="the structure of its samples lies outside of its memory"):
                 fresh.get_slot(0)
+
+
+def test_what_is_not_worth_it_is_refused_for_good_once_all_is_measured():
+    admission = CostAdmission(memoryview(bytearray(admission_bytes(100))), 100, 10_000)  # with no memory behind it
+    first, second = ([admission.decide(idx, 1.0 if idx < 5 else 1e-3, 1000) for idx in range(100)] for _ in range(2))
+    assert (set(first[:31]), NEVER in first, second[:5], set(second)) == ({LATER}, False, [YES] * 5, {YES, NEVER})
 
 
 @pytest.mark.parametrize(("cost_s", "nbytes"), [
