@@ -258,11 +258,11 @@ class Audit:
         job = partial(used_by_loads, self._dataset, load, wanted, self.values.variables)
         changed, reads, names = self._in_child(job, (set(), set(), set()))
         self._set_by_loads |= changed
-        self._tables = now  # others are not read by loads
         for name in (*tables, *values):
             if name not in changed and _is_read(name, name in tables, reads, names):
                 was = "changed in place" if name in tables else "set"
                 return f"{name} of {type(self._dataset).__name__} was {was}: its samples are made with it"
+        self._tables = now  # loads do not read what has changed
         self.values.drop(values)
         return None
 

@@ -1,12 +1,11 @@
-"""Load a few samples in a child process, to find their structure and the attributes that they are made with.
+"""Load a few samples in a child process, to find their structure, and whether they depend on more than their index.
 
 NOTE [ What a sample is made of ]
-    The first sample is loaded twice. While it is loaded again, all attributes of the dataset that are read are recorded. Cached
-    samples are made with these, so they must not be changed afterwards. Attributes that loading itself sets (a file that is
-    opened when it is first needed) are left out. A load that draws random numbers is not cached: see NOTE [ The audit ].
+    The first sample is loaded twice, and must be equal. A load that draws random numbers is not cached: see NOTE [ The audit ].
 
     Four more things make a sample depend on more than its index:
-    - the dataset reads a pipe, a socket or an iterator, see NOTE [ Streams ];
+    - the dataset reads a pipe, a socket or an iterator, see NOTE [ Streams ]. An iterator is looked for in the attributes that
+      are read while the first sample is loaded again, without those that loading sets;
     - a load takes a seed from the system (`LineOfSeed`), even if the loads here are equal;
     - a list or dict of the dataset grows when a sample is loaded again, by more than numbers and texts: the program may read
       it. If it grows only with the first load of a sample, or by numbers and texts, the program loads the probed samples anew;

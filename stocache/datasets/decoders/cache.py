@@ -79,6 +79,7 @@ class DecoderCache:
         control = cache.get("control", copy=False)
         control = (_new_control() if control is None else control).view(_CONTROL)[0]  # None: the machine has no memory
         self._seed, self._counts, self._seen = int(control["seed"]), control["counts"], control["seen"]
+        _caches()  # takes the patches back that caches have left which nobody has closed
         _open.append(weakref.ref(self))
         _in_vain[:] = [0] * len(DECODERS)  # files of this dataset may be larger than all before
         patches.install(_serve)

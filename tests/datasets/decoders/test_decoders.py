@@ -160,6 +160,14 @@ def test_a_library_is_served(library, read, files):
     assert twice(read, pytest.importorskip(library), files)
 
 
+def test_what_a_cache_leaves_that_nobody_has_closed_is_taken_back(tmp_path):
+    files = sys.modules["PIL.ImageFile"].ImageFile
+    load = files.load
+    cache.open_decoders("1MB", cache.decoders_job(), 0)
+    files.load = load  # as a library does that had replaced it
+    assert twice(looked_at, image(tmp_path))
+
+
 def mixed(its, idx):
     """Read two random images."""
     one, other = (np.asarray(Image.open(random.choice(its.paths))) for _ in range(2))
