@@ -86,6 +86,7 @@ class Audit:
     )  # fmt: skip
 
     _length: int
+    _set_by_loads: set[str]  # names of tables
     share: float
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
@@ -98,15 +99,13 @@ class Audit:
         return *state, self._set_by_loads
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        dataset, self._length, self.share, on_change, self._shared, self._tables, noted = state
-        self._dataset = dataset
+        self._dataset, self._length, self.share, on_change, self._shared, self._tables, self._set_by_loads = state
         self.on_change: OnChange = on_change
-        self._set_by_loads: set[str] = noted  # names of tables
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
         self._said: set[str] = set()  # kinds of messages
         self._looks_left = 3  # at loads that seem to draw
-        self.values = HeldValues(dataset, self._is_off)
+        self.values = HeldValues(self._dataset, self._is_off)
         self._enter_process()
         _live.add(self)
 
@@ -397,8 +396,8 @@ class _SharedWords:
 _PATIENCE_S = 60.0  # for a sample that a child process loads
 
 _REMEDY = (
-    "Load first and draw random numbers later, or in transform=, which runs after the cache; set everything that samples "
-    "depend on before CachedDataset. on_change='keep' serves the cached samples."
+    "Load first and draw random numbers later, or in transform=, which runs after the cache (on one part: transform={0: "
+    "...}); set everything that samples depend on before CachedDataset. on_change='keep' serves the cached samples."
 )
 
 

@@ -137,9 +137,10 @@ class DatasetProxy(Dataset[_T]):
         if get_worker_info() is None and samples.split and samples.probe:
             wrapper = Wrapper(self.dataset, self._len, where, samples)
             wrapper.cut(before)
-        if wrapper is not None and before and wrapper.split is not None and wrapper.split.before_text() == before:
-            wrapper.split.bind()
-            self._split = self._loader = wrapper.split
+        split = None if wrapper is None else wrapper.split
+        if before and split is not None and split.before_text() == before:
+            split.bind()
+            self._split = self._loader = split
         elif wrapper is not None and where.name is None and where.disk is None:
             self._take(wrapper)
         else:

@@ -31,10 +31,13 @@ def names_used(dataset: object) -> tuple[list[tuple[dict[str, Any], set[str]]], 
         if not isinstance(function, FunctionType) or (function, kind) in seen or is_of_library(function.__code__.co_filename):
             continue
         seen.add((function, kind))
-        named, scopes = list(_named(function.__code__)), [function.__globals__]
-        names = {name for _, name in named}
+        codes, scopes = [function.__code__], [function.__globals__]
+        for code in codes:
+            codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
+        named = [each for code in codes for each in _naming(code)]
+        names = {each.argval for each in named}
         read |= names
-        set_here |= {name for operation, name in named if operation.startswith(("STORE_", "DELETE_"))}
+        set_here |= {each.argval for each in named if each.opname.startswith(("STORE_", "DELETE_"))}
         for scope in scopes:
             for name, value in [(name, scope[name]) for name in names & scope.keys()]:
                 if isinstance(value, ModuleType):
@@ -54,12 +57,9 @@ def variables_of(used: list[tuple[dict[str, Any], set[str]]]) -> list[tuple[Any,
     return [(scope[name], name) for scope, names in used for name in names if name in scope]
 
 
-def _named(code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the operations with names in code, and in functions within it."""
-    yield from ((each.opname, each.argval) for each in dis.get_instructions(code) if each.opcode in _NAMING)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _named(inner)
+def _naming(code: CodeType) -> Iterator[dis.Instruction]:
+    """Return the instructions that name an attribute or a variable."""
+    return (each for each in dis.get_instructions(code) if each.opcode in _NAMING)
 
 
 def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:
@@ -80,5 +80,5 @@ def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:
     found = set[str]()
     for code, numbers in lines.items():
         run = {at for start, end, number in code.co_lines() if number in numbers for at in range(start, end)}
-        found |= {each.argval for each in dis.get_instructions(code) if each.offset in run and each.opcode in _NAMING}
+        found |= {each.argval for each in _naming(code) if each.offset in run}
     return found

@@ -132,8 +132,8 @@ def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_beg
         check(cached, MADE["training"](folder))
     dataset = ImageFolder(folder, middle())
     with CachedDataset(dataset, 1, name="fixed", on_change="raise") as cached:
-        before = dataset.transform
-        with pytest.raises(DatasetError, match=r"a transform of ImageFolder was set.*before CachedDataset"):
+        before, way = dataset.transform, "set everything that samples depend on before CachedDataset"
+        with pytest.raises(DatasetError, match=f"a transform of ImageFolder was set.*{way}"):
             cached.transform = training(16)
         assert dataset.transform is before
 
