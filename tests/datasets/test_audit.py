@@ -35,7 +35,7 @@ def test_samples_are_those_without_the_cache_whatever_they_depend_on(name, loade
     plain = kind.make(tmp_path / "plain")
     expected = [epoch.samples for epoch in epochs(plain, loader, 8, plain, kind.change)]
     inner = kind.make(tmp_path / "cached")
-    with CachedDataset(inner, 1) as cached:
+    with CachedDataset(inner, 0.1) as cached:
         found = [epoch.samples for epoch in epochs(cached, loader, 8, inner, kind.change)]
         if kind.repeats:
             assert difference(found, expected) is None
@@ -61,11 +61,11 @@ class Source(Images):
 
 @pytest.mark.linux
 def test_a_named_cache_of_an_earlier_run_is_compared_before_its_first_sample_is_served(caplog):
-    with CachedDataset(Source(), 1, name="audit", fingerprint="v1") as first:
+    with CachedDataset(Source(), 0.1, name="audit", fingerprint="v1") as first:
         first.warm(progress=False)
         edited = Source()
         edited.offset = 1
-        with CachedDataset(edited, 1, name="audit", fingerprint="v1") as cached:
+        with CachedDataset(edited, 0.1, name="audit", fingerprint="v1") as cached:
             assert all(torch.equal(cached[idx], edited.image(idx) + 1) for idx in range(N))
         assert "sample 0 of Source differs from the cached sample" in caplog.text
         assert torch.equal(first[5], Source().image(5))  # the other job goes on
@@ -73,7 +73,7 @@ def test_a_named_cache_of_an_earlier_run_is_compared_before_its_first_sample_is_
 
 def test_what_one_process_finds_all_others_know(caplog):
     source = Source()
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         cached.warm(progress=False)
         source.offset = 1
         assert in_child(cached.__getitem__, 3) == 0
@@ -90,7 +90,7 @@ def draw(dataset, idx):
 @pytest.mark.parametrize("drawn", [range(N), [13], []])
 def test_the_random_numbers_that_follow_are_those_without_a_cache_also_if_samples_do_not_depend_on_them(drawn):
     states = []
-    for wrap in (lambda dataset: dataset, lambda dataset: CachedDataset(dataset, 1, audit=1)):
+    for wrap in (lambda dataset: dataset, lambda dataset: CachedDataset(dataset, 0.1, audit=1)):
         source = Source(draw)
         source.drawn = drawn
         seed(3)
@@ -118,7 +118,7 @@ TABLES = np.arange(N), torch.arange(N), list(range(N)), {idx: idx for idx in ran
 
 @pytest.mark.parametrize("table", TABLES, ids=["array", "tensor", "list", "dict", "large array"])
 def test_an_entry_of_a_table_that_is_set_in_place_is_found_when_the_next_epoch_begins(table, caplog):
-    with CachedDataset(Tables(table), 1) as cached:
+    with CachedDataset(Tables(table), 0.1) as cached:
         for epoch in range(2):
             cached.dataset.table[0] = epoch
             got = [int(label) for _, labels, _ in DataLoader(cached, 8) for label in labels]
@@ -128,7 +128,7 @@ def test_an_entry_of_a_table_that_is_set_in_place_is_found_when_the_next_epoch_b
 
 @pytest.mark.parametrize("options", [{"reads": False}, {"fills": True}], ids=["not read", "filled by loading"])
 def test_a_table_that_samples_do_not_depend_on_is_no_reason_to_leave_a_cache(options, caplog):
-    with CachedDataset(Tables(np.arange(N), **options), 1) as cached:
+    with CachedDataset(Tables(np.arange(N), **options), 0.1) as cached:
         for epoch in range(4):
             if not cached.dataset.reads:
                 cached.dataset.table[epoch] += 1
@@ -148,7 +148,7 @@ def test_digits_that_depend_on_the_number_of_threads_are_no_change(caplog):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with caplog.at_level("INFO"), CachedDataset(Rounded(), 1) as cached:
+        with caplog.at_level("INFO"), CachedDataset(Rounded(), 0.1) as cached:
             for _ in range(3):
                 list(DataLoader(cached, 8))
             assert (cached.stats().left, cached.stats().total.hits >= N) == (False, True)
@@ -161,7 +161,7 @@ def test_digits_that_depend_on_the_number_of_threads_are_no_change(caplog):
 
 
 def test_how_many_samples_are_compared_and_none_is_loaded_that_is_not_requested(monkeypatch):
-    with CachedDataset(source := Source(), 1, audit=1e-9) as cached:
+    with CachedDataset(source := Source(), 0.1, audit=1e-9) as cached:
         source.loads[:] = [0] * N
         for epoch in range(3):
             cached.set_epoch(epoch)
@@ -173,7 +173,7 @@ def test_how_many_samples_are_compared_and_none_is_loaded_that_is_not_requested(
         assert cached[0] is not None
         assert cached.stats().compared == 3 + 1
     seconds = itertools.count()  # a comparison takes one, and there is time for it
-    with monkeypatch.context() as patched, CachedDataset(Source(), 1, audit=1) as cached:
+    with monkeypatch.context() as patched, CachedDataset(Source(), 0.1, audit=1) as cached:
         patched.setattr("stocache.datasets.audit.time", SimpleNamespace(monotonic=lambda: next(seconds)))
         cached.warm(progress=False)
         for _ in range(10):
@@ -187,7 +187,7 @@ def once(dataset, idx):
 
 
 def test_samples_that_cannot_be_had_again_are_served_from_the_cache_with_one_warning(caplog):
-    with CachedDataset(Source(once), 1, example=torch.zeros(3, 4, dtype=torch.int64)) as cached:
+    with CachedDataset(Source(once), 0.1, example=torch.zeros(3, 4, dtype=torch.int64)) as cached:
         for _ in range(2):
             assert all(torch.equal(cached[idx], Source().image(idx)) for idx in range(N))
             cached.set_epoch(0)
@@ -198,7 +198,7 @@ def test_samples_that_cannot_be_had_again_are_served_from_the_cache_with_one_war
 
 def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
     for on_change in ("raise", "keep"):
-        with CachedDataset(Source(), 1, on_change=on_change) as cached:
+        with CachedDataset(Source(), 0.1, on_change=on_change) as cached:
             assert torch.equal(cached[3], cached.dataset.image(3))
             cached.dataset.offset = 1
             cached.set_epoch(1)
@@ -212,12 +212,12 @@ def test_a_change_is_an_error_or_kept_if_asked_for(caplog):
     assert not caplog.records
     drawn = r"random numbers are drawn to load sample 0 of Images, in line \d+ of mosaic; nothing"
     with pytest.raises(DatasetError, match=drawn):
-        CachedDataset(Images("mosaic"), 1, on_change="raise")
+        CachedDataset(Images("mosaic"), 0.1, on_change="raise")
 
 
 def test_stats_and_the_verdict_say_that_the_cache_is_left():
     source = Source(lambda dataset, idx: time.sleep(0.002))
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         loader = stocache.DataLoader(cached, 8, num_workers=2)
         for epoch in range(3):
             source.offset = epoch // 2

@@ -20,7 +20,7 @@ N = 12
 new = lambda shape, dtype: torch.empty(shape, dtype=dtype)
 
 
-def filled(samples, limit=1, indices=range(N), **options):
+def filled(samples, limit=0.1, indices=range(N), **options):
     cache = SharedCache.like(samples[0], limit, N, **options)
     for idx in indices:
         cache.set_slot(idx, samples[idx])
@@ -63,7 +63,7 @@ def test_a_gathered_batch_is_that_of_default_collate_and_what_it_loads_is_cached
 
 def test_what_default_collate_does_not_simply_stack_is_not_gathered():
     for sample in (None, {"x": None}, (torch.zeros(2), 1j), np.zeros(3, ">i4"), np.array("2020", "M8[D]")):
-        with SharedCache.like(sample, 1, 3) as cache:
+        with SharedCache.like(sample, 0.1, 3) as cache:
             assert BatchSpec.of(cache) is None
 
 
@@ -78,7 +78,7 @@ ORDERED = {
 @pytest.mark.parametrize("kind", ORDERED)
 def test_samples_in_another_order_come_back_and_are_collated_as_they_were(kind):
     samples = ORDERED[kind]()
-    with CachedDataset(samples, 1) as dataset:
+    with CachedDataset(samples, 0.1) as dataset:
         assert isinstance(dataset.cache, SharedCache)
         dataset.warm(progress=False)
         assert BatchSpec.of(dataset.cache) is None
@@ -106,7 +106,7 @@ def test_a_misfit_is_read_with_all_others_and_loaded_once():
 
 def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
     samples = KINDS["tuple"]()
-    with CachedDataset(samples, 1) as dataset:
+    with CachedDataset(samples, 0.1) as dataset:
         unread = with_lazy_batches(dataset).__getitems__([2, 3])
         assert unread.gather(lambda shape, dtype: None) is None  # no memory
         assert (len(unread), same([unread[0], unread[1]], samples[2:4])) == (2, True)
@@ -117,6 +117,6 @@ def test_reading_later_is_for_cached_datasets_that_can_be_gathered():
         assert same(part.__getitems__([0, 1]).gather(new), default_collate([samples[7], samples[5]]))
     assert with_lazy_batches(samples) is None
     assert with_lazy_batches(Subset(samples, [1])) is None
-    for unfit in (CachedDataset(samples, 1, transform=len), CachedDataset([torch.zeros(n) for n in range(4)], 1)):
+    for unfit in (CachedDataset(samples, 0.1, transform=len), CachedDataset([torch.zeros(n) for n in range(4)], 0.1)):
         with unfit:
             assert with_lazy_batches(unfit) is None

@@ -313,7 +313,7 @@ def test_blocks_at_a_url_are_fetched_whole_only_if_there_is_no_room_for_all(prep
 
 def test_a_getitem_of_a_subclass_is_asked_for_batches_too(prepared):
     own = type("Own", (StorageDataset,), {"__getitem__": lambda its, idx: -idx})(prepared(labelled))
-    with CachedDataset(own, 1) as cached:
+    with CachedDataset(own, 0.1) as cached:
         assert own.__getitems__([1, 2]) == cached.__getitems__([1, 2]) == [-1, -2]
 
 

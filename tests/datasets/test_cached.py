@@ -52,7 +52,7 @@ def test_samples_are_those_of_the_dataset_and_read_once_if_they_fit(size, limit)
 def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
     source, calls = Counted(N, size), []
     source.__getitems__ = lambda indices: calls.append(list(indices)) or [source[idx] for idx in indices]
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         assert source.reads.count_nonzero() == 8  # probed
         first = cached.__getitems__([0, 1, 2, 1, 47])
         assert same(first, [*map(source.sample, [0, 1, 2, 1, 47])])
@@ -65,7 +65,7 @@ def test_batches_are_those_of_the_dataset_which_loads_them_with_one_call(size):
 
 def test_indices_are_those_of_a_sequence():
     source = Counted(N)
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         for idx in (-1, -N, np.int64(3), torch.tensor(-3)):
             assert same(cached[idx], source.sample(int(idx) % N))
             assert same(cached.__getitems__([idx, 0]), [source.sample(int(idx) % N), source.sample(0)])
@@ -88,7 +88,7 @@ def test_writing_into_a_sample_reaches_the_cache_only_with_copy_false_and_no_tra
         sample[0].mul_(0)
         return sample
 
-    with CachedDataset(source, 1, transform=spoil, copy=copy) as cached:
+    with CachedDataset(source, 0.1, transform=spoil, copy=copy) as cached:
         for _ in range(2):
             assert not any(image.any() for image, _ in everything(cached))
             assert not any(cached[idx][0].any() for idx in range(N))
@@ -114,7 +114,7 @@ TENSORS = TensorDataset(torch.arange(40).view(10, 4), torch.arange(10))
     (["a", "b"], {"size_limit_gib": CacheOptions("1MB", codec=LZ4, fingerprint="f")}, RaggedCache),
 ])  # fmt: skip
 def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
-    with CachedDataset(source, **{"size_limit_gib": 1} | options) as cached:
+    with CachedDataset(source, **{"size_limit_gib": 0.1} | options) as cached:
         assert isinstance(cached.cache, kind)
         assert len(cached) == len(source)
         for _ in range(2):
@@ -128,7 +128,7 @@ def test_datasets_of_torch_and_sequences_work_unchanged(source, options, kind):
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_misfit_is_served_uncached_and_counted_with_one_warning(caplog, batched):
     source = Counted(N, lambda idx: (3, 2 if idx == 21 else 6, 5))  # the probe does not see sample 21
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         for _ in range(3):
             got = cached.__getitems__(range(N)) if batched else [cached[idx] for idx in range(N)]
             assert all(map(same, got, map(source.sample, range(N))))
@@ -155,7 +155,7 @@ class Failing(Counted):
 @SIZES
 def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
     source = Failing(size, {5, 20})
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         for ask in (lambda: cached[5], lambda: cached.__getitems__([3, 5, 6])):
             with pytest.raises(FileNotFoundError, match="the file is gone") as caught:
                 ask()
@@ -169,8 +169,8 @@ def test_errors_of_the_dataset_pass_through_and_are_not_cached(size):
         source.failing.clear()
         assert cached[5][1] == 5
     with pytest.raises(FileNotFoundError, match=r"probing sample 0 of Failing.*example=sample.*probe=0.*the file is gone"):
-        CachedDataset(Failing(size, set(range(N))), 1)
-    with CachedDataset(Failing(size, {0}), 1) as cached:  # one of the probed samples: that is not a reason not to begin
+        CachedDataset(Failing(size, set(range(N))), 0.1)
+    with CachedDataset(Failing(size, {0}), 0.1) as cached:  # one of the probed samples: that is not a reason not to begin
         assert cached[5][1] == 5
 
 
@@ -199,7 +199,7 @@ class Unending:
 ])  # fmt: skip
 def test_wrong_arguments_say_what_to_do(dataset, options, error, message):
     with pytest.raises(error, match=message):
-        CachedDataset(dataset, **{"size_limit_gib": 1} | options)
+        CachedDataset(dataset, **{"size_limit_gib": 0.1} | options)
 
 
 ADVICE = r"sample 0 does not fit and stays uncached.*(\. Turn .* before the cache, or pass|\. Leave |\. Give |holds NoneType)"
@@ -223,16 +223,16 @@ def test_samples_that_cannot_be_kept_stay_uncached_and_one_message_says_what_to_
 def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):
     caplog.set_level(logging.INFO, "stocache")
     for size in (one_size, many_sizes):
-        CachedDataset(Counted(N, size), 1, probe=3).close()
+        CachedDataset(Counted(N, size), 0.1, probe=3).close()
     assert "probed samples [0, 24, 47]: all are tuple(0: uint8[3, 9, 7], 1: int)" in caplog.text
     assert "samples [0, 24, 47]: kept as samples of varying size (sample 24: sample[0] has shape (3, 13, 7)" in caplog.text
     source = Counted(N)
-    with CachedDataset(source, 1, example=source.sample(3)) as cached:
+    with CachedDataset(source, 0.1, example=source.sample(3)) as cached:
         assert source.reads.sum() == 0
         assert "the example: all are tuple(0: uint8[3, 9, 7], 1: int)" in caplog.text
         assert same(cached[5], source.sample(5))
         assert cached.stats().total.filled == 1
-    with CachedDataset(source, 1, probe=0) as cached:
+    with CachedDataset(source, 0.1, probe=0) as cached:
         assert isinstance(cached.cache, RaggedCache)
         assert same(cached[5], source.sample(5))
     assert source.reads.sum() == 2
@@ -241,7 +241,7 @@ def test_the_probe_says_what_it_saw_and_an_example_takes_its_place(caplog):
 @pytest.mark.parametrize(("size", "workers"), [(one_size, 2), (many_sizes, 0)])
 def test_warm_fills_everything_once(size, workers, capsys, monkeypatch):
     source = Counted(N, size)
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         cached[5]
         assert cached.warm(num_workers=workers).total.filled == N
         assert source.reads.tolist() == ONCE

@@ -112,7 +112,7 @@ def test_a_seed_of_the_system_is_noticed_without_an_effect(source, caplog):
 
 def test_a_length_without_end_takes_no_memory(caplog):
     length = sys.maxsize
-    with CachedDataset(Made(lambda its, idx: torch.tensor(idx % 7), length), 1) as cached:
+    with CachedDataset(Made(lambda its, idx: torch.tensor(idx % 7), length), 0.1) as cached:
         assert cached[length - 1].item() == (length - 1) % 7
         assert [each.item() for each in cached.__getitems__([3, length - 2])] == [3, (length - 2) % 7]
         assert (cached.is_left, cached.warm(progress=False).total.filled) == (True, 0)

@@ -44,7 +44,7 @@ class Folder(Dataset):
 def test_attributes_are_set_where_they_are_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Dataset))  # a module of the user's, not Hugging Face
     folder = Folder()
-    with CachedDataset(folder, 1) as cached:
+    with CachedDataset(folder, 0.1) as cached:
         cached.tag = "new"
         cached.other = 3
         assert (folder.tag, cached.tag, cached.other) == ("new", "new", 3)
@@ -57,7 +57,7 @@ def test_attributes_are_set_where_they_are_read(monkeypatch):
 @pytest.mark.parametrize("name", ["transform", "size"])
 def test_setting_what_cached_samples_are_made_with_is_refused_or_ends_the_cache(name, caplog):
     folder = Folder()
-    with CachedDataset(folder, 1, split=False, on_change="raise") as cached:
+    with CachedDataset(folder, 0.1, split=False, on_change="raise") as cached:
         way = (
             r"its samples are made with it.*transform=, which runs after the cache.*transform={0: \.\.\.}.*before CachedDataset"
         )
@@ -72,14 +72,14 @@ def test_setting_what_cached_samples_are_made_with_is_refused_or_ends_the_cache(
         setattr(uncached, name, 7)
         assert getattr(folder, name) == 7
     assert not caplog.records
-    with CachedDataset(Folder(), 1, split=False) as cached:
+    with CachedDataset(Folder(), 0.1, split=False) as cached:
         setattr(cached, name, None if name == "transform" else 2)
         assert cached._audit.changed == (name == "size")
     assert caplog.text.count("size of Folder was set") == (name == "size")
 
 
 def test_isinstance_finds_the_class_of_a_dataset_of_torch_also_in_copies():
-    with CachedDataset(Folder(), 1) as cached:
+    with CachedDataset(Folder(), 0.1) as cached:
         for each in (cached, copy.copy(cached), copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):
             assert [isinstance(each, kind) for kind in (Folder, CachedDataset, IterableDataset)] == [True, True, False]
             assert (type(each), each.tag, each[4][1]) == (CachedDataset, "none", 4)
@@ -110,14 +110,14 @@ PARTS = [
 @pytest.mark.parametrize(("sample", "parts", "expected"), PARTS)
 def test_a_transform_of_parts_leaves_the_others_as_they_are(sample, parts, expected):
     samples = [sample] * 3
-    with CachedDataset(samples, 1, transform=parts) as cached:
+    with CachedDataset(samples, 0.1, transform=parts) as cached:
         for _ in range(2):
             assert same(cached[1], expected)
             assert same(cached.__getitems__([0, 2])[1], expected)
         assert same(pickle.loads(pickle.dumps(cached.transform))(sample), expected)
     with CachedDataset(samples, 0, transform=parts) as uncached:
         assert same(uncached[1], expected)
-    with CachedDataset(samples, 1) as cached:
+    with CachedDataset(samples, 0.1) as cached:
         cached.transform = parts  # when the dataset has none
         assert same(cached[1], expected)
         with pytest.raises(DatasetError, match="transform=3 is not callable"):
@@ -136,7 +136,7 @@ def test_a_transform_of_parts_leaves_the_others_as_they_are(sample, parts, expec
 ])  # fmt: skip
 def test_a_transform_that_cannot_run_is_refused(sample, transform, message):
     with pytest.raises(DatasetError, match=message):
-        with CachedDataset([sample] * 3, 1, transform=transform) as cached:
+        with CachedDataset([sample] * 3, 0.1, transform=transform) as cached:
             cached[0]
 
 
@@ -173,7 +173,7 @@ SEVERAL = [
 ], ids=["columns", "tensors", "hugging face", "hugging face torch"])  # fmt: skip
 def test_several_indices_return_what_the_dataset_returns(make):
     dataset = make()
-    with CachedDataset(dataset, 1) as cached:
+    with CachedDataset(dataset, 0.1) as cached:
         for _ in range(2):
             for indices in SEVERAL:
                 assert same(cached[indices], dataset[indices]), indices
@@ -182,19 +182,19 @@ def test_several_indices_return_what_the_dataset_returns(make):
 
 
 def test_a_transform_runs_on_one_sample_only():
-    with CachedDataset(Columns(), 1, transform={"label": double}) as cached:
+    with CachedDataset(Columns(), 0.1, transform={"label": double}) as cached:
         assert [sample["label"] for sample in cached.__getitems__([1, 2])] == [2, 4]
         for key in ([1, 2], slice(2), (1, 2), np.arange(3), torch.tensor([1]), []):
             with pytest.raises(DatasetError, match=r"Columns\[.*\] is not one sample, so transform= cannot run on it"):
                 cached[key]
-    with CachedDataset(hugging_face(label=[1, 2]), 1, transform={"label": double}) as cached:
+    with CachedDataset(hugging_face(label=[1, 2]), 0.1, transform={"label": double}) as cached:
         assert (list(cached["label"]), cached[1]) == ([1, 2], {"label": 4})
 
 
 @pytest.mark.parametrize(("length", "on_change"), [(12, "uncached"), (8, "uncached"), (11, "raise"), (11, "keep")])
 def test_a_dataset_whose_length_changes_makes_its_samples_itself_or_is_refused_if_asked_for(length, on_change):
     numbers = list(range(10))
-    with CachedDataset(numbers, 1, on_change=on_change) as cached:
+    with CachedDataset(numbers, 0.1, on_change=on_change) as cached:
         numbers[:] = range(length)
         if on_change != "uncached":
             for ask in (lambda: len(cached), lambda: cached[10], lambda: RandomSampler(cached).num_samples):
@@ -228,7 +228,7 @@ class Rows(Dataset):
 
 
 def test_methods_and_parts_of_a_dataset_are_its_own():
-    with CachedDataset(source := Rows(), 1) as cached:
+    with CachedDataset(source := Rows(), 0.1) as cached:
         assert [type(part) for part in (cached[3:15], cached.shuffle(), *cached.split(5))] == [Rows] * 4
         assert torch.equal(cached.shuffle()[0], source[N - 1])
 
@@ -248,7 +248,7 @@ class Speaks(Rows):
 def test_attributes_that_ours_hide_are_said_once_and_missing_ones_name_the_dataset(caplog, monkeypatch):
     monkeypatch.setattr(proxy, "_said_hidden", set())
     for _ in range(2):
-        with CachedDataset(Speaks(), 1) as cached:
+        with CachedDataset(Speaks(), 0.1) as cached:
             assert (cached.dataset.stats, cached.__getitem__(3, raw=True), list(cached)) == ("mean", "raw", ["a", "b", "c"])
             with pytest.raises(AttributeError, match="'Speaks' object has no attribute 'classes'"):
                 cached.classes  # noqa: B018
@@ -260,14 +260,14 @@ def test_an_image_keeps_all_its_pages(pickles):
     library, file = pytest.importorskip("PIL.Image"), io.BytesIO()
     library.new("L", (4, 4)).save(file, "TIFF", save_all=True, append_images=[library.new("L", (4, 4), 9)])
     make = lambda its, idx: library.open(io.BytesIO(file.getvalue()))
-    with CachedDataset(Made(make, 6), 1, allow_pickle=pickles) as cached:
+    with CachedDataset(Made(make, 6), 0.1, allow_pickle=pickles) as cached:
         assert [cached[idx].n_frames for idx in (0, 1, 0, 1)] == [2] * 4
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_epoch_that_does_not_ask_the_cache_is_warned_of_once(asks, caplog):
-    with CachedDataset(Rows(), 1) as cached:
+    with CachedDataset(Rows(), 0.1) as cached:
         loader = DataLoader(cached if asks else Made(lambda its, idx: its.within.dataset[idx], N, within=cached), 4)
         for epoch in range(4):
             cached.set_epoch(epoch)
@@ -287,7 +287,7 @@ class Sizes(Rows):
 def test_batches_of_pairs_are_those_of_the_dataset(options):
     batches = [[(idx, 4 + idx % 2) for idx in range(at, at + 6, 2)] for at in range(10)] + [[3, 4]]
     expected = list(DataLoader(Sizes(), batch_sampler=batches))
-    with CachedDataset(Sizes(), 1) as cached:
+    with CachedDataset(Sizes(), 0.1) as cached:
         assert same(list(stocache.DataLoader(cached, batch_sampler=batches, **options)), expected)
         assert same(list(DataLoader(cached, batch_sampler=batches)), expected)
 

@@ -73,7 +73,7 @@ def test_each_step_resumes_with_the_samples_that_the_uninterrupted_run_saw_after
     """The state of a registered loader belongs to the epoch in which it was taken, also after the last batch of it."""
     if kind == "stateful":
         pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
-    with CachedDataset(numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 0.1) as dataset:
         whole = Program(kind, dataset, options).train(tmp_path)
         assert [samples_of(whole, epoch) for epoch in range(EPOCHS)] == [list(range(SAMPLES))] * EPOCHS
         for done in range(1, len(whole)):

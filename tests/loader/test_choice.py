@@ -149,7 +149,7 @@ def test_datasets_that_threads_would_share_choose_processes(dataset, hooks, reas
 def test_what_was_measured_decides(seconds, draws, method, measured, monkeypatch):
     measured(seconds, draws)
     assert chosen(Images()) == method
-    with CachedDataset(Images(), 1) as dataset:
+    with CachedDataset(Images(), 0.1) as dataset:
         assert chosen(dataset) == method
         measured(None)
         assert chosen(Subset(dataset, [0])) == "multiprocessing"  # it wraps the cache

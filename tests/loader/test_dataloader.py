@@ -248,7 +248,7 @@ def test_a_timeout_is_torchs_and_counts_no_batch(method):
     {}, {"num_workers": 1, "multiprocessing_context": "fork"}, {**THREADS, "persistent_workers": True},
 ], ids=str)  # fmt: skip
 def test_a_loader_that_was_used_works_in_a_forked_child_and_its_iterator_goes_on_without_workers(options):
-    with CachedDataset(Images(), 1) as dataset:
+    with CachedDataset(Images(), 0.1) as dataset:
         used = stocache.DataLoader(dataset, 10, **options)
         assert labels_of(used) == list(range(N))
 
@@ -337,7 +337,7 @@ def test_large_batches_without_workers_are_those_of_torch(make):
 @pytest.mark.parametrize(("is_cached", "options"), [(False, {}), (True, {}), (True, THREADS)])
 def test_large_batches_are_private_and_their_memory_is_used_again(is_cached, options):
     samples = torch.arange(32.0).view(32, 1, 1).expand(32, 320, 320).contiguous()
-    with CachedDataset(samples, 1) as dataset:
+    with CachedDataset(samples, 0.1) as dataset:
         dataset.warm(progress=False)
         loader = stocache.DataLoader(dataset if is_cached else samples, 4, **options)
         held = [next(iter(loader))]

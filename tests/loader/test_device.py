@@ -202,7 +202,7 @@ def test_batches_that_are_planned_together_come_before_an_error_in_one_of_them(t
 
 def test_an_error_of_the_audit_comes_in_place_of_one_of_the_batches_that_are_planned_together():
     source, stale = Images(LENGTH, lambda sample, idx: sample | {"label": idx + stale[0]}), [0]
-    with CachedDataset(source, 1, share_ranks=False, on_change="raise") as dataset:
+    with CachedDataset(source, 0.1, share_ranks=False, on_change="raise") as dataset:
         dataset.warm(progress=False)
         loader = on_device(dataset)
         batches_of(loader, 1)
@@ -336,6 +336,6 @@ def ragged(samples):
 @pytest.mark.parametrize("workers", WAYS)
 def test_samples_that_do_not_fit_and_functions_of_the_user(workers):
     odd = Images(LENGTH, lambda sample, idx: sample | {"image": sample["image"][:, :1, :1]} if idx == 37 else sample)
-    with CachedDataset(odd, 1) as dataset:
+    with CachedDataset(odd, 0.1) as dataset:
         loader = on_device(dataset, collate_fn=ragged, **WAYS[workers])
         assert identical(batches_of(loader), of_torch(odd, 2, collate_fn=ragged))

@@ -237,7 +237,7 @@ def test_states_that_do_not_fit_are_refused_and_an_empty_one_begins_again():
 
 
 def test_a_cached_dataset_passes_on_the_state_of_its_dataset():
-    with CachedDataset(Counting(), 1, probe=0) as dataset:
+    with CachedDataset(Counting(), 0.1, probe=0) as dataset:
         loader = make(dataset, batch_size=4)
         next(iter(loader))
         assert loader.state_dict()["parts"]["dataset"] == {"given": 4}

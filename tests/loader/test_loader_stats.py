@@ -67,7 +67,7 @@ def test_epochs_have_their_figures_whatever_the_sampler_asks(workers, transform)
 
 @pytest.mark.parametrize("options", [{}, {**WAYS["threads"], "persistent_workers": True}], ids=["alone", "threads"])
 def test_a_loop_that_is_left_early_is_an_epoch_of_its_own(options):
-    with CachedDataset(Images(), 1) as dataset:
+    with CachedDataset(Images(), 0.1) as dataset:
         loader = stocache.DataLoader(dataset, 5, **options)
         list(itertools.islice(loader, 4))
         assert not loader.stats().epochs[0].complete
@@ -81,12 +81,12 @@ def test_a_loop_that_is_left_early_is_an_epoch_of_its_own(options):
 
 def test_epochs_of_a_dataset_are_those_of_all_its_loaders_together_and_only_of_ours(caplog):
     caplog.set_level(logging.INFO, "stocache")
-    with CachedDataset(Images(), 1, probe=0) as dataset:
+    with CachedDataset(Images(), 0.1, probe=0) as dataset:
         for _ in range(3):
             assert sum(len(labels) for _, labels in torch.utils.data.DataLoader(dataset, 12, num_workers=1)) == N
         assert counts(dataset.stats().epochs) == [(2 * N, N)]
         assert not any(message.startswith("epoch") for message in caplog.messages)
-    with CachedDataset(Images(), 1, probe=0) as dataset:
+    with CachedDataset(Images(), 0.1, probe=0) as dataset:
         train = stocache.DataLoader(Subset(dataset, range(40)), 8, shuffle=True)
         for _ in range(3):
             list(train)
@@ -123,7 +123,7 @@ def test_waits_are_the_times_that_the_loop_sees(monkeypatch):
 def test_the_verdict_is_logged_when_an_epoch_ends(caplog, monkeypatch):
     judged = []
     monkeypatch.setattr(epochs, "judge", lambda *both: judged.append(both) or Verdict("source", 0.5, "loading is slow"))
-    with CachedDataset(Images(), 1, probe=0) as dataset, caplog.at_level(logging.INFO, "stocache"):
+    with CachedDataset(Images(), 0.1, probe=0) as dataset, caplog.at_level(logging.INFO, "stocache"):
         loader = stocache.DataLoader(dataset, 5)
         assert loader.stats().verdict is None
         list(loader)

@@ -143,9 +143,9 @@ def test_a_state_of_another_loader_is_refused():
     ):  # fmt: skip
         with pytest.raises(StateError, match=words):
             stocache.DataLoader(**{"dataset": Recorded(), "batch_size": 4} | options).load_state_dict(state)
-    with CachedDataset(Recorded(), 1, name="resume", fingerprint="v1") as dataset:
+    with CachedDataset(Recorded(), 0.1, name="resume", fingerprint="v1") as dataset:
         _, state = after(make(dataset=dataset), 1)
-    with CachedDataset(Recorded(), 1, name="resume", fingerprint="v2") as dataset:
+    with CachedDataset(Recorded(), 0.1, name="resume", fingerprint="v2") as dataset:
         with pytest.raises(StateError, match="fingerprint 'v1'; this one has 'v2'"):
             make(dataset=dataset, state=state)
 

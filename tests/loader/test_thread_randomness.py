@@ -55,7 +55,7 @@ def loaders(make, **options):
 
 
 def test_samples_that_draw_before_a_cache_do_not_hang():
-    with CachedDataset(Draws(), 1, example=torch.zeros(3), on_change="keep") as dataset:
+    with CachedDataset(Draws(), 0.1, example=torch.zeros(3), on_change="keep") as dataset:
         for idx in range(0, N, 2):
             dataset[idx]  # of each batch, every second sample is a hit
         loader, _ = loaders(lambda: dataset, batch_size=8, num_workers=3)

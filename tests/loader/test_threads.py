@@ -87,7 +87,7 @@ class Gated(Images):
 
 def test_a_batch_has_a_storage_of_its_own():
     source = Made(lambda idx: torch.full((300,), idx, dtype=torch.bfloat16), 64)
-    with CachedDataset(source, 1, probe=4) as dataset:
+    with CachedDataset(source, 0.1, probe=4) as dataset:
         loader = thread_loader(dataset, batch_size=8)
         for batch in [*loader, *loader]:
             assert (batch.dtype, batch.untyped_storage().nbytes()) == (torch.bfloat16, batch.nbytes)
@@ -193,7 +193,7 @@ def test_sys_exit_in_a_worker_is_an_error_of_the_loop():
 
 
 def test_a_wrong_index_is_an_error_in_the_place_of_its_batch_also_if_all_is_cached():
-    with CachedDataset(Images(), 1, audit=0) as dataset:
+    with CachedDataset(Images(), 0.1, audit=0) as dataset:
         dataset.warm(progress=False)
         first, (error, _), end = came(thread_loader(dataset, batch_sampler=[[1, 2], [N, 1]]))
         assert (first[1].tolist(), error, end) == ([1, 2], SampleIndexError, "")
@@ -212,7 +212,7 @@ def test_a_slow_sample_delays_only_its_own_batch():
 @pytest.mark.unaudited
 def test_hits_do_not_wait_for_misses():
     source = Gated(at=N - 1)
-    with CachedDataset(source, 1, example=Images()[0]) as dataset:
+    with CachedDataset(source, 0.1, example=Images()[0]) as dataset:
         for idx in range(N - 10):
             dataset[idx]
         order = [[N - 1, N - 2], [N - 3, N - 4]] + [[idx, idx + 1] for idx in range(0, 30, 2)]
@@ -228,7 +228,7 @@ def test_hits_do_not_wait_for_misses():
 @pytest.mark.unaudited
 def test_each_sample_of_a_half_cached_dataset_is_read_once():
     source = Gated(at=None)
-    with CachedDataset(source, 1, example=Images()[0]) as dataset:
+    with CachedDataset(source, 0.1, example=Images()[0]) as dataset:
         loaders = [thread_loader(dataset, batch_size=7, shuffle=True, num_workers=3) for _ in range(2)]
         for batches in zip(*loaders, strict=True):  # two iterators at once
             assert all(torch.equal(batch[0], torch.stack([Images()[idx][0] for idx in batch[1].tolist()])) for batch in batches)
@@ -239,7 +239,7 @@ def test_each_sample_of_a_half_cached_dataset_is_read_once():
 
 def test_an_iterator_that_is_dropped_gives_up_its_claims(monkeypatch):
     source = Gated()
-    with CachedDataset(source, 1, example=Images()[0]) as dataset:
+    with CachedDataset(source, 0.1, example=Images()[0]) as dataset:
         iterator = iter(thread_loader(dataset, batch_size=5, prefetch_factor=5))
         next(iterator)
         wait_until(lambda: 5 in source.reads)

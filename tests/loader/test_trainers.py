@@ -94,7 +94,7 @@ def check_all_positions(folder, kind, options, rank=0, ranks=1, **settings):
     ``set_epoch`` that has come to the end of an epoch, but after a validation.
     """
     steps = settings.get("limit_train_batches", 3)
-    with CachedDataset(numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 0.1) as dataset:
         loader = lambda: stocache.DataLoader(dataset, 4 // ranks, **options, **sampler_of(kind, dataset, rank, ranks))
         whole = fit(Loaders(loader), ranks, folder, **settings)
         assert len(whole.seen) == steps * EPOCHS

@@ -68,7 +68,7 @@ def test_each_step_resumes_with_the_batches_that_come_without_stocache(tmp_path)
     arguments = {"eval_strategy": "epoch", "dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     theirs = fit(Trainer, numbers(SAMPLES), tmp_path / "theirs", **arguments)
     assert sorted(label for labels in theirs for label in labels) == sorted([*range(SAMPLES)] * EPOCHS)
-    with CachedDataset(numbers(SAMPLES), 1) as dataset:
+    with CachedDataset(numbers(SAMPLES), 0.1) as dataset:
         assert fit(OwnLoader, dataset, tmp_path / "ours", **arguments) == theirs
         for step in range(1, STEPS * EPOCHS):
             path = str(tmp_path / "ours" / f"checkpoint-{step}")

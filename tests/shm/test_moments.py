@@ -393,7 +393,7 @@ def use_caches():
         with SharedCache(1, N, (4,), name=name) as cache:
             assert torch.equal(cache.get_or_load(1, value), value(1))
             assert torch.equal(cache.get_slot(1), value(1))
-        with CachedDataset(values(range(20)), 1, name=name and name + "-d", probe=0) as dataset:
+        with CachedDataset(values(range(20)), 0.1, name=name and name + "-d", probe=0) as dataset:
             assert all(torch.equal(dataset[idx], value(idx)) for idx in [*range(20)] * 2)
             assert dataset.cache.stats().filled == 20
 

@@ -21,7 +21,7 @@ def sample(idx):
 
 
 def warmed():
-    cached = CachedDataset([sample(idx) for idx in range(N)], 1)
+    cached = CachedDataset([sample(idx) for idx in range(N)], 0.1)
     cached.warm(progress=False)
     return cached
 

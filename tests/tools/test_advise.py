@@ -144,7 +144,7 @@ def test_numbers_that_are_not_possible_and_datasets_that_cannot_be_cached_are_re
     for dataset, message in ((Numbers(), "Numbers has no samples by number"), (images(0), r"has length 0\. There is nothing")):
         with pytest.raises(DatasetError, match=message):
             advise(dataset)
-    with CachedDataset([1, 2], 1) as cached, pytest.raises(DatasetError, match="Pass the dataset inside it"):
+    with CachedDataset([1, 2], 0.1) as cached, pytest.raises(DatasetError, match="Pass the dataset inside it"):
         advise(Subset(cached, [0]))
     measured(samples_of())
     with pytest.raises(DatasetError, match=r"Made: no epoch was run in 9 s\. Use a longer time_limit_s\."):
@@ -182,7 +182,7 @@ def test_auto_takes_the_fewest_workers_of_the_fastest(samples, epochs, workers, 
 
 @pytest.mark.linux
 def test_auto_measures_what_is_behind_a_cached_dataset(measured):
-    with CachedDataset(TensorDataset(torch.rand(64, 3, 16, 16)), 1, transform=tuple) as dataset:
+    with CachedDataset(TensorDataset(torch.rand(64, 3, 16, 16)), 0.1, transform=tuple) as dataset:
         plan = measured(samples_of(), Epoch(Setting(0, 4), 0.1))
         assert DataLoader(dataset, 4, num_workers="auto", collate_fn=len).num_workers == 0
         assert (plan["dataset"], plan["options"]["transform"], plan["collate_fn"]) == (dataset.dataset, tuple, len)
@@ -213,7 +213,7 @@ def test_a_real_measurement_leaves_this_process_as_it_was(short, messages):
     state_of = lambda: (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     dataset, before = images(), state_of()
     advice = advise(dataset, batch_size=8, progress=False)
-    with CachedDataset(dataset, 1) as cached:
+    with CachedDataset(dataset, 0.1) as cached:
         stats = cached.stats()
         assert DataLoader(cached, 8, num_workers="auto").num_workers <= CORES
         assert cached.stats() == stats

@@ -42,7 +42,7 @@ class Numbers(Dataset):
 
 def check(make, cut=True):
     """Demand that samples are those without a cache; and that they are read once if the program is cut, else each time."""
-    with CachedDataset(make(), 1) as cached:
+    with CachedDataset(make(), 0.1) as cached:
         read = int(cached.dataset.reads)
         assert difference_of(epochs(make(), "torch"), epochs(cached, "torch")) is None
         reads = int(cached.dataset.reads) - read
@@ -179,7 +179,7 @@ class Failing(Numbers):
 
 
 def test_an_error_of_either_part_is_that_of_the_dataset():
-    with CachedDataset(Failing(fails_before=4, fails_after=5), 1) as cached:
+    with CachedDataset(Failing(fails_before=4, fails_after=5), 0.1) as cached:
         for _ in range(2):
             for idx, error in ((4, ArithmeticError), (5, LookupError)):
                 with pytest.raises(error, match=f"of {idx}|sample {idx}") as raised:
@@ -223,7 +223,7 @@ class Chosen(OfWorker):
 @pytest.mark.parametrize("loader", ["torch", "ours, 2 workers", "ours, threads"])
 @pytest.mark.parametrize("make", [OfWorker, Chosen])
 def test_what_belongs_to_a_worker_is_taken_from_the_worker_that_finishes_the_sample(make, loader, caplog):
-    with CachedDataset(make(), 1) as cached:
+    with CachedDataset(make(), 0.1) as cached:
         assert difference_of(epochs(make(), loader), epochs(cached, loader)) is None
         assert not cached.is_left
         assert cached.cache.stats().filled == N
@@ -239,7 +239,7 @@ class Quick(Numbers):
 
 def test_the_latest_place_says_why_nothing_is_cached(monkeypatch, caplog):
     monkeypatch.setattr(surveying, "seconds_of_hit", lambda state: 1.0)
-    assert CachedDataset(Quick(), 1).is_left
+    assert CachedDataset(Quick(), 0.1).is_left
     assert "what comes before that takes hardly longer than a read of the cache" in caplog.text
 
 
@@ -254,7 +254,7 @@ class Rare(Numbers):
 @pytest.mark.parametrize("which", [{"large": [4]}, {"drawn": [4]}, {"drawn": [1, 4, 7, 10]}], ids=repr)
 def test_a_part_that_does_not_fit_its_slot_or_draws_is_not_cached(which, caplog):
     which = {"large": [], "drawn": []} | which
-    with CachedDataset(Rare(**which), 1) as cached:
+    with CachedDataset(Rare(**which), 0.1) as cached:
         assert difference_of(epochs(Rare(**which), "torch"), epochs(cached, "torch")) is None
         total = cached.stats().total
         assert total.rejected >= min(3, len(which["drawn"]))
@@ -277,7 +277,7 @@ def test_a_program_is_cut_whatever_is_cached_where(name, tmp_path, monkeypatch):
         codec(OPTIONS[name]["codec"])
     expected = epochs(Flipped(), "torch")
     for _ in range(2 if "fingerprint" in OPTIONS[name] else 1):  # a later run finds the cache
-        with CachedDataset(Flipped(), **{"size_limit_gib": 1} | OPTIONS[name]) as cached:
+        with CachedDataset(Flipped(), **{"size_limit_gib": 0.1} | OPTIONS[name]) as cached:
             assert cached.stats().cut
             assert difference_of(expected, epochs(cached, "torch")) is None
 
@@ -288,13 +288,13 @@ def test_the_user_sees_the_two_parts(caplog):
     cut = f"cached: line {first + 1} of Flipped.__getitem__; run each time: lines {first + 2} to {first + 4} of"
     assert cut in check(Flipped)
     assert cut in caplog.text
-    with CachedDataset(Flipped(), 1, split=False) as cached:
+    with CachedDataset(Flipped(), 0.1, split=False) as cached:
         assert cached.stats().cut == ""
         assert cached.is_left
-    with CachedDataset(Hoisted(), 1, split="straight") as cached:
+    with CachedDataset(Hoisted(), 0.1, split="straight") as cached:
         assert cached.is_left
     with pytest.raises(LimitError, match="split='curved' is unknown"):
-        CachedDataset(Hoisted(), 1, split="curved")
+        CachedDataset(Hoisted(), 0.1, split="curved")
 
 
 def divided(function, *arguments):

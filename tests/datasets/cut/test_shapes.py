@@ -35,7 +35,7 @@ def test_samples_and_generators_are_those_without_a_cache_and_what_is_before_the
     inner = copy.deepcopy(plain)
     with opened(tmp_path) as files:
         expected = epochs(plain, loader, inner=plain, files=files)
-        with CachedDataset(inner, 1) as cached:
+        with CachedDataset(inner, 0.1) as cached:
             found = epochs(cached, loader, inner=inner, files=files)
             assert difference_of(found, expected) is None
             assert outcome(cached) == shape.expected

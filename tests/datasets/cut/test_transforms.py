@@ -110,7 +110,7 @@ def kind_of_cached(cached):
 def test_samples_and_random_numbers_are_those_without_a_cache(name, loader, folder, caplog):
     dataset = MADE[name](folder)
     before = describe(dataset)
-    with CachedDataset(dataset, 1) as cached:
+    with CachedDataset(dataset, 0.1) as cached:
         assert difference(before, describe(dataset)) is None
         check(cached, MADE[name](folder), loader)
         total, probed = cached.stats().total, min(8, len(cached))
@@ -119,7 +119,7 @@ def test_samples_and_random_numbers_are_those_without_a_cache(name, loader, fold
 
 
 def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_begin_anew(folder):
-    with CachedDataset(ImageFolder(folder, middle()), 1) as cached:
+    with CachedDataset(ImageFolder(folder, middle()), 0.1) as cached:
         cached.warm(progress=False)
         cached.transform = Compose([Resize(24), CenterCrop(20), RandomCrop(8), PILToTensor()])  # of equal steps, not the same
         assert cached[0][0].shape == (3, 8, 8)
@@ -131,7 +131,7 @@ def test_a_transform_with_an_equal_beginning_keeps_what_is_cached_and_others_beg
         cached.dataset.transform = training(16)  # behind the cache
         check(cached, MADE["training"](folder))
     dataset = ImageFolder(folder, middle())
-    with CachedDataset(dataset, 1, name="fixed", on_change="raise") as cached:
+    with CachedDataset(dataset, 0.1, name="fixed", on_change="raise") as cached:
         before, way = dataset.transform, "set everything that samples depend on before CachedDataset"
         with pytest.raises(DatasetError, match=f"a transform of ImageFolder was set.*{way}"):
             cached.transform = training(16)
@@ -162,7 +162,7 @@ def test_the_cut_is_the_latest_while_everything_fits(cut, limit, kind, folder, c
 @pytest.mark.linux
 @pytest.mark.parametrize("loader", ["torch", "torch, 2 workers"])
 def test_encoded_files_are_decoded_after_the_cache(folder, loader):
-    with CachedDataset(MADE["training"](folder), 1, store="encoded") as cached:
+    with CachedDataset(MADE["training"](folder), 0.1, store="encoded") as cached:
         (state,) = [part for name, part in cached.cache.get_slot(0).items() if "inner" in name]
         assert state["args"] == (Path(cached.samples[0][0]).read_bytes(),)
         check(cached, MADE["training"](folder), loader)
@@ -170,31 +170,31 @@ def test_encoded_files_are_decoded_after_the_cache(folder, loader):
     CachedDataset(MADE["training"](folder), 0, store="encoded").close()  # which caches nothing, and raises no error
     for dataset in ([torch.zeros(3)] * 4, MADE["joint"](folder)):
         with pytest.raises(DatasetError, match=r"store='encoded' is for datasets that load each file by an attribute `loader`"):
-            CachedDataset(dataset, 1, store="encoded")
+            CachedDataset(dataset, 0.1, store="encoded")
 
 
 def test_another_beginning_is_another_cache_and_another_end_is_the_same(folder):
     options = {"name": "split", "fingerprint": "v1"}
-    with CachedDataset(ImageFolder(folder, middle()), 1, **options) as first:
+    with CachedDataset(ImageFolder(folder, middle()), 0.1, **options) as first:
         first.warm(progress=False)
         fixed = Compose([*middle().transforms[:2], ToTensor()])  # which would be cut elsewhere by itself
-        with CachedDataset(ImageFolder(folder, fixed), 1, **options) as second:
+        with CachedDataset(ImageFolder(folder, fixed), 0.1, **options) as second:
             assert second.stats().total.filled == N
             assert issubclass(kind_of_cached(second), Image.Image)
             check(second, ImageFolder(folder, fixed))
         other = Compose([Resize(26), *middle().transforms[1:]])
         with pytest.raises(ValueError, match="before the cache: #"):
-            CachedDataset(ImageFolder(folder, other), 1, **options)
+            CachedDataset(ImageFolder(folder, other), 0.1, **options)
 
 
 @pytest.mark.linux
 @pytest.mark.parametrize("options", [{"probe": 0}, {"example": (torch.zeros(3, 16, 16), 0)}])
 def test_without_a_probe_nothing_is_cut(options, folder, caplog):
-    with CachedDataset(ImageFolder(folder, training(16)), 1, **options) as cached:
+    with CachedDataset(ImageFolder(folder, training(16)), 0.1, **options) as cached:
         check(cached, MADE["training"](folder))
     assert "random numbers are drawn to load sample" in caplog.text
     with pytest.raises(LimitError, match="store='encoded' is for samples that are probed"):
-        CachedDataset(ImageFolder(folder), 1, store="encoded", probe=0)
+        CachedDataset(ImageFolder(folder), 0.1, store="encoded", probe=0)
 
 
 def test_split_transforms_cuts_at_the_first_random_step():

@@ -186,7 +186,7 @@ def rarely_random(its, idx):
 def test_samples_that_cannot_be_cached_are_decoded_once(make, loader, tmp_path):
     dataset = Made(make, 12, paths=images(tmp_path, 12))
     expected = epochs(dataset, loader)
-    with CachedDataset(dataset, 1, probe=2) as cached:
+    with CachedDataset(dataset, 0.1, probe=2) as cached:
         assert difference_of(epochs(cached, loader), expected) is None
         assert cached.is_left
         (requests, hits) = cached._decoders.stats()["Pillow"]
@@ -194,7 +194,7 @@ def test_samples_that_cannot_be_cached_are_decoded_once(make, loader, tmp_path):
         assert f"of {requests} from memory" in cached.stats().decoders
         with contextlib.closing(pickle.loads(pickle.dumps(cached._decoders))) as of_another_process:  # one that is spawned
             assert of_another_process.stats() == cached._decoders.stats()
-    with CachedDataset(dataset, 1, probe=2, decoders=False) as cached:
+    with CachedDataset(dataset, 0.1, probe=2, decoders=False) as cached:
         assert difference_of(epochs(cached, loader), expected) is None
         assert cached.stats().decoders == ""
 

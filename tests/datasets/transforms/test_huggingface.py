@@ -24,11 +24,11 @@ def rows(count=20):
 
 def test_datasets_of_hugging_face_work_unchanged():
     source = rows()
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         assert [cached[idx] for idx in range(20)] == list(source)
         assert cached.__getitems__([3, -1]) == [source[3], source[19]]
         assert cached.unique("label") == [0, 1]
-    with CachedDataset(source.select_columns(["label"]).with_format("torch"), 1) as cached:
+    with CachedDataset(source.select_columns(["label"]).with_format("torch"), 0.1) as cached:
         assert isinstance(cached.cache, SharedCache)
         assert [int(cached[idx]["label"]) for idx in range(20)] == source["label"][:]
     for wrong, message in (
@@ -36,7 +36,7 @@ def test_datasets_of_hugging_face_work_unchanged():
         (datasets.DatasetDict(train=source), r"DatasetDict is a mapping.*\['train'\]"),
     ):
         with pytest.raises(DatasetError, match=message):
-            CachedDataset(wrong, 1)
+            CachedDataset(wrong, 0.1)
 
 
 CHOICES = {
@@ -53,7 +53,7 @@ def rows_of(found):
 def test_rows_that_are_chosen_are_the_dataset_s_own_with_one_warning(name, caplog, monkeypatch):
     monkeypatch.setattr(huggingface, "_warned", set())
     source, choose = rows(), CHOICES[name]
-    with CachedDataset(source, 1) as cached:
+    with CachedDataset(source, 0.1) as cached:
         assert hasattr(cached, name)
         assert not caplog.records  # before it is called
         found, drawn = [], []
@@ -67,7 +67,7 @@ def test_rows_that_are_chosen_are_the_dataset_s_own_with_one_warning(name, caplo
 
 def test_what_changes_a_dataset_is_refused_once_it_is_wrapped():
     source = rows()
-    with CachedDataset(source, 1, probe=1) as cached:
+    with CachedDataset(source, 0.1, probe=1) as cached:
         for name in ("set_format", "set_transform", "with_transform", "map", "filter", "remove_columns", "sort"):
             why = r"\(\) (changes|makes another).*Call it before CachedDataset: "
             how = r"dataset\.set_\w+\(...\); Cached" if name.startswith("set_") else r"CachedDataset\(dataset\."

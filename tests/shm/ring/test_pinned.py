@@ -102,7 +102,7 @@ def test_a_forked_child_unregisters_nothing(runtime):
 @pytest.mark.leaves_descriptors
 def test_on_a_gpu_batches_are_born_pinned_and_arrive_whole():
     rows = torch.arange(4096 * 192).view(4096, 192)
-    with stocache.CachedDataset(torch.utils.data.TensorDataset(rows), 1) as dataset:
+    with stocache.CachedDataset(torch.utils.data.TensorDataset(rows), 0.1) as dataset:
         loader = stocache.DataLoader(dataset, 256, num_workers=2, pin_memory=True)
         on_gpu = []
         for (values,) in loader:
