@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import stocache
+from stocache.system.limits import Memory
 from tests.support import traces
 from tests.support.processes import run_python
 
@@ -89,7 +90,9 @@ def test_what_is_left_is_noticed(what, private, monkeypatch):
     del kept
     assert left() == (False, False)
     monkeypatch.setattr(traces, "mount_private", lambda: private)
-    assert traces.pytest_xdist_auto_num_workers() == (2 if private else 0)
+    for total, processes in ((3 << 30, 2), (2 << 30, 0)):
+        monkeypatch.setattr(traces, "memory", lambda total=total: Memory(total, total))
+        assert traces.pytest_xdist_auto_num_workers() == (processes if private else 0)
 
 
 def test_what_other_programs_make_is_not_ours(monkeypatch):

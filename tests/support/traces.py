@@ -19,10 +19,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stocache.system.limits import memory
+
 SHM = "/dev/shm"
 PREFIXES = ("torch_", "sem.", "stocache-", "pymp-", "psm_")  # of torch, multiprocessing and stocache
 SEGMENTS = ("/memfd:stocache", "/dev/shm/#", "/dev/shm/stocache")  # as they are called where they are mapped
 LEAST_BYTES = 1 << 30  # of a /dev/shm of our own; it takes memory as it fills
+LEAST_MEMORY = 3 << 30  # bytes for two processes that run tests, with their children
 PATIENCE_S = 10.0  # for processes that end after their test
 LEFT: set[str] = set()  # by tests marked leaves_descriptors; it may end in a later test
 
@@ -40,9 +43,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run the tests in two processes if each has a /dev/shm of its own; elsewhere they would meet each other's files."""
+    """Run the tests in two processes, or in one if two would meet each other's files in /dev/shm, or fill the memory."""
     pytest_configure()
-    return 2 if private else 0
+    return 2 if private and memory().total >= LEAST_MEMORY else 0
 
 
 def mount_private() -> bool:
