@@ -68,8 +68,8 @@ WORKERS += [slow(*row) if number % 3 else row for number, row in enumerate(zip(G
 @pytest.mark.parametrize(("name", "workers"), WORKERS)
 def test_the_rest_is_that_of_one_run_also_with_another_number_of_workers_where_that_is_exact(name, workers):
     before, after = workers
-    epoch, position = 0 if name == STATEFUL else random.randrange(2), random.randrange(1, 13)
-    whole = run(ALL[name], before)
+    whole, epoch = run(ALL[name], before), 0 if name == STATEFUL else random.randrange(2)
+    position = random.randrange(1, len(whole[epoch]) + 1)
     rest = resumed(ALL[name], after, broken_off(ALL[name], before, epoch, position), epoch)
     assert rest == [whole[epoch][position:], *whole[epoch + 1 :]], f"after {position} elements of epoch {epoch}"
 
