@@ -90,8 +90,7 @@ class Audit:
     share: float
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
-        shared = _SharedWords(Segment.create(_WORDS * 8, 0))
-        self.__setstate__((dataset, length, options.audit, options.on_change, shared, {}, set()))
+        self.__setstate__((dataset, length, options.audit, options.on_change, _SharedWords.new(), {}, set()))
         self._tables = self._digests()
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -384,6 +383,15 @@ class _SharedWords:
     def __init__(self, segment: Segment | None) -> None:
         self._segment = segment
         self.words = memoryview(array("q", [0] * _WORDS)) if segment is None else segment.control.cast("q")
+
+    @staticmethod
+    def new() -> "_SharedWords":
+        return _SharedWords(Segment.create(_WORDS * 8, 0))
+
+    def __deepcopy__(self, memo: object) -> "_SharedWords":  # a copy of a dataset is changed by itself
+        copied = _SharedWords.new()
+        copied.words[:] = self.words
+        return copied
 
     def __reduce__(self) -> Any:
         return _SharedWords, (self._segment,)

@@ -225,11 +225,11 @@ class CachedDataset(DatasetProxy[_T]):
     def __getitem__(self, idx: Any, *arguments: Any, **options: Any) -> Any:
         """Return sample ``idx``, from the cache or the dataset, transformed. A negative ``idx`` counts from the end.
 
-        For a list, array, tensor, slice or name, return ``dataset[idx]`` of the wrapped dataset, without the cache. So are
-        samples that are asked for with more ``arguments`` or ``options``, which the ``__getitem__`` of the dataset takes.
+        For a list, array, tensor, slice or name, or an index outside the dataset, return ``dataset[idx]`` of the wrapped
+        dataset, without the cache. The same applies if there are more ``arguments`` or ``options``, which the ``__getitem__``
+        of the dataset takes.
 
         Raises:
-            SampleIndexError: ``idx`` is outside the dataset, or cannot be an index.
             DatasetError: ``idx`` is a list, array, tensor or slice, and there is a ``transform``, which takes one sample.
         """
         asked = idx
@@ -237,9 +237,9 @@ class CachedDataset(DatasetProxy[_T]):
             sample = self.dataset.__getitem__(idx, *arguments, **options)
             return sample if self.after_cache is None else self.after_cache(sample)
         if not (type(idx) is int and 0 <= idx < self._len):
-            if isinstance(idx, list | tuple | slice | range | str) or getattr(idx, "ndim", None):
-                return self._ask(idx)
-            idx = self._check_index(idx)
+            idx = self._number(idx)
+            if idx is None:
+                return self._ask(asked)
             if self._echoes and asked == idx:
                 with contextlib.suppress(TypeError):  # the dataset takes only int
                     sample = self.dataset[asked]
@@ -255,7 +255,8 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _make(self, served: bool, asked: Any) -> Any:
         """Return a sample that is not in the cache. If the cache is not ``served``, the dataset makes it."""
-        idx = self._check_index(asked)
+        if (idx := self._number(asked)) is None:
+            return self._ask(asked)
         if not served:
             sample = self.dataset[idx]
         else:
@@ -280,8 +281,6 @@ class CachedDataset(DatasetProxy[_T]):
         ``before_each`` is called with the position of each sample before the dataset makes it, or its transforms run. Both get
         one sample at a time then.
 
-        Raises:
-            SampleIndexError: an index is outside the dataset, or the dataset does not take it.
         """
         if newer_of(self) is None:  # a subclass has a __getitem__ of its own
             return list(map(self.__getitem__, after_each(before_each, indices)))
@@ -345,14 +344,13 @@ class CachedDataset(DatasetProxy[_T]):
         return self._echoes and isinstance(indices, list) and any(isinstance(idx, bool | np.number | Tensor) for idx in indices)
 
     def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
-        """Return indices that count from the start; None if they are not numbers, but pairs or names that the dataset takes."""
+        """Return indices that count from the start; None if they are not all of samples, but pairs, names or outside."""
         try:
             if len(indices):
                 ends = (indices.min(), indices.max()) if isinstance(indices, np.ndarray) else (min(indices), max(indices))
-                if ends[1] >= self._len:
-                    len(self)  # the dataset may have become longer
-                if ends[0] < 0:
-                    return [self._check_index(idx) for idx in indices]
+                if ends[1] >= self._len or ends[0] < 0:
+                    numbers = [number for idx in indices if (number := self._number(idx)) is not None]
+                    return numbers if len(numbers) == len(indices) else None
         except TypeError:
             return None
         return indices
@@ -369,13 +367,15 @@ class CachedDataset(DatasetProxy[_T]):
         return False
 
     def _ask(self, key: Any) -> Any:
-        """Return the result of the dataset for a key that is not the index of one sample."""
-        if self.after_cache is not None and not isinstance(key, str):  # a name is one of a column
+        """Return the result of the dataset for a key that is not the index of one of its samples."""
+        if self.after_cache is None or isinstance(key, str):  # a name is one of a column
+            return self.dataset[key]
+        if isinstance(key, list | tuple | slice | range) or getattr(key, "ndim", None):
             raise DatasetError(
                 f"{type(self.dataset).__name__}[{key!r:.50}] is not one sample, so transform= cannot run on it. Ask for one "
                 f"sample at a time, or leave the transform out."
             )
-        return self.dataset[key]
+        return self.after_cache(self.dataset[key])
 
     def prefetch_blocks(self, blocks: Iterable[int]) -> None:
         """Have the storage read blocks ahead, except cached ones. A `BlockSampler` calls it."""

@@ -75,6 +75,6 @@ def with_lazy_batches(dataset: Any, on_device: bool = False) -> Any:
     on_device = on_device and not dataset.cache.structure.is_narrow  # a GPU would copy the bytes
     if spec is None:
         return None
-    cached = copy.copy(dataset)
-    vars(cached)["_batch_spec"] = replace(spec, on_device=on_device)
+    cached = object.__new__(type(dataset))
+    vars(cached).update(vars(dataset), _batch_spec=replace(spec, on_device=on_device))
     return cached

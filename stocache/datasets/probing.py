@@ -221,7 +221,7 @@ def _load_all(dataset: object, load: Callable[[int], object], indices: list[int]
 def _containers(dataset: object) -> dict[str, Any]:
     """Return the containers without a limit in a dataset and in the user's objects in it, by their names."""
     parts = [(name, part) for name, part in parts_of(dataset, follow=is_own) if isinstance(part, list | dict | set | deque)]
-    return {name: part for name, part in parts if getattr(part, "maxlen", None) is None}
+    return {name: part for name, part in parts if not isinstance(part, deque) or part.maxlen is None}
 
 
 def _sizes(dataset: object) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Stand in for a dataset: its attributes are read and set through its `CachedDataset`, and what that means for the cache."""
 
-import contextlib
+import copy
 import inspect
 import logging
 import operator
@@ -16,9 +16,9 @@ from stocache.datasets.decoders.patches import install_imported
 from stocache.datasets.transforms import huggingface
 from stocache.datasets.transforms.part_transform import as_transform
 from stocache.errors import DatasetError
-from stocache.samples.indices import check_index, length_of
+from stocache.samples.indices import length_of
 from stocache.system.limits import parse_size
-from stocache.system.objects import attribute_of
+from stocache.system.objects import attribute_of, vars_of
 from stocache.system.ranks import is_first_rank
 
 logger = logging.getLogger("stocache")
@@ -57,14 +57,16 @@ class DatasetProxy(Dataset[_T]):
             self._serve_decoders()
         return self._len
 
-    def _check_index(self, idx: Any) -> int:
-        """Return an index as an int that counts from the start."""
-        with contextlib.suppress(TypeError):  # not an integer; check_index says so
-            idx = operator.index(idx)
-            idx = idx + self._len if -self._len <= idx < 0 else idx
-        if isinstance(idx, int) and idx >= self._len:
+    def _number(self, idx: Any) -> int | None:
+        """Return an index as an int that counts from the start; None if it is not the index of one sample, or is outside."""
+        try:
+            number = operator.index(idx)
+        except TypeError:
+            return None
+        number += self._len if number < 0 else 0
+        if number >= self._len:
             len(self)  # the dataset may have become longer
-        return check_index(idx, self._len, "dataset")
+        return number if 0 <= number < self._len and not getattr(idx, "ndim", None) else None
 
     @property
     def transform(self) -> Any:
@@ -158,6 +160,11 @@ class DatasetProxy(Dataset[_T]):
             logger.warning(
                 "a CachedDataset has attributes of its own called %s. Ask its `dataset` for those of %s.", hidden, kind.__name__
             )
+
+    def __copy__(self) -> Any:
+        memo = {id(value): value for value in (self.after_cache, *vars_of(self.dataset).values())}
+        memo[id(self.dataset)] = copy.copy(self.dataset)
+        return copy.deepcopy(self, memo)
 
     def __reduce__(self) -> tuple[Any, ...]:  # pickle would compare the class
         return object.__new__, (type(self),), self.__getstate__()

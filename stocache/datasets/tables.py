@@ -2,6 +2,7 @@
 
 import contextlib
 import marshal
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from stocache.system.walking import is_own_or_dataset, parts_of
 
 _WHOLE = 1 << 18  # bytes of a table that are read when an epoch begins
 _BLOCK = 1024  # entries of an array
+_CONVERTED = 128  # bytes that an item counts which `_plain` converts, in some us
 _AT_ONCE = 1 << 18  # bytes of a large array: memory that is used again is faster than new memory
 _ITEM = re.compile(r"\[([4-9]|\d\d+)\]")  # in the name of an item of a list after the first four: one sample's, not a table
 _ROWS = 1 << 16  # of a frame
@@ -44,7 +46,8 @@ def table_digests(dataset: object, variables: Any) -> dict[str, str]:
 
 
 def table_text(value: Any, whole: int) -> str | None:
-    """Return a digest of an array, tensor, frame, or a list, dict or set of plain values; None for any other value.
+    """Return a digest of an array, tensor, frame, `multiprocessing.Value`, or a list, dict or set of plain values, paths and
+    arrays; None for any other value.
 
     Args:
         whole: bytes of a table that are read; of a larger one, entries evenly spread.
@@ -52,7 +55,9 @@ def table_text(value: Any, whole: int) -> str | None:
     Raises:
         Exception: whatever the class of the value raises.
     """
-    if isinstance(value, np.memmap):
+    if hasattr(type(value), "get_obj"):
+        value = np.frombuffer(value.get_obj(), np.uint8)
+    if isinstance(value, np.memmap) and value.nbytes > whole:
         return digest((str(value.filename), value.offset, value.dtype, value.shape))
     if isinstance(value, np.ndarray | torch.Tensor):
         return _array_text(value, whole)
@@ -77,13 +82,24 @@ def used_by_loads(dataset: Any, load: Any, indices: Iterable[int], variables: An
 
 
 def _list_text(value: Any, whole: int) -> str:
-    """Return a text for a list of plain values, lists and dicts of these, and arrays. Raises ValueError for other values."""
-    few = len(value) // 100 + 1
-    most = whole // (len(marshal.dumps(value[::few], 2)) // max(1, len(value[::few])) + 1)
-    rows = value[:: max(1, -(-len(value) // max(1, most)))]
+    """Return a text for a list of plain values, paths, arrays, and lists and dicts of these. Raises ValueError for others."""
+    few, nbytes, is_plain = value[:: len(value) // 100 + 1], _CONVERTED, False
+    with contextlib.suppress(ValueError):
+        nbytes, is_plain = len(marshal.dumps(few, 2)) // max(1, len(few)) + 1, True
+    rows = value[:: max(1, -(-len(value) // max(1, whole // nbytes)))]
+    rows = rows if is_plain else [*map(_plain, rows)]
     # In version 2, what marshal writes does not depend on identities
     parts = [checksum(marshal.dumps(rows[at : at + 10_000], 2)) for at in range(0, len(rows), 10_000)]
     return digest((len(value), parts))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with paths, arrays and named tuples as plain values."""
+    if isinstance(value, list | tuple | dict):
+        return [*map(_plain, dict.items(value) if isinstance(value, dict) else value)]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        return _array_text(value, _WHOLE)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _array_text(array: Any, whole: int) -> str:

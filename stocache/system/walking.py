@@ -7,6 +7,7 @@ dataset, or a class of the user's own. A wrapper *passes on* samples if each of 
 
 import bisect
 import contextlib
+import copy
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 from stocache.system.objects import attributes_of_class, is_module_of_library, mro, takes_epoch, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
-_SMALL = (int, float, str, bool, bytes, type(None))
+_SMALL = (int, float, complex, str, bytes, type(None), np.generic)
 _LONGEST = 200  # characters of a text, or items, that are looked at
 
 
@@ -193,14 +194,13 @@ def values_in(root: object, name: str, keys: Set[str], objects: Set[str]) -> Ite
 
 
 def small_values(own: Mapping[str, Any], keys: Set[str]) -> dict[str, Any]:
-    """Return the small values that have one of ``keys``: numbers, short texts, and copies of short lists and dicts of these."""
-    found = {key: own[key] for key in keys & own.keys() if is_small(own[key])}
-    return {key: value.copy() if isinstance(value, list | dict) else value for key, value in found.items()}
+    """Return copies of the small values that have one of ``keys``."""
+    return {key: copy.deepcopy(own[key]) for key in keys & own.keys() if is_small(own[key])}
 
 
-def is_small(value: object) -> bool:
-    """Whether a value is a number or a short text, or a short list or dict of these."""
-    if type(value) in (list, dict):
+def is_small(value: object, most: int = _LONGEST) -> bool:
+    """Whether a value is a number or a short text, or a list, tuple or dict of at most ``most`` small values in all."""
+    if type(value) in (list, tuple, dict):
         items: Any = value.values() if isinstance(value, dict) else value
-        return 0 < len(items) <= _LONGEST and all(isinstance(item, _SMALL) for item in items)
+        return 0 < len(items) <= most and all(is_small(item, most // len(items)) for item in items)
     return isinstance(value, _SMALL) and not (isinstance(value, str | bytes) and len(value) > _LONGEST)

@@ -1,5 +1,6 @@
 """The audit: a cached dataset returns what the dataset would give now, whatever its samples depend on besides their index."""
 
+import copy
 import itertools
 import random
 import time
@@ -16,6 +17,8 @@ from stocache.system import generators
 from stocache.system.describe import difference
 from tests.support.depending import KINDS, Images, N
 from tests.support.epochs import EPOCHS, LOADERS, epochs, seed
+from tests.support.equality import same
+from tests.support.images import Made
 from tests.support.processes import in_child
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator is found")
@@ -226,3 +229,14 @@ def test_stats_and_the_verdict_say_that_the_cache_is_left():
         assert 4 <= cached.stats().compared <= N * 2
         assert "because samples depend on more than their index" in str(loader.stats().epochs[2].verdict)
         assert cached.stats().flat()["cache/left"] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_changed_by_itself(copied):
+    train = Made(lambda its, idx: torch.tensor(idx) if its.train else "", train=True, paths=[str(idx) for idx in range(N)])
+    with CachedDataset(train, 0.1) as cached, copied(cached) as val:
+        assert (val.paths is train.paths) == (copied is copy.copy)
+        assert same([cached[1], val[1]], [torch.tensor(1)] * 2)
+        val.train = False
+        assert (val[1], val.is_left, cached.is_left, train.train) == ("", True, False, True)
+        assert same(cached[1], torch.tensor(1))
