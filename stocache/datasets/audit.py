@@ -52,8 +52,9 @@ from stocache.errors import DatasetError
 from stocache.samples.indices import spread
 from stocache.shm.segment import Segment
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, in_worker_thread, own_generators
+from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.loading.children import in_children
+from stocache.system.loading.code import own_generators
 from stocache.system.platform import here
 from stocache.system.walking import attribute_in
 

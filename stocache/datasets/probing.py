@@ -27,8 +27,9 @@ from stocache.errors import SampleError, WorkerError
 from stocache.samples.indices import spread
 from stocache.samples.record_decoder import pack_sample, unpack_sample
 from stocache.system.describe import describe, difference
-from stocache.system.generators import Kept, LineOfSeed, own_generators
+from stocache.system.generators import Kept, LineOfSeed
 from stocache.system.loading.children import ChildError, SlowError, in_children, pack_error, unpack_error, with_prefix
+from stocache.system.loading.code import own_generators
 from stocache.system.loading.fallback import loads_only_here, run_here, warn_of_this_process
 from stocache.system.loading.streams import find_iterator, is_of_closed_stream
 from stocache.system.objects import get_many_of, recorded_names, vars_of

@@ -9,8 +9,9 @@ import numpy as np
 
 from stocache.cache.stats import SlotState
 from stocache.samples.indices import spread
-from stocache.system.generators import Kept, own_generators
+from stocache.system.generators import Kept
 from stocache.system.loading.children import in_children
+from stocache.system.loading.code import own_generators
 
 _TIMED_S, _ROUNDS, _PATIENCE_S = 0.03, 16, 20.0  # to time samples; to wait for them
 _DECODED = 4  # samples

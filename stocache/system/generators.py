@@ -30,7 +30,6 @@ from torch.utils.data import get_worker_info
 
 from stocache.errors import StateError
 from stocache.system.objects import is_module_of_library, is_of_library, is_of_python
-from stocache.system.walking import parts_of
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
 _NUMPY: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]
@@ -156,11 +155,6 @@ def _end_of(state: Any) -> Any:
 def in_worker_thread() -> bool:
     """Whether this is a worker thread, which shares the global generators with others and with the training loop."""
     return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
-
-
-def own_generators(dataset: object) -> list[Any]:
-    """Return the generators that a dataset holds."""
-    return [part for _, part in parts_of(dataset) if is_generator(part)]
 
 
 def is_generator(value: object) -> bool:

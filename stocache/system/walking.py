@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
-from stocache.system.objects import attributes_of_class, is_module_of_library, mro, takes_epoch, vars_of
+from stocache.system.objects import attributes_of_class, is_module_of_library, mro, slots_of, takes_epoch, vars_of
 
 _MOST_PARTS, _MOST_ITEMS, _MOST_LEVELS = 2000, 32, 6
 _SMALL = (int, float, complex, str, bytes, type(None), np.generic)
@@ -117,7 +117,8 @@ def inner_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value) is dict:
         yield from ((f"{name}[{key!r:.40}]", item) for key, item in islice(list(value.items()), _MOST_ITEMS))
     else:
-        yield from ((f"{name}.{key}", item) for key, item in list(vars_of(value).items()))
+        slots = ((slot.__name__, item) for slot, item in slots_of(value)) if is_own(value) else ()
+        yield from ((f"{name}.{key}", item) for key, item in (*vars_of(value).items(), *slots))
 
 
 def is_own(value: object) -> bool:
@@ -177,6 +178,7 @@ def _bound_values(function: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(function, partial):
         yield from (("function", function.func), ("arguments", function.args), ("options", function.keywords))
     else:
+        yield from (("defaults", function.__defaults__), ("options", function.__kwdefaults__))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is empty
                 yield name, cell.cell_contents

@@ -3,6 +3,7 @@
 import os
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,6 +29,11 @@ class Images(Dataset):
 
     def image(self, idx):
         return torch.arange(idx * 12, idx * 12 + 12).reshape(3, 4)
+
+
+class Labelled(NamedTuple):
+    path: Path
+    label: int
 
 
 class Scale:
@@ -94,18 +100,38 @@ class Files(Images):
             np.save(self.folder / f"{idx}.npy", (self.image(idx) * factor).numpy())
 
 
+class Shaken:
+    """Holds its generator in a slot, and one of all in its class."""
+
+    __slots__ = ("rng",)
+    of_class = np.random.default_rng(0)
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+
+def shake(image, rng=np.random.default_rng(0)):  # noqa: B008  # as programs have it
+    return image + (rng.random() < 0.1)
+
+
 def mosaic(dataset, idx):
     others = [random.randrange(N) for _ in range(3)]
     return torch.stack([dataset.image(each) for each in (idx, *others)])
 
 
-OF_MODULE, LEVELS = SimpleNamespace(mode=0), [0]
+OF_MODULE, LEVELS, SHAKEN = SimpleNamespace(mode=0), [0], Shaken()
 MAKERS = {
     "image": Images.image, "mosaic": mosaic,
     "one sample in 32 draws": lambda dataset, idx: dataset.image(idx) + (random.random() if idx == 13 else 0.0),
     "own Generator": lambda dataset, idx: dataset.image(idx) + dataset.rng.random(),
     "own torch.Generator": lambda dataset, idx: dataset.image(idx) + torch.rand((), generator=dataset.rng).item(),
     "a Generator of the module": lambda dataset, idx: dataset.image(idx) + OF_MODULE.rng.random(),
+    "a Generator of a class": lambda dataset, idx: dataset.image(idx) + (dataset.rng.of_class.random() < 0.1),
+    "a Generator in a slot": lambda dataset, idx: dataset.image(idx) + (dataset.rng.rng.random() < 0.1),
+    "a Generator in an object of the module": lambda dataset, idx: dataset.image(idx) + (SHAKEN.rng.random() < 0.1),
+    "a default Generator": lambda dataset, idx: shake(dataset.image(idx)),
+    "a label": lambda dataset, idx: (dataset.image(idx), *dataset.rng[idx]),
+    "a size": lambda dataset, idx: dataset.image(idx)[: dataset.rng.sizes[0] if idx == 13 else 1],
     "os.urandom": lambda dataset, idx: dataset.image(idx) + os.urandom(1)[0],
     "one sample by a level": lambda dataset, idx: dataset.image(idx) + (LEVELS[0] if idx == 13 else 0),
     "one sample by a mode": lambda dataset, idx: dataset.image(idx) + (OF_MODULE.mode if idx == 13 else 0),
@@ -136,6 +162,23 @@ def new_of_module():
     OF_MODULE.rng = np.random.default_rng(0)
 
 
+def seeded_again(maker):
+    """Return a kind whose generators, which datasets share, begin anew with each dataset."""
+
+    def make(_):
+        for rng in (Shaken.of_class, SHAKEN.rng, shake.__defaults__[0]):
+            rng.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        return Images(maker, rng=Shaken())
+
+    return Kind(make)
+
+
+def labelled(make):
+    """Return a kind whose label of one sample is set in each epoch."""
+    change = lambda dataset, inner, epoch: inner.rng.__setitem__(13, make(13, epoch))
+    return Kind(lambda _: Images("a label", rng=[make(idx, 0) for idx in range(N)]), change)
+
+
 def setting(change):
     return Kind(lambda folder: type("OwnSetting", (Setting,), {})(), change)  # whose attributes the change may set
 
@@ -155,6 +198,24 @@ KINDS = {
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
     "a Generator of the module": drawing("a Generator of the module", rng=new_of_module),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
+    **{
+        name: seeded_again(name)
+        for name in (
+            "a Generator of a class",
+            "a Generator in a slot",
+            "a Generator in an object of the module",
+            "a default Generator",
+        )
+    },
+    "labels of paths": labelled(lambda idx, label: (Path(str(idx)), label)),
+    "labels in tensors": labelled(lambda idx, label: (torch.tensor(idx), torch.tensor(label))),
+    "labels in records": labelled(lambda idx, label: Labelled(Path(str(idx)), label)),
+    "a number of numpy": drawing("one sample by an attribute", rng=lambda: SimpleNamespace(mode=np.int64(0)))._replace(
+        change=lambda dataset, inner, epoch: setattr(inner.rng, "mode", np.int64(epoch))
+    ),
+    "a size in a tuple": drawing("a size", rng=lambda: SimpleNamespace(sizes=(1, 1)))._replace(
+        change=lambda dataset, inner, epoch: setattr(inner.rng, "sizes", (epoch + 1, 1))
+    ),
     **{name: drawing(name, False) for name in ("os.urandom", "time")},
     "set_epoch": setting(lambda dataset, inner, epoch: dataset.set_epoch(epoch)),
     "epoch set within": setting(lambda dataset, inner, epoch: setattr(inner, "epoch", epoch)),

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 import stocache
 from stocache.system import generators
 from stocache.system.describe import describe, difference
+from stocache.system.loading.code import own_generators
 
 EPOCHS = 3
 LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -61,7 +62,7 @@ def epochs(dataset: Any, loader: str, batch: int = 4, inner: Any = (), change: A
         if loop is None or "persistent" not in loader:
             loop = make(dataset, batch, shuffle=True, collate_fn=list, **options)
         samples = [describe(sample, strides=False) for each in loop for sample in each]
-        own = list(map(generators.read_generator, generators.own_generators(inner)))
+        own = list(map(generators.read_generator, own_generators(inner)))
         found.append(Epoch(samples, None if "thread" in loader else describe((generators.read(), own)), list(files[before:])))
     return found
 

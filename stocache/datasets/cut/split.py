@@ -19,7 +19,8 @@ from stocache.datasets.cut.program import Program
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.datasets.transforms.huggingface import ReadTransform, find_read_transform
-from stocache.system.generators import Kept, global_generators, in_worker_thread, own_generators
+from stocache.system.generators import Kept, global_generators, in_worker_thread
+from stocache.system.loading.code import own_generators
 
 logger = logging.getLogger("stocache")
 

@@ -29,8 +29,9 @@ from stocache.errors import SampleError
 from stocache.samples.record_decoder import Records
 from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe, difference
-from stocache.system.generators import GENERATORS, Kept, own_generators, seed_all
+from stocache.system.generators import GENERATORS, Kept, seed_all
 from stocache.system.hashing import digest
+from stocache.system.loading.code import own_generators
 from stocache.system.objects import recorded_names, vars_of
 from stocache.system.walking import parts_of
 

@@ -32,7 +32,8 @@ from stocache.datasets.cut.source import (
     source_of,
 )  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
-from stocache.system.generators import Kept, LineOfSeed, global_generators, own_generators
+from stocache.system.generators import Kept, LineOfSeed, global_generators
+from stocache.system.loading.code import own_generators
 from stocache.system.objects import attribute_of, is_of_library
 
 _MOST_LEVELS = 4

@@ -12,7 +12,8 @@ from stocache.datasets.batches.views import behind_views
 from stocache.observe.recording.record import record_here, row_here
 from stocache.samples.indices import as_array
 from stocache.shm.ring.ring import RemoteCall, Ring, ring_of
-from stocache.system.generators import Kept, own_generators
+from stocache.system.generators import Kept
+from stocache.system.loading.code import own_generators
 from stocache.system.walking import set_epoch
 
 

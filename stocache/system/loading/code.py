@@ -1,4 +1,6 @@
-"""The names in code: of the attributes and global variables that making a sample may read, and of those that it does read."""
+"""The names in code: of the attributes and global variables that making a sample may read, and of those that it does read; and
+the random number generators there.
+"""
 
 import contextlib
 import dis
@@ -7,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from stocache.system.objects import is_of_library, static_attribute
+from stocache.system.generators import is_generator
+from stocache.system.objects import attributes_of_class, is_module_of_library, is_of_library, mro, static_attribute
 from stocache.system.walking import inner_parts, is_own, is_own_or_dataset, parts_of
 
 _FOR_SAMPLES = "__getitem__", "__getitems__", "__call__"
@@ -55,6 +58,20 @@ def names_used(dataset: object) -> tuple[list[tuple[dict[str, Any], set[str]]], 
 def variables_of(used: list[tuple[dict[str, Any], set[str]]]) -> list[tuple[Any, str]]:
     """Return the variables that `names_used` has found, as values with names."""
     return [(scope[name], name) for scope, names in used for name in names if name in scope]
+
+
+def own_generators(dataset: object) -> list[Any]:
+    """Return the generators in a dataset, in variables that its code names, and in the classes and functions of either."""
+    roots = [(dataset, "dataset"), *variables_of(names_used(dataset)[0])]
+    parts = (part for root in roots for _, part in parts_of(*root, inner=_with_classes))
+    return [*{id(part): part for part in parts if is_generator(part)}.values()]
+
+
+def _with_classes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield from inner_parts(name, value)
+    for kind in mro(value if isinstance(value, type) else type(value)):
+        if kind.__module__ != "builtins" and not is_module_of_library(kind.__module__):
+            yield from attributes_of_class(kind).items()
 
 
 def _naming(code: CodeType) -> Iterator[dis.Instruction]:

@@ -18,8 +18,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from stocache.errors import WorkerError
-from stocache.system.generators import Kept, global_generators, own_generators
+from stocache.system.generators import Kept, global_generators
 from stocache.system.loading.children import ChildError, SlowError, StalledError, has_stalled, in_children
+from stocache.system.loading.code import own_generators
 from stocache.system.loading.copies import copy_dataset
 from stocache.system.platform import here
 
