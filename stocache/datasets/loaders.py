@@ -298,7 +298,7 @@ def choose_blocks(dataset: Any, cache: SampleCache, samples: Iterable[object]) -
     shared, block_bounds = cache.treedef_bytes(samples), dataset.block_bounds
     if shared is None or record_bytes is None or block_bounds is None:
         return None
-    bounds = np.append(0, np.cumsum(np.ceil(record_bytes).astype(np.int64)))
+    bounds = np.append(0, np.cumsum(np.maximum(1, np.ceil(record_bytes)).astype(np.int64)))
     room = max(0, cache.stats().capacity_bytes - shared)
     chosen = residency(Placement("scattered", BlockBounds(bounds)), int(bounds[-1]), room)
     return chosen.resident(bounds[:-1])

@@ -34,6 +34,7 @@ from stocache.shm.named import FINGERPRINT_STEPS_SEPARATOR, identity_of
 from stocache.system.limits import format_size, parse_size, recommended_limit
 from stocache.system.loading.children import SlowError
 from stocache.system.loading.streams import find_stream
+from stocache.system.objects import static_attribute
 
 logger = logging.getLogger("stocache")
 
@@ -247,8 +248,9 @@ def check_dataset(dataset: Any) -> int:
     """
     kind = type(dataset).__name__
     # Streams of LitData and MosaicML can be read by number, too
-    by_number = hasattr(dataset, "__len__") and type(dataset).__getitem__ is not Dataset.__getitem__
-    if (isinstance(dataset, IterableDataset) and not by_number) or not hasattr(type(dataset), "__getitem__"):
+    own = static_attribute(type(dataset), "__getitem__")
+    by_number = hasattr(dataset, "__len__") and own is not vars(Dataset)["__getitem__"]
+    if (isinstance(dataset, IterableDataset) and not by_number) or own is None:
         raise DatasetError(
             f"{kind} has no samples by number, which a cache needs. Give a map-style dataset, with __len__ and __getitem__: "
             f"list({kind.lower()}) if it fits in memory; if it is of Hugging Face, load it with streaming=False. "

@@ -62,7 +62,7 @@ def test_a_gathered_batch_is_that_of_default_collate_and_what_it_loads_is_cached
 
 
 def test_what_default_collate_does_not_simply_stack_is_not_gathered():
-    for sample in (None, {"x": None}, (torch.zeros(2), 1j), np.zeros(3, ">i4"), np.array("2020", "M8[D]")):
+    for sample in (None, {"x": None}, (torch.zeros(2), 1j), np.zeros(3, ">i4"), np.array("2020", "M8[D]"), np.str_("L")):
         with SharedCache.like(sample, 0.1, 3) as cache:
             assert BatchSpec.of(cache) is None
 

@@ -104,8 +104,12 @@ def text(idx):
     return {"image": bytes([idx % 256]) * (300 + 37 * (idx % 11)), "label": idx}
 
 
+def no_bytes(idx):
+    return torch.zeros(idx if idx < N // 2 else 0)
+
+
 FIXED = {name: make for name, make in ROWS.items() if name != "text of one length"}
-RAGGED = {"text": text, "bytes": COPIED["bytes"], "a structure each": STRUCTURES["a structure each"]}
+RAGGED = {"text": text, "bytes": COPIED["bytes"], "a structure each": STRUCTURES["a structure each"], "no bytes": no_bytes}
 SOME = [("all alignments", [3, 1, 0, 7, 14, 9, 28]), ("text", [0, 0, 9, 8, 9]), ("text", list(range(2, 27)))]
 
 

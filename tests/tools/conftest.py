@@ -32,7 +32,7 @@ def raises():
 
 numbers, one, empty, broken = lambda: Numbers(40), lambda: Numbers(1), lambda: Numbers(0), lambda: Numbers(40, 7)
 nothing, a_path, cached = lambda: None, lambda: "photos/train", lambda: CachedDataset([1, 2], 1)
-endless = Endless
+endless, loader = Endless, lambda: torch.utils.data.DataLoader(numbers())
 tensors = [torch.zeros(2, 4)]
 sparse = lambda: [torch.eye(3).to_sparse() * number for number in range(40)]
 

@@ -147,10 +147,11 @@ def test_it_is_off_where_that_is_asked_for(run):
 
 
 @pytest.mark.slow
-def test_check_compares_the_batches_with_those_of_torch(run):
-    result = run(TRAIN + "train()", "--check", "10", "--cache", "auto", "train.py", "random")
+@pytest.mark.parametrize(("options", "count"), [("--check 10 --cache auto", 10), ("--cache auto --check", 18)])
+def test_check_compares_the_batches_with_those_of_torch(run, options, count):
+    result = run(TRAIN + "train()", *options.split(), "train.py", "random")
     assert (result.returncode, result.stderr.splitlines()[-1]) == (
-        0, "stocache: 10 batches are equal bit for bit, with torch's loader and with stocache's."
+        0, f"stocache: {count} batches are equal bit for bit, with torch's loader and with stocache's."
     )  # fmt: skip
 
 

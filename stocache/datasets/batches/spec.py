@@ -66,7 +66,8 @@ class BatchSpec:
     @classmethod
     def _find_out(cls, cache: SharedCache) -> "BatchSpec | None":
         leaves = cache.structure.leaves
-        if any(leaf.kind.order is not None for leaf in leaves):  # default_collate stacks in C order
+        texts = (getattr(getattr(leaf.kind, "dtype", None), "kind", "") == "U" for leaf in leaves)
+        if any(texts) or any(leaf.kind.order is not None for leaf in leaves):  # default_collate stacks in C order
             return None
         rows = [torch.full((2, leaf.batch_bytes), _PATTERN, dtype=torch.uint8, device="cpu") for leaf in leaves]
         spec, tensors = cls.collated(cache.samples_of(rows, 2)) or (None, [])

@@ -43,6 +43,10 @@ def main(arguments: list[str]) -> None:
     """Run the command ``stocache run`` with these arguments."""
     command = parser()
     given = command.parse_args(arguments)
+    if given.check and given.program.isdigit():
+        steps = int(given.program)
+        given = command.parse_args(given.arguments, given)
+        given.check = steps
     if arguments[-1 - len(given.arguments)] == "--":  # the program's; argparse takes it for its own
         given.arguments = ["--", *given.arguments]
     if given.check is not None and CHECK not in os.environ:
@@ -95,7 +99,12 @@ def parser() -> argparse.ArgumentParser:
     add("--disk-limit", metavar="SIZE", help="the bytes that this folder may have")
     add("--stateful", action="store_true", help="stand in for torchdata's StatefulDataLoader, too")
     add("--share", action="store_true", help="give workers one copy of the large lists and tables of datasets")
-    add("--check", nargs="?", const=300, type=int, metavar="STEPS", help="run twice, without and with, and compare batches")
+    add(
+        "--check",
+        action="store_const",
+        const=300,
+        help="run twice, without and with, and compare 300 batches, or [STEPS]",
+    )
     add("--json", metavar="FILE", help="write the report to a file")
     add("--report", metavar="FILE", help="write a page to pass on, as report.html, with pictures")
     add("--quiet", action="store_true", help="print nothing")
