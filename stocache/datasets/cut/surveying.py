@@ -242,8 +242,8 @@ class _Surveyor:
                 held = _holdable(division, state, program.first(self._leaf, idx))
             if before.drawn():  # by a step that is said to be deterministic
                 raise CannotCut("it draws random numbers")
-            if _shares_memory(state):
-                raise CannotCut("two variables lie in the same memory")
+            if _shares(state):
+                raise CannotCut("two variables share an object or memory")
             if held == division:
                 return division, program, state, frozenset(sets)
             division = held
@@ -265,7 +265,8 @@ def _described(sample: object, leaf: object) -> Any:
 
 
 def _holdable(division: Division, state: Mapping[str, Any], other: Mapping[str, Any]) -> Division:
-    """Return the division, with variables made again that a cache cannot hold: of other classes, or held by the dataset.
+    """Return the division, with variables made again that a cache cannot hold: of other classes, held by the dataset, or part
+    of a different variable.
 
     Raises:
         CannotCut: the argument of a pipeline is one of these.
@@ -281,19 +282,37 @@ def _holdable(division: Division, state: Mapping[str, Any], other: Mapping[str, 
                 inner[int(number)] = _holdable(its, value, other[name])
             elif not _is_plain(value):
                 raise CannotCut("an argument of a transform")
-        elif not _is_plain(value) or (value is other.get(name) and _may_change(value)):
+        elif not _is_plain(value) or (_may_change(value) and (value is other.get(name) or _is_part(value, name, state))):
             again.add(name)
     return replace(division, again=division.again | again, inner=inner)
 
 
-def _shares_memory(state: Mapping[str, Any]) -> bool:
-    """Whether two arrays or tensors of a state overlap: a change of one is a change of the other."""
-    found: list[Any] = [state]
-    for part in found:
-        found += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+def _is_part(value: object, name: str, state: Mapping[str, Any]) -> bool:
+    """Whether the value of a variable is part of the value of a different one, or is that of an earlier one."""
+    others = (part for key, its in state.items() if key != name for part in _parts(its)[key > name :])
+    return _is_mutable(value) and any(part is value for part in others)
+
+
+def _shares(state: Mapping[str, Any]) -> bool:
+    """Whether a change of one value in a state is a change of a different one: an object is there twice, or arrays overlap."""
+    found = _parts(state)
+    mutable = [id(part) for part in found if _may_change(part) and _is_mutable(part)]
     tensors = [part.detach().numpy() for part in found if type(part) is torch.Tensor and part.dtype != torch.bfloat16]
     arrays = [*tensors, *(part for part in found if isinstance(part, np.ndarray))]
-    return any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
+    overlap = any(np.may_share_memory(one, other) for one, other in combinations(arrays, 2))
+    return overlap or len({*mutable}) < len(mutable)
+
+
+def _parts(value: object) -> list[Any]:
+    """Return a value, and the values in its dicts, lists and tuples."""
+    found: list[Any] = [value]
+    for part in found:
+        found += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    return found
+
+
+def _is_mutable(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or type(value).__hash__ in (None, object.__hash__)
 
 
 def _is_plain(value: object) -> bool:
