@@ -155,18 +155,18 @@ def is_of_python(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def recorded_names(dataset: object, method: str = "__getattribute__") -> Iterator[set[str]]:
-    """Yield a set that collects the attributes of the dataset that are read in the block; or set, if ``method`` does that.
+def recorded_names(dataset: object) -> Iterator[set[str]]:
+    """Yield a set that collects the attributes of the dataset that are read in the block.
 
     Use it in a child process: its class has a method of ours meanwhile.
     """
-    cls, names = type(dataset), set[str]()
-    original = getattr(cls, method)
+    cls, names, method = type(dataset), set[str](), "__getattribute__"
+    original: Any = cls.__getattribute__
 
-    def record(self: Any, name: str, *value: object) -> Any:
+    def record(self: Any, name: str) -> Any:
         if self is dataset and not name.startswith("__"):
             names.add(name)
-        return original(self, name, *value)
+        return original(self, name)
 
     undo = partial(setattr, cls, method, original) if method in vars(cls) else partial(delattr, cls, method)
     try:

@@ -169,11 +169,11 @@ class Planner:
         parts = [(example, partial(unpack_sample, pack_sample(probe.samples[example.idx]))) for example in tried]
         counts = {example: len(its) for example, its in self._loaded.items()}
         job: Any = partial(finish_parts, split, parts, counts)
-        sets = frozenset[str]().union(*(option.sets for option in self._chosen.values()))
+        reads, sets = (set[str]().union(*(its.attributes[at] for its in self._chosen.values())) for at in (0, 1))
         results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
-        for example, again, description, reads in results:
-            if both := sets & reads:
-                raise CannotCut(f"what comes before sets {min(both)}, which what comes after reads")
+        for example, again, description, (reads_after, sets_after) in results:
+            if both := sets & reads_after | sets_after & reads:
+                raise CannotCut(f"one of its halves sets {min(both)}, which the other one reads")
             if (place := difference(self._loaded[example][again], description)) is not None:
                 raise CannotCut(f"sample {example.idx} would not be the same ({place:.200})")
 

@@ -31,8 +31,8 @@ from stocache.samples.record_encoder import EncodedSample
 from stocache.system.describe import describe, difference
 from stocache.system.generators import GENERATORS, Kept, seed_all
 from stocache.system.hashing import digest
-from stocache.system.loading.code import own_generators
-from stocache.system.objects import recorded_names, vars_of
+from stocache.system.loading.code import attributes_in, own_generators, running_codes
+from stocache.system.objects import vars_of
 from stocache.system.walking import parts_of
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
@@ -76,14 +76,14 @@ class Option(NamedTuple):
 
     Attributes:
         plan: the cut.
-        sets: attributes of the dataset that are set to make the part that is cached.
+        attributes: that are read, and those that are set, to make the part that is cached; see `attributes_in`.
         size: bytes of that part of a sample.
         saved_s: seconds to make that part, less those to read it from a cache.
         before, after: what runs before the cache and after it, for the user.
     """
 
     plan: CutPlan
-    sets: frozenset[str]
+    attributes: tuple[set[str], set[str]]
     size: float
     saved_s: float
     before: str
@@ -210,7 +210,7 @@ class _Surveyor:
         try:
             for example, idx in self._tried:
                 with example.seeded(self._leaf):
-                    division, program, state, sets = self._run_first(division, idx)
+                    division, program, state, attributes = self._run_first(division, idx)
                     times = list[float]()
                     for _ in range(2 if self._is_quick else 1):
                         began = time.perf_counter()
@@ -226,10 +226,10 @@ class _Surveyor:
             return None
         size = len(data) + 4 * len(integers) + 16
         plan, saved_s = CutPlan(division, program.identity), min(times) - seconds_of_hit(state)
-        return Option(plan, sets, size, saved_s, *map(", ".join, program.texts))
+        return Option(plan, attributes, size, saved_s, *map(", ".join, program.texts))
 
-    def _run_first(self, division: Division, idx: int) -> tuple[Division, Program, Any, frozenset[str]]:
-        """Return a division after which a cache can hold the state; the program, the state, and the attributes that it sets.
+    def _run_first(self, division: Division, idx: int) -> tuple[Division, Program, Any, tuple[set[str], set[str]]]:
+        """Return a division after which a cache can hold the state; the program, the state, and `Option.attributes`.
 
         Raises:
             CannotCut: there is none.
@@ -238,14 +238,14 @@ class _Surveyor:
         while True:
             program = Program(division)
             state = program.first(self._leaf, idx)
-            with recorded_names(self._leaf, "__setattr__") as sets:
+            with running_codes() as codes:
                 held = _holdable(division, state, program.first(self._leaf, idx))
             if before.drawn():  # by a step that is said to be deterministic
                 raise CannotCut("it draws random numbers")
             if _shares(state):
                 raise CannotCut("two variables share an object or memory")
             if held == division:
-                return division, program, state, frozenset(sets)
+                return division, program, state, attributes_in(codes)
             division = held
 
 
@@ -330,18 +330,18 @@ def _may_change(value: object) -> bool:
 
 def finish_parts(
     split: Split, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
-) -> Iterator[tuple[Example, int, Any, frozenset[str]]]:
+) -> Iterator[tuple[Example, int, Any, tuple[set[str], set[str]]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
-    Yield their descriptions, and the attributes of the dataset that were read.
+    Yield their descriptions, and the attributes that were read, and those that were set; see `attributes_in`.
     """
     tree = split.bind()
     for example, part in parts:
         leaf = tree.leaves[tree.locate(example.idx)[0]]
         for again in range(counts[example]):
-            with Kept(own_generators(leaf)), example.seeded(leaf, again), recorded_names(leaf) as reads:
+            with Kept(own_generators(leaf)), example.seeded(leaf, again), running_codes() as codes:
                 try:
                     description = _described(split.finish(example.idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
-            yield example, again, description, frozenset(reads)
+            yield example, again, description, attributes_in(codes)

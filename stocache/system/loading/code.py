@@ -79,6 +79,25 @@ def _naming(code: CodeType) -> Iterator[dis.Instruction]:
     return (each for each in dis.get_instructions(code) if each.opcode in _NAMING)
 
 
+@contextlib.contextmanager
+def running_codes() -> Iterator[set[CodeType]]:
+    """Yield a set that collects the codes of the functions that are called in the block. For a child process."""
+    codes = set[CodeType]()
+    sys.settrace(lambda frame, *_: codes.add(frame.f_code))
+    try:
+        yield codes
+    finally:
+        sys.settrace(None)
+
+
+def attributes_in(codes: Iterable[CodeType]) -> tuple[set[str], set[str]]:
+    """Return the names of attributes that the user's codes, except constructors, read and do not set; and that they set."""
+    own = (code for code in codes if code.co_name != "__init__" and not is_of_library(code.co_filename))
+    named = [(each.opname, each.argval) for code in own for each in _naming(code)]
+    sets = {name for operation, name in named if operation == "STORE_ATTR"}
+    return {name for operation, name in named if operation in ("LOAD_ATTR", "LOAD_METHOD")} - sets, sets
+
+
 def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:
     """Load samples. Return the names of attributes and variables in the user's lines that run. It is slow: for a child."""
     lines: dict[CodeType, set[int]] = {}
