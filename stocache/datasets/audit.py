@@ -82,12 +82,12 @@ class Audit:
 
     __slots__ = (
         "__weakref__", "_began", "_dataset", "_doubted", "_extra", "_has_loaded", "_left",
-        "_length", "_looks_left", "_next", "_own", "_requests", "_said", "_seen", "_set_by_loads",
-        "_shared", "_tables", "_took_s", "finding", "is_paused", "on_change", "share", "values",
+        "_length", "_looks_left", "_next", "_own", "_requests", "_said", "_seen",
+        "_shared", "_tables", "_took_s", "finding", "is_paused", "on_change", "set_by_loads", "share", "values",
     )  # fmt: skip
 
     _length: int
-    _set_by_loads: set[str]  # names of tables
+    set_by_loads: set[str]  # names of tables
     share: float
 
     def __init__(self, dataset: Any, length: int, options: AuditOptions) -> None:
@@ -96,10 +96,10 @@ class Audit:
 
     def __getstate__(self) -> tuple[Any, ...]:
         state = self._dataset, self._length, self.share, self.on_change, self._shared, self._tables
-        return *state, self._set_by_loads
+        return *state, self.set_by_loads
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._dataset, self._length, self.share, on_change, self._shared, self._tables, self._set_by_loads = state
+        self._dataset, self._length, self.share, on_change, self._shared, self._tables, self.set_by_loads = state
         self.on_change: OnChange = on_change
         self.is_paused = False  # whether nothing is compared now: another thread may be loading from the dataset
         self.finding: str | None = None  # what samples depend on, if this process has found it
@@ -249,14 +249,14 @@ class Audit:
     def _changed_value(self, indices: Sequence[int], load: Callable[[int], object], with_tables: bool) -> str | None:
         """Return that a value which samples are made with was set, or a table changed in place; None if none was."""
         now = self._digests() if with_tables else self._tables
-        tables = [name for name in now if name not in self._set_by_loads and self._tables.get(name, now[name]) != now[name]]
+        tables = [name for name in now if name not in self.set_by_loads and self._tables.get(name, now[name]) != now[name]]
         values = self.values.new()
         if not tables and not values:
             return None
         wanted = {*map(int, indices[:1]), *spread(self._length, _MANY)}
         job = partial(used_by_loads, self._dataset, load, wanted, self.values.variables)
         changed, reads, names = self._in_child(job, (set(), set(), set()))
-        self._set_by_loads |= changed
+        self.set_by_loads |= changed
         for name in (*tables, *values):
             if name not in changed and _is_read(name, name in tables, reads, names):
                 was = "changed in place" if name in tables else "set"

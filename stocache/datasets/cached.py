@@ -175,6 +175,7 @@ class CachedDataset(DatasetProxy[_T]):
                 self.after_cache.check(sample)
         self._epochs = EpochCounter(self.cache.counts())
         self._audit.values.hold()
+        self._audit.set_by_loads |= probe.keeps
         if probe.finding is not None:
             self._audit.change(probe.finding)
         if self.cache.dataset_len < self._len:  # it has no table of so many

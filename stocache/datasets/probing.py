@@ -60,7 +60,7 @@ class Probe:
         loaded_here: whether samples were loaded in this process, because a child could not; None if none was loaded.
         finding: the dependence of a sample on more than its index: a sentence without its end. None if there is no other.
         draws: whether that are random numbers, so that the program may be cut.
-        keeps: whether the dataset keeps something of each sample that it loads.
+        keeps: names of the containers in which the dataset keeps something of each sample that it loads.
         begun: the last sample that was begun, or None.
     """
 
@@ -71,7 +71,7 @@ class Probe:
     loaded_here: bool | None = None
     finding: str | None = None
     draws: bool = False
-    keeps: bool = False
+    keeps: frozenset[str] = frozenset()
     begun: Any = None
 
     @property
@@ -165,7 +165,7 @@ def _load_all(dataset: object, load: Callable[[int], object], indices: list[int]
     """Load samples in a child process, and yield what `Probe.take` takes."""
     began, name, line = time.monotonic(), type(dataset).__name__, LineOfSeed()
     done: list[int] = []  # samples that can be kept
-    keeps, quick, drawn = False, False, False
+    keeps, quick, drawn = frozenset[str](), False, False
 
     def drawing() -> Iterator[tuple[str, Any]]:
         finding = f"random numbers are drawn to load sample {idx} of {name}"
@@ -190,7 +190,7 @@ def _load_all(dataset: object, load: Callable[[int], object], indices: list[int]
             yield from drawing()
             if stops:
                 return
-        keeps = keeps or bool(_grown(dataset, sizes))
+        keeps |= _grown(dataset, sizes).keys()
         try:
             yield "samples", pack_sample(sample, f"sample {idx}")
         except SampleError as error:
@@ -208,7 +208,7 @@ def _load_all(dataset: object, load: Callable[[int], object], indices: list[int]
                 yield "finding", f"sample {idx} of {name} was different when it was loaded again ({place:.300})"
             yield "reads", frozenset(reads - new)
     if done and keeps:
-        yield "keeps", True
+        yield "keeps", keeps
         sizes = _sizes(dataset)
         with contextlib.suppress(Exception):
             load(done[0])
