@@ -298,10 +298,8 @@ class CachedDataset(DatasetProxy[_T]):
         """Return the samples ``indices`` as a batch that has read nothing yet."""
         numbers = None if self._keeps_types(indices) else self._numbers(indices)
         if numbers is None or not self._serves(numbers) or self.is_transformed:  # since the loop began
-            part = CacheRows(self.cache, indices, self._read, direct=True)
-        else:
-            part = CacheRows(self.cache, numbers, self._load_missing, self.disk_cache)
-        return LazyBatch(spec, [part], len(indices))
+            return LazyBatch(spec, CacheRows(self.cache, indices, self._read, direct=True))
+        return LazyBatch(spec, CacheRows(self.cache, numbers, self._load_missing, self.disk_cache))
 
     def _read(self, indices: Sequence[Any], before_each: Callable[[int], None] | None = None) -> list[Any]:
         """Return the samples ``indices``; from the dataset if they may not be served from the cache, or are not numbers."""

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from stocache.cache.shared import SharedCache
 from stocache.datasets.batches.lazy_batch import LazyBatch
 from stocache.datasets.batches.spec import Empty
 from stocache.datasets.batches.views import DatasetView
@@ -235,7 +234,7 @@ class GuardedBatch(LazyBatch):
             self._try(super().read)  # which sets them, too
         return self._samples or []
 
-    def load_all(self) -> dict[SharedCache, dict[int, Any]]:
+    def load_all(self) -> dict[int, Any]:
         """Return what `LazyBatch.load_all` returns; nothing if a sample failed: it will fail again in `gather`."""
         try:
             return super().load_all()

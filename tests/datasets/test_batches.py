@@ -30,7 +30,7 @@ def filled(samples, limit=0.1, indices=range(N), **options):
 def lazy(cache, samples, indices, loads):
     """A batch of samples that notes which it loads."""
     load = lambda missing: loads.extend(missing) or [samples[idx] for idx in missing]
-    return LazyBatch(BatchSpec.of(cache), [CacheRows(cache, indices, load)], len(indices))
+    return LazyBatch(BatchSpec.of(cache), CacheRows(cache, indices, load))
 
 
 def images(n=N):

@@ -1,8 +1,7 @@
 """Gather a batch in one step: default_collate would stack sample by sample."""
 
 import itertools
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stocache.cache.columns import as_bytes
-from stocache.cache.shared import SharedCache
 from stocache.datasets.batches.planned import GatherPlan, PlannedBatch
 from stocache.datasets.batches.rows import BatchRows, CacheRows, LoadWith
 from stocache.datasets.batches.spec import BatchSpec, Empty
@@ -34,27 +31,26 @@ class LazyBatch:
     """A batch whose samples have not been read yet. It can be read as a list of samples, or gathered as a collated batch.
 
     Args:
-        spec: the batches of each cache.
-        parts: the samples of each cache.
-        length: the number of samples.
+        spec: the batches of the source.
+        rows: the samples in their source.
         planned: what a GPU gathers, if all samples were found to be cached.
     """
 
-    def __init__(self, spec: BatchSpec, parts: Sequence[BatchRows], length: int, planned: PlannedBatch | None = None) -> None:
-        self._spec, self.parts, self._length, self._planned = spec, parts, length, planned
+    def __init__(self, spec: BatchSpec, rows: BatchRows, planned: PlannedBatch | None = None) -> None:
+        self._spec, self._rows, self._planned = spec, rows, planned
         self._samples: list[Any] | None = None
         self.before_each: Callable[[int], None] | None = None  # called before a sample is made by itself
 
     def split(self, sizes: list[int]) -> "list[LazyBatch]":
         """Return batches of some sizes with the samples of this one, which a GPU gathers; together, if all are cached."""
-        (whole,) = cast("Sequence[CacheRows]", self.parts)
+        whole = cast("CacheRows", self._rows)
         plan = GatherPlan(cast("NDArray[np.int64]", whole.hits), sizes) if whole.find() else None
         batches = []
         for number, (size, end) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
             planned = None if plan is None else PlannedBatch(plan, number)
             hits = None if planned is None else planned.indices
-            part = replace(whole, indices=whole.indices[end - size : end], hits=hits, claimed=set(), loaded={})
-            batches.append(LazyBatch(self._spec, [part], size, planned))
+            rows = replace(whole, indices=whole.indices[end - size : end], hits=hits, claimed=set(), loaded={})
+            batches.append(LazyBatch(self._spec, rows, planned))
         return batches
 
     def claim_missing(self) -> list[int]:
@@ -63,7 +59,7 @@ class LazyBatch:
         A sample that another thread or process is loading is waited for when the batch is gathered. Then the samples of the
         next tier are read, too.
         """
-        return [row for part in self.parts for row in part.claim_missing()]
+        return self._rows.claim_missing()
 
     @property
     def on_device(self) -> bool:
@@ -72,48 +68,33 @@ class LazyBatch:
 
     @property
     def cached(self) -> bool:
-        """Whether all samples are in the caches."""
-        return all(part.find() for part in self.parts)
+        """Whether all samples are in the cache."""
+        return self._rows.find()
 
-    def load_all(self) -> dict[SharedCache, dict[int, Any]]:
-        """Return the samples, by cache and index, without asking the caches. A second `LazyBatch` has claimed them."""
-        loaded: dict[SharedCache, dict[int, Any]] = {}
-        for part in self.parts:
-            part.load_ahead(loaded)
-        return loaded
+    def load_all(self) -> dict[int, Any]:
+        """Return the samples, by index, without asking the cache. A second `LazyBatch` has claimed them."""
+        return self._rows.load_ahead()
 
-    def take_loaded(self, samples: dict[SharedCache, dict[int, Any]]) -> None:
+    def take_loaded(self, samples: dict[int, Any]) -> None:
         """Take samples that were loaded ahead: `gather` and `read` cache them. Threads may call it at the same time."""
-        for part in self.parts:
-            part.take_loaded(samples)
+        self._rows.take_loaded(samples)
 
     def release_claims(self) -> None:
         """Let others load the samples that this batch has claimed and not cached."""
-        for part in self.parts:
-            part.release_claims()
+        self._rows.release_claims()
 
     def load_with(self, load: LoadWith) -> None:
-        """Load missing samples with ``load``.
-
-        It gets the present function, the indices of the batch, and those to load. The index of a sample of a different cache is
-        -1.
-        """
-        for part in self.parts:
-            part.load_with(load, self._length)
+        """Load missing samples with ``load``. It gets the present function, the indices of the batch, and those to load."""
+        self._rows.load_with(load)
 
     def load_as(self, other: "LazyBatch") -> None:
         """Load missing samples as a second batch of the same samples does."""
-        for part, own in zip(self.parts, other.parts, strict=True):
-            part.load_as(own)
+        self._rows.load_as(other._rows)
 
     def read(self) -> list[Any]:
         """Return the samples."""
-        if self._samples is None and len(self.parts) == 1:
-            self._samples = self.parts[0].read()
-        elif self._samples is None:
-            places = [(row, at, part) for part in self.parts for at, row in enumerate(cast(Any, part.rows).tolist())]
-            in_order = sorted(places, key=operator.itemgetter(0))  # as without a cache: samples may draw random numbers
-            self._samples = [part.read_one(at) for _, at, part in in_order]
+        if self._samples is None:
+            self._samples = self._rows.read()
         return self._samples
 
     def gather(self, empty: Empty, joined: bool = True) -> Any:
@@ -121,28 +102,18 @@ class LazyBatch:
 
         If it is not ``joined``, return only the tensors. If a GPU gathers, return a `PlannedBatch`.
         """
-        if not all(part.gathers for part in self.parts):
+        if not self._rows.gathers:
             return None
         if self._spec.on_device:
             return self._load_missing(empty)
-        tensors = self._spec.empty(self._length, empty) if self._length else None
-        if tensors is None or not all(self._fill(part, tensors) for part in self.parts):
+        tensors = self._spec.empty(len(self), empty) if len(self) else None
+        if tensors is None or not self._rows.fill(tensors):
             return None
         return self._spec.join(tensors) if joined else tensors
 
-    def _fill(self, part: BatchRows, tensors: list[Tensor]) -> bool:
-        """Write the samples of a source into their rows of the batch. Return False if they have to be read."""
-        if part.rows is None:
-            return part.fill(tensors)
-        own = cast("list[Tensor]", self._spec.empty(len(part.indices), _new))
-        filled = part.fill(own)
-        for tensor, rows in zip(tensors, own, strict=True):
-            as_bytes(tensor)[part.rows] = as_bytes(rows)
-        return filled
-
     def _load_missing(self, empty: Empty) -> PlannedBatch | None:
         """Load the samples that are not cached into tensors made by ``empty``, and return them with the indices of all."""
-        (part,) = cast("Sequence[CacheRows]", self.parts)
+        part = cast("CacheRows", self._rows)
         index = check_indices(part.indices, part.cache.dataset_len, "batch") if part.hits is None else part.hits
         positions: Any = np.flatnonzero(~part.cache.set_among(index)) if part.hits is None else ()
         part.cache.count_hits(len(index) - len(positions))
@@ -160,7 +131,7 @@ class LazyBatch:
     @property
     def nbytes(self) -> int:
         """Bytes of the collated batch."""
-        return sum(part.nbytes for part in self.parts)
+        return self._rows.nbytes
 
     def gather_parts(self, sizes: list[int], empty: Empty) -> list[Any] | None:
         """Return the result of `gather` for batches of some sizes with the samples of this one, after one gather of all.
@@ -179,14 +150,10 @@ class LazyBatch:
         return [self._spec.join(own) for own in zip(*columns, strict=True)]
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows.indices)
 
     def __getitem__(self, position: Any) -> Any:
         return self.read()[position]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.read())
-
-
-def _new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -21,15 +21,13 @@ LoadWith: TypeAlias = Callable[[Load, Sequence[int], list[int]], Iterable[object
 
 
 class BatchRows:
-    """The samples of a batch that are of one source. The samples of this class are all there, as the rows of a table are.
+    """The samples of a batch. The samples of this class are all there, as the rows of a table are.
 
     Attributes:
         indices: of the samples, in their source.
-        rows: of the samples in the batch; None if it has no others.
     """
 
     indices: Any
-    rows: NDArray[np.int64] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -49,17 +47,18 @@ class BatchRows:
         """Return whether all samples are there."""
         return True
 
-    def load_ahead(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
-        """Load all samples, and add them to ``loaded``, without asking the cache."""
+    def load_ahead(self) -> dict[int, Any]:
+        """Load all samples, without asking the cache. Return them by index."""
+        return {}
 
-    def take_loaded(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+    def take_loaded(self, loaded: dict[int, Any]) -> None:
         """Take the samples that were loaded ahead."""
 
     def release_claims(self) -> None:
         """Let others load the samples that were claimed and not cached."""
 
-    def load_with(self, load: "LoadWith", length: int) -> None:
-        """Load missing samples with ``load``; see `LazyBatch.load_with`. ``length``: of the batch."""
+    def load_with(self, load: "LoadWith") -> None:
+        """Load missing samples with ``load``; see `LazyBatch.load_with`."""
 
     def load_as(self, other: Any) -> None:
         """Load missing samples as other rows of the same source do."""
@@ -68,10 +67,6 @@ class BatchRows:
         """Return the samples."""
         raise NotImplementedError
 
-    def read_one(self, at: int) -> Any:
-        """Return one sample. If it is loaded in any case, no others are."""
-        return self.read()[at]
-
     def fill(self, tensors: list[Tensor]) -> bool:
         """Write the samples into the rows of a batch. Return False if one does not fit, and they have to be read."""
         raise NotImplementedError
@@ -79,7 +74,7 @@ class BatchRows:
 
 @dataclass(eq=False)
 class CacheRows(BatchRows):
-    """The samples of a batch that are of one cache.
+    """The samples of a batch of a cache.
 
     Attributes:
         cache: keeps the samples.
@@ -87,7 +82,6 @@ class CacheRows(BatchRows):
         load: loads the samples that are not cached.
         next_tier: the cache behind that one, or None.
         direct: whether all samples are loaded when the batch is read, in its order: cached samples may not be served.
-        rows: of the samples in the batch; None if it has no others.
         hits: the indices, as soon as all samples were found to be cached.
         claimed: the samples that were claimed to load them.
         loaded: the samples that were loaded ahead, by index.
@@ -99,7 +93,6 @@ class CacheRows(BatchRows):
     load: Load
     next_tier: NextTier | None = None
     direct: bool = False
-    rows: NDArray[np.int64] | None = None
     hits: NDArray[np.int64] | None = None
     claimed: set[int] = field(default_factory=set)
     loaded: dict[int, Any] = field(default_factory=dict)
@@ -128,8 +121,7 @@ class CacheRows(BatchRows):
             first.setdefault(int(indices[at]), at)
         self.cache.claim_to_load(list(first), self.claimed)
         others = {idx for idx in first if idx not in self.claimed and (self.cache.fillable(idx) or self.cache.holds(idx))}
-        missing = [at for idx, at in first.items() if idx not in others]
-        return missing if self.rows is None else self.rows[missing].tolist()
+        return [at for idx, at in first.items() if idx not in others]
 
     def find(self) -> bool:
         """Return whether all samples are cached."""
@@ -138,27 +130,22 @@ class CacheRows(BatchRows):
             self.hits = index if self.cache.set_among(index).all() else None
         return self.hits is not None
 
-    def load_ahead(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
-        """Load all samples, and add them to ``loaded``, without asking the cache."""
+    def load_ahead(self) -> dict[int, Any]:
+        """Load all samples, without asking the cache. Return them by index."""
         indices = [int(idx) for idx in self.indices]
-        samples = self.cache.load_ahead(indices, self.load)
-        loaded.setdefault(self.cache, {}).update(zip(indices, samples, strict=True))
+        return dict(zip(indices, self.cache.load_ahead(indices, self.load), strict=True))
 
-    def take_loaded(self, loaded: dict[SharedCache, dict[int, Any]]) -> None:
+    def take_loaded(self, loaded: dict[int, Any]) -> None:
         """Take the samples that were loaded ahead."""
-        self.loaded.update(loaded.get(self.cache, {}))
+        self.loaded.update(loaded)
 
     def release_claims(self) -> None:
         """Let others load the samples that were claimed and not cached."""
         self.cache.end_loading(self.claimed)
 
-    def load_with(self, load: "LoadWith", length: int) -> None:
-        """Load missing samples with ``load``; see `LazyBatch.load_with`. ``length``: of the batch."""
-        indices: Any = self.indices
-        if self.rows is not None:
-            indices = np.full(length, -1)
-            indices[self.rows] = self.indices
-        self.load = partial(load, self.load, indices)
+    def load_with(self, load: "LoadWith") -> None:
+        """Load missing samples with ``load``; see `LazyBatch.load_with`."""
+        self.load = partial(load, self.load, self.indices)
 
     def load_as(self, other: "CacheRows") -> None:
         """Load missing samples as other rows of the same cache do."""
@@ -180,10 +167,6 @@ class CacheRows(BatchRows):
             load = self.cache.get_or_load_many
             self.samples = load(self.indices, self.load_rest, strict=False, claimed=self.claimed, ahead=self.loaded)
         return self.samples
-
-    def read_one(self, at: int) -> Any:
-        """Return one sample. If it is loaded in any case, no others are."""
-        return next(iter(self.load([self.indices[at]]))) if self.direct else self.read()[at]
 
     def fill(self, tensors: list[Tensor]) -> bool:
         """Write the samples into the rows of a batch. Return False if one does not fit, and they have to be read."""

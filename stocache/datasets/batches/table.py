@@ -52,12 +52,12 @@ class LazyTable(DatasetView):
 
     def __getitems__(self, indices: Sequence[Any]) -> LazyBatch:
         """Return the rows ``indices`` as a batch that has read nothing yet."""
-        return LazyBatch(self._batch_spec, [TableRows(as_array(indices), self)], len(indices))
+        return LazyBatch(self._batch_spec, TableRows(as_array(indices), self))
 
 
 @dataclass(eq=False)
 class TableRows(BatchRows):
-    """The samples of a batch that are rows of one table.
+    """The samples of a batch of a table.
 
     Attributes:
         indices: of the rows.
@@ -66,7 +66,6 @@ class TableRows(BatchRows):
 
     indices: Any
     table: LazyTable
-    rows: NDArray[np.int64] | None = None
 
     @property
     def gathers(self) -> bool:
