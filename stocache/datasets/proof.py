@@ -61,10 +61,7 @@ def proof_of(dataset: object, probe: Probe, split: Split | None) -> Proof | None
     samples = probe.samples if probe.example is None else {-1: probe.example}
     if not samples:
         return None
-    facts = {
-        "dataset": describe(type(dataset))[1],
-        "steps before the cache": "" if split is None else split.before_text(),
-    }
+    facts = {"dataset": describe(type(dataset))[1], "steps before the cache": "" if split is None else split.before_text()}
     digests = {idx: digest(describe(sample, strides=False)) for idx, sample in samples.items()}
     return Proof(facts, digests, _values(dataset))
 
@@ -155,7 +152,6 @@ def _inner(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}: function", getattr(value, "__func__", value.__self__)
         return
     if isinstance(value, FunctionType):
-        yield f"{name}: defaults", [value.__defaults__, value.__kwdefaults__]
         return
     yield f"{name}.__class__", type(value)
     yield from ((f"{name}.{slot.__name__}", item) for slot, item in slots_of(value))

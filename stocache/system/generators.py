@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from stocache.errors import StateError
-from stocache.system.objects import is_module_of_library, is_of_library, is_of_python
+from stocache.system.objects import is_of_library, is_of_python
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]  # a bound method
 _NUMPY: Any = np.random.random_sample.__self__  # type: ignore[attr-defined]
@@ -157,21 +157,10 @@ def in_worker_thread() -> bool:
     return get_worker_info() is not None and threading.current_thread() is not threading.main_thread()
 
 
-def is_generator(value: object) -> bool:
-    """Whether a value is a generator whose state can be read: not one of the system's numbers."""
-    return _is_generator_class(type(value))  # type: ignore[arg-type]
-
-
 @functools.lru_cache(4096)  # torch's check of a class takes 1 us
-def _is_generator_class(cls: type) -> bool:
+def is_generator_class(cls: type) -> bool:
+    """Whether objects of a class are generators whose state can be read: not those of the system's numbers."""
     return issubclass(cls, GENERATOR_TYPES) and not issubclass(cls, random.SystemRandom)
-
-
-def global_generators() -> list[Any]:
-    """Return the generators that are global variables of the user's modules."""
-    modules = [module for name, module in list(sys.modules.items()) if not is_module_of_library(name.partition(".")[0])]
-    names = [vars(module) for module in modules if isinstance(module, ModuleType)]
-    return [value for each in names for value in list(each.values()) if is_generator(value)]
 
 
 States: TypeAlias = dict[str, Any]

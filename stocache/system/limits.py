@@ -285,13 +285,8 @@ def warn_short(limit: int, fitting: str, named: bool) -> None:
     else:
         have = f"no shared memory: {SHM_DIR} cannot be written" + (" and memfd_create is forbidden" if not named else "")
         remedy = f"in Docker --shm-size={gib}g, on a host mount -t tmpfs -o size={gib}G tmpfs {SHM_DIR}"
-    logger.warning(
-        "%s; the cache was given %s. Caching what fits: %s. Lower size_limit_gib, or %s.",
-        have,
-        format_size(limit),
-        fitting,
-        remedy,
-    )
+    text = "%s; the cache was given %s. Caching what fits: %s. Lower size_limit_gib, or %s."
+    logger.warning(text, have, format_size(limit), fitting, remedy)
 
 
 class Mount(NamedTuple):

@@ -169,12 +169,10 @@ def recorded_names(dataset: object) -> Iterator[set[str]]:
         return original(self, name)
 
     undo = partial(setattr, cls, method, original) if method in vars(cls) else partial(delattr, cls, method)
-    try:
+    with contextlib.suppress(TypeError):  # of a built-in class, whose objects have no attributes
         setattr(cls, method, record)
-    except TypeError:  # of a built-in class, whose objects have no attributes
-        yield names
-        return
     try:
         yield names
     finally:
-        undo()
+        with contextlib.suppress(TypeError):
+            undo()

@@ -86,17 +86,11 @@ def locate(dataset: Any, idx: int) -> tuple[Any, int]:
         if _is(dataset, Subset):
             dataset, idx = dataset.dataset, int(dataset.indices[idx])
         elif _is(dataset, ConcatDataset):
-            number, idx = branch_of(dataset, idx)
-            dataset = dataset.datasets[number]
+            begins, idx = [0, *dataset.cumulative_sizes], idx + (len(dataset) if idx < 0 else 0)
+            number = bisect.bisect_right(begins, idx) - 1
+            dataset, idx = dataset.datasets[number], idx - begins[number]
         else:
             return dataset, idx
-
-
-def branch_of(dataset: ConcatDataset[Any], idx: int) -> tuple[int, int]:
-    """Return the number of the dataset that makes sample ``idx`` of a ConcatDataset, and the index of the sample there."""
-    idx += len(dataset) if idx < 0 else 0
-    number = bisect.bisect_right(dataset.cumulative_sizes, idx)
-    return number, idx - (dataset.cumulative_sizes[number - 1] if number else 0)
 
 
 def through_subsets(dataset: Any, indices: Sequence[object] = ()) -> tuple[Any, Sequence[Any]]:

@@ -193,7 +193,7 @@ class Endless(IterableDataset):
 
 
 class Unending:
-    __getitem__ = None
+    __getitem__ = len
 
 
 @pytest.mark.parametrize(("dataset", "options", "error", "message"), [

@@ -19,7 +19,7 @@ from stocache.datasets.cut.program import Program
 from stocache.datasets.cut.source import CannotCut
 from stocache.datasets.cut.tree import DatasetTree
 from stocache.datasets.transforms.huggingface import ReadTransform, find_read_transform
-from stocache.system.generators import Kept, global_generators, in_worker_thread
+from stocache.system.generators import Kept, in_worker_thread
 from stocache.system.loading.code import own_generators
 
 logger = logging.getLogger("stocache")
@@ -56,14 +56,14 @@ class BoundCut:
     Args:
         dataset: makes the samples.
         plan: where its program is divided.
-        others: generators of the user's modules.
+        generators: that its program may draw from.
     """
 
-    def __init__(self, dataset: Any, plan: CutPlan, others: Sequence[Any] = ()) -> None:
+    def __init__(self, dataset: Any, plan: CutPlan, generators: Sequence[Any] = ()) -> None:
         self.dataset, self.plan, self._drawn = dataset, plan, 0
         self._program = None if plan.division is None else Program(plan.division)
         self._calls_several = plan.division is not None and len(plan.division.inner) > 1
-        self._own = [*own_generators(dataset), *others] if self._program else []
+        self._own = generators if self._program else ()
 
     def load(self, idx: int) -> Any:
         """Return the part of sample ``idx`` that is cached."""
@@ -137,10 +137,10 @@ class Split:
         tree = self._tree
         if tree is None or not self._bound:
             tree = self._tree = tree or DatasetTree(self._dataset)
-            others = global_generators() if self.has_rest else []
+            generators = own_generators(self._dataset) if self.has_rest else []
             pairs = [(leaf, self.plans[kind]) for leaf, kind in zip(tree.leaves, tree.kinds, strict=True)]
             reads = [find_read_transform(leaf, plan.encoded) if plan.reads else None for leaf, plan in pairs]
-            self._bound = [read or BoundCut(*pair, others) for read, pair in zip(reads, pairs, strict=True)]
+            self._bound = [read or BoundCut(*pair, generators) for read, pair in zip(reads, pairs, strict=True)]
         return tree
 
     def load(self, idx: int) -> Any:

@@ -32,7 +32,7 @@ from stocache.datasets.cut.source import (
     source_of,
 )  # fmt: skip
 from stocache.datasets.transforms.pipelines import Pipeline, step_text
-from stocache.system.generators import Kept, LineOfSeed, global_generators
+from stocache.system.generators import Kept, LineOfSeed
 from stocache.system.loading.code import own_generators
 from stocache.system.objects import attribute_of, is_of_library
 
@@ -64,7 +64,7 @@ class Trace:
         self._calls: dict[_Path, tuple[Any, tuple[Any, ...] | None, bool]] = {}  # what the statement at a path calls, and how
         self._heads: dict[_Path, Head] = {}  # the deterministic steps at the beginning of pipelines
         self._looked: set[_Path] = set()  # calls that were looked at
-        self._generators = [*own_generators(dataset), *global_generators()]
+        self._generators = own_generators(dataset)
         self._stack: list[list[Any]] = []  # of the functions that run: the path, and the statement that runs
 
     def run(self, idx: int, watch_seeds: bool = False) -> Any:

@@ -6,10 +6,11 @@ import contextlib
 import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from stocache.system.generators import is_generator
+from stocache.system.generators import is_generator_class
 from stocache.system.objects import attributes_of_class, is_module_of_library, is_of_library, mro, static_attribute
 from stocache.system.walking import inner_parts, is_own, is_own_or_dataset, parts_of
 
@@ -38,8 +39,7 @@ def names_used(dataset: object) -> tuple[list[tuple[dict[str, Any], set[str]]], 
         for code in codes:
             codes += (inner for inner in code.co_consts if isinstance(inner, CodeType))
         named = [each for code in codes for each in _naming(code)]
-        names = {each.argval for each in named}
-        read |= names
+        read |= (names := {each.argval for each in named})
         set_here |= {each.argval for each in named if each.opname.startswith(("STORE_", "DELETE_"))}
         for scope in scopes:
             for name, value in [(name, scope[name]) for name in names & scope.keys()]:
@@ -64,14 +64,13 @@ def own_generators(dataset: object) -> list[Any]:
     """Return the generators in a dataset, in variables that its code names, and in the classes and functions of either."""
     roots = [(dataset, "dataset"), *variables_of(names_used(dataset)[0])]
     parts = (part for root in roots for _, part in parts_of(*root, inner=_with_classes))
-    return [*{id(part): part for part in parts if is_generator(part)}.values()]
+    return [*{id(part): part for part in parts if is_generator_class(type(part))}.values()]  # type: ignore[arg-type]
 
 
 def _with_classes(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    yield from inner_parts(name, value)
-    for kind in mro(value if isinstance(value, type) else type(value)):
-        if kind.__module__ != "builtins" and not is_module_of_library(kind.__module__):
-            yield from attributes_of_class(kind).items()
+    kinds = mro(value if isinstance(value, type) else type(value))
+    own = (kind for kind in kinds if kind.__module__ != "builtins" and not is_module_of_library(kind.__module__))
+    return chain(inner_parts(name, value), *(attributes_of_class(kind).items() for kind in own))
 
 
 def _naming(code: CodeType) -> Iterator[dis.Instruction]:
@@ -80,41 +79,37 @@ def _naming(code: CodeType) -> Iterator[dis.Instruction]:
 
 
 @contextlib.contextmanager
-def running_codes() -> Iterator[set[CodeType]]:
-    """Yield a set that collects the codes of the functions that are called in the block. For a child process."""
-    codes = set[CodeType]()
-    sys.settrace(lambda frame, *_: codes.add(frame.f_code))
+def running_codes(by_line: bool = False) -> Iterator[dict[CodeType, set[int]]]:
+    """Yield a dict that collects the codes of the user's functions that are called in the block, each with the number of its
+    first line, or ``by_line`` of all that run. For a child process.
+    """
+    found = dict[CodeType, set[int]]()
+
+    def trace(frame: FrameType, *_: object) -> Any:
+        if is_of_library(frame.f_code.co_filename):
+            return None
+        found.setdefault(frame.f_code, set()).add(frame.f_lineno)
+        return trace if by_line else None
+
+    sys.settrace(trace)
     try:
-        yield codes
+        yield found
     finally:
         sys.settrace(None)
 
 
 def attributes_in(codes: Iterable[CodeType]) -> tuple[set[str], set[str]]:
-    """Return the names of attributes that the user's codes, except constructors, read and do not set; and that they set."""
-    own = (code for code in codes if code.co_name != "__init__" and not is_of_library(code.co_filename))
-    named = [(each.opname, each.argval) for code in own for each in _naming(code)]
+    """Return the names of attributes that codes, except constructors, read and do not set; and that they set."""
+    named = [(each.opname, each.argval) for code in codes if code.co_name != "__init__" for each in _naming(code)]
     sets = {name for operation, name in named if operation == "STORE_ATTR"}
     return {name for operation, name in named if operation in ("LOAD_ATTR", "LOAD_METHOD")} - sets, sets
 
 
 def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:
     """Load samples. Return the names of attributes and variables in the user's lines that run. It is slow: for a child."""
-    lines: dict[CodeType, set[int]] = {}
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if event == "call" and is_of_library(frame.f_code.co_filename):
-            return None
-        lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
-        return trace
-
-    sys.settrace(trace)
-    for idx in indices:
-        with contextlib.suppress(Exception):  # it is raised again when the sample is requested
-            load(idx)
-    sys.settrace(None)
-    found = set[str]()
-    for code, numbers in lines.items():
-        run = {at for start, end, number in code.co_lines() if number in numbers for at in range(start, end)}
-        found |= {each.argval for each in _naming(code) if each.offset in run}
-    return found
+    with running_codes(by_line=True) as codes:
+        for idx in indices:
+            with contextlib.suppress(Exception):  # it is raised again when the sample is requested
+                load(idx)
+    spans = ((code, [range(start, end) for start, end, number in code.co_lines() if number in codes[code]]) for code in codes)
+    return {each.argval for code, run in spans for each in _naming(code) if any(each.offset in span for span in run)}

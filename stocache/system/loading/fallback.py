@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from stocache.errors import WorkerError
-from stocache.system.generators import Kept, global_generators
+from stocache.system.generators import Kept
 from stocache.system.loading.children import ChildError, SlowError, StalledError, has_stalled, in_children
 from stocache.system.loading.code import own_generators
 from stocache.system.loading.copies import copy_dataset
@@ -74,7 +74,7 @@ def _numbered(number: int, job: Job) -> Iterator[tuple[int, Any]]:
 
 def run_here(job: Job) -> Generator[Any, None, None]:
     """Yield the items of a job that runs in this process; see NOTE [ Loading in this process ]."""
-    with Kept([*own_generators(job), *global_generators()]):
+    with Kept(own_generators(job)):
         for item in copy_dataset(job)():
             yield pickle.loads(pickle.dumps(item, 5))
 

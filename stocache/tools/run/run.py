@@ -44,9 +44,7 @@ def main(arguments: list[str]) -> None:
     command = parser()
     given = command.parse_args(arguments)
     if given.check and given.program.isdigit():
-        steps = int(given.program)
-        given = command.parse_args(given.arguments, given)
-        given.check = steps
+        given = command.parse_args(given.arguments, argparse.Namespace(**vars(given) | {"check": int(given.program)}))
     if arguments[-1 - len(given.arguments)] == "--":  # the program's; argparse takes it for its own
         given.arguments = ["--", *given.arguments]
     if given.check is not None and CHECK not in os.environ:
@@ -87,10 +85,8 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="stocache run",
         usage="stocache run [options] (SCRIPT | -m MODULE) [arguments of the program]",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     add = command.add_argument
     add("--cache", metavar="auto|SIZE", help="cache the datasets of all loaders, under one limit, as 32GiB")
     add("--workers", choices=["auto"], dest="num_workers", help="choose the number of workers of each loader")
@@ -99,12 +95,7 @@ def parser() -> argparse.ArgumentParser:
     add("--disk-limit", metavar="SIZE", help="the bytes that this folder may have")
     add("--stateful", action="store_true", help="stand in for torchdata's StatefulDataLoader, too")
     add("--share", action="store_true", help="give workers one copy of the large lists and tables of datasets")
-    add(
-        "--check",
-        action="store_const",
-        const=300,
-        help="run twice, without and with, and compare 300 batches, or [STEPS]",
-    )
+    add("--check", action="store_const", const=300, help="run twice, without and with, and compare 300 batches, or [STEPS]")
     add("--json", metavar="FILE", help="write the report to a file")
     add("--report", metavar="FILE", help="write a page to pass on, as report.html, with pictures")
     add("--quiet", action="store_true", help="print nothing")
