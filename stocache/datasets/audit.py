@@ -306,6 +306,14 @@ class Audit:
         self._say_once(logging.INFO, text, idx, type(self._dataset).__name__, threads)
         return True
 
+    def depends_on_type(self, idx: Any) -> bool:
+        """Return whether a sample is different for an index of this class than for an int."""
+        finds = bool(self._in_child(partial(_differs_by_type, self._dataset, idx), False))
+        if finds:
+            text = "samples of %s are different for an index of class %s, and not cached then. Have the sampler yield int."
+            self._say_once(logging.WARNING, text, type(self._dataset).__name__, type(idx).__name__)
+        return finds
+
     def _say_once(self, level: int, text: str, *values: object) -> None:
         if text not in self._said:
             self._said.add(text)
@@ -360,6 +368,15 @@ def _is_read(name: str, is_table: bool, reads: set[str], names: set[str]) -> boo
     if attribute is not None and (is_table or attribute == last):
         return not reads or attribute in reads
     return not names or last in {"dataset", *names}
+
+
+def _differs_by_type(dataset: Any, idx: Any) -> Iterator[bool]:
+    """Yield whether a sample is different for an index than for the same int. For a child."""
+    descriptions, kept = list[Any](), Kept(own_generators(dataset))
+    for each in (idx, int(idx)):
+        kept.restore()
+        descriptions.append(describe(dataset[each], strides=False))
+    yield difference(*descriptions) is not None
 
 
 def _load_again(load: Callable[[int], object], idx: int, first: object) -> Iterator[str | None]:

@@ -32,7 +32,6 @@ from stocache.datasets.proxy import DatasetProxy, cut_of, decoders_of
 from stocache.datasets.transforms.part_transform import PartTransform, as_transform
 from stocache.errors import DatasetError, LimitError, SampleError
 from stocache.observe.recording.epochs import EpochCounter
-from stocache.samples.containers import echoes_index
 from stocache.samples.indices import after_each, check_indices
 from stocache.storage.dataset import StorageDataset
 from stocache.system.loading.fallback import in_children_or_here, run_here
@@ -157,6 +156,7 @@ class CachedDataset(DatasetProxy[_T]):
         wrapper = Wrapper(dataset, self._len, where, samples)
         wrapper.cut()
         self._take(wrapper)
+        self._by_type: dict[type, bool] = {}  # for the classes of indices, whether samples depend on them
         self._last_stats: DatasetStats | None = None  # when it was closed
         self._warn_of_hidden()
         self._initialised = True
@@ -168,7 +168,6 @@ class CachedDataset(DatasetProxy[_T]):
         probe, self._split = wrapper.probe, wrapper.split
         vars(self).update(cache=wrapper.cache, disk_cache=wrapper.disk, _loader=wrapper.loader)
         self._tiers = Tiers(self.cache, self.disk_cache)
-        self._echoes = echoes_index(probe.samples)
         self._loaded_here = probe.loaded_here
         if isinstance(self.after_cache, PartTransform) and self._split is None:
             for sample in list(probe.named.values())[:1]:
@@ -241,7 +240,7 @@ class CachedDataset(DatasetProxy[_T]):
             idx = self._number(idx)
             if idx is None:
                 return self._ask(asked)
-            if self._echoes and asked == idx:
+            if asked == idx and self._keeps_types([asked]):
                 with contextlib.suppress(TypeError):  # the dataset takes only int
                     sample = self.dataset[asked]
                     return sample if self.after_cache is None else self.after_cache(sample)
@@ -339,8 +338,13 @@ class CachedDataset(DatasetProxy[_T]):
         return next(iter(self._audit.watch(partial(map, self._loader.load), [idx])))
 
     def _keeps_types(self, indices: Sequence[Any]) -> bool:
-        """Return whether samples depend on the types of these indices: numbers of numpy or torch, which the samples hold."""
-        return self._echoes and isinstance(indices, list) and any(isinstance(idx, bool | np.number | Tensor) for idx in indices)
+        """Return whether samples depend on the class of these indices: of numpy or torch, when they are computed with them."""
+        kind = type(indices[0]) if isinstance(indices, list) and indices else int
+        if kind is int or not issubclass(kind, bool | np.number | Tensor):
+            return False
+        if kind not in self._by_type:
+            self._by_type[kind] = self._audit.depends_on_type(indices[0])
+        return self._by_type[kind]
 
     def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
         """Return indices that count from the start; None if they are not all of samples, but pairs, names or outside."""

@@ -5,7 +5,7 @@ Keys are written as Python literals, so that 1, 1.0 and True stay apart.
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -107,13 +107,6 @@ def leaves(tree: object) -> list[Any]:
     """Return the leaves of a tree, in order."""
     found = flatten_one(tree)
     return [tree] if found is None else [leaf for part in found[1] for leaf in leaves(part)]
-
-
-def echoes_index(samples: Mapping[int, object]) -> bool:
-    """Return whether all samples hold their index: a number that has the type of the index."""
-    return bool(samples) and all(
-        any(type(leaf) is int and leaf == idx for leaf in leaves(sample)) for idx, sample in samples.items()
-    )
 
 
 _PLAIN_CONTAINERS = frozenset({dict, list, tuple, type(None)})

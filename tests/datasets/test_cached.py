@@ -15,8 +15,8 @@ from stocache import CachedDataset, CacheOptions, DatasetError, LimitError, Samp
 from stocache.cache.ragged import RaggedCache
 from stocache.cache.shared import SharedCache
 from tests.support.containers import Point
-from tests.support.equality import same
-from tests.support.images import Counted, Made, many_sizes, one_size
+from tests.support.equality import identical, same
+from tests.support.images import Counted, Made, image, many_sizes, one_size
 
 pytestmark = pytest.mark.unaudited
 
@@ -81,6 +81,17 @@ def test_indices_are_those_of_a_sequence():
         for idx in (N, -N - 1, None, {}):
             for ask in (cached.__getitem__, lambda idx: cached.__getitems__([0, idx])):
                 assert raised(ask, idx) == raised(source.__getitem__, idx) != ""
+
+
+@pytest.mark.parametrize("order", [np.arange(8, dtype=np.int32), torch.arange(8), range(8)], ids=lambda its: type(its).__name__)
+@pytest.mark.parametrize("make", [lambda its, idx: idx / 4, lambda its, idx: image(int(idx))], ids=["class", "number"])
+def test_samples_that_depend_on_the_class_of_their_index_are_those_of_torch(make, order, caplog):
+    batches = lambda dataset: list(DataLoader(dataset, 4, sampler=order))
+    with CachedDataset(Made(make, 8), 0.1) as cached:
+        for _ in range(2):
+            assert identical(batches(cached), batches(cached.dataset))
+    is_due = type(order) is not range and type(make(None, 1)) is float
+    assert ("Have the sampler yield int." in caplog.text) == is_due
 
 
 def test_samples_outside_the_length_are_made_by_the_dataset():
