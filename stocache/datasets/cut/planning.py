@@ -172,7 +172,7 @@ class Planner:
         reads, sets = (set[str]().union(*(its.attributes[at] for its in self._chosen.values())) for at in (0, 1))
         results = in_children_or_here(self._dataset, [job], patience_s=_PATIENCE_S) if parts else ()
         for example, again, description, (reads_after, sets_after) in results:
-            if both := sets & reads_after | sets_after & reads:
+            if both := sets & reads_after | (sets_after - sets) & reads:  # the first may read what it has set itself
                 raise CannotCut(f"one of its halves sets {min(both)}, which the other one reads")
             if (place := difference(self._loaded[example][again], description)) is not None:
                 raise CannotCut(f"sample {example.idx} would not be the same ({place:.200})")

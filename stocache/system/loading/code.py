@@ -99,10 +99,10 @@ def running_codes(by_line: bool = False) -> Iterator[dict[CodeType, set[int]]]:
 
 
 def attributes_in(codes: Iterable[CodeType]) -> tuple[set[str], set[str]]:
-    """Return the names of attributes that codes, except constructors, read and do not set; and that they set."""
+    """Return the names of attributes that codes, except constructors, read; and that they set."""
     named = [(each.opname, each.argval) for code in codes if code.co_name != "__init__" for each in _naming(code)]
     sets = {name for operation, name in named if operation == "STORE_ATTR"}
-    return {name for operation, name in named if operation in ("LOAD_ATTR", "LOAD_METHOD")} - sets, sets
+    return {name for operation, name in named if operation in ("LOAD_ATTR", "LOAD_METHOD")}, sets
 
 
 def names_in(load: Callable[[int], object], indices: Iterable[int]) -> set[str]:

@@ -8,6 +8,7 @@ import random
 import sys
 import time
 import traceback
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +114,29 @@ class Noting(Numbers):
         return image * self.number
 
 
+class Twice(Numbers):
+    """Has two names of one list, and seldom changes it in place."""
+
+    def __getitem__(self, idx):
+        target = {"image": self.read(idx), "boxes": [idx, 1]}
+        boxes = target["boxes"]
+        if random.random() < 0.1:
+            boxes[0] = -1
+        return target
+
+
+class Moded(Numbers):
+    """Sets a mode, seldom a different one, before it reads."""
+
+    def __getitem__(self, idx):
+        self.mode.negative = random.random() < 0.1
+        image = self.read_in(idx)
+        return image
+
+    def read_in(self, idx):
+        return -self.read(idx) if self.mode.negative else self.read(idx)
+
+
 def scaled(dataset, idx, by=lambda image: image * random.random()):
     image = dataset.read(idx)
     return by(image)
@@ -129,7 +153,7 @@ class Decorated(Numbers):
     __getitem__ = decorated(scaled)
 
 
-@pytest.mark.parametrize("make", [Flipped, Returned, Hoisted, Changed, Static, Named, Noting, Decorated])
+@pytest.mark.parametrize("make", [Flipped, Returned, Hoisted, Changed, Static, Named, Noting, Twice, Decorated])
 def test_what_comes_before_the_first_random_number_is_made_once(make):
     assert "cached: line" in check(make)
 
@@ -195,6 +219,10 @@ class Step:
             generator = thread_safe_generator()
         image = image.sqrt()
         return image * torch.rand(1, generator=generator)
+
+
+def test_what_reads_a_mode_is_not_moved_before_the_mode_is_drawn():
+    check(lambda: Moded(mode=SimpleNamespace(negative=False)), cut=False)
 
 
 class OfWorker(Numbers):
