@@ -193,20 +193,13 @@ def files(folder):
     return made
 
 
+SHARED = "a Generator of a class", "a Generator in a slot", "a Generator in an object of the module", "a default Generator"
 KINDS = {
     **{name: drawing(name) for name in ("mosaic", "one sample in 32 draws")},
     "own Generator": drawing("own Generator", rng=lambda: np.random.default_rng(0)),
     "a Generator of the module": drawing("a Generator of the module", rng=new_of_module),
     "own torch.Generator": drawing("own torch.Generator", rng=lambda: torch.Generator().manual_seed(0)),
-    **{
-        name: seeded_again(name)
-        for name in (
-            "a Generator of a class",
-            "a Generator in a slot",
-            "a Generator in an object of the module",
-            "a default Generator",
-        )
-    },
+    **{name: seeded_again(name) for name in SHARED},
     "labels of paths": labelled(lambda idx, label: (Path(str(idx)), label)),
     "labels in tensors": labelled(lambda idx, label: (torch.tensor(idx), torch.tensor(label))),
     "labels in records": labelled(lambda idx, label: Labelled(Path(str(idx)), label)),
