@@ -313,3 +313,6 @@ def test_arguments_that_equal_one_another_but_differ_have_results_of_their_own()
         for value in (200, np.uint8(200), np.int64(200), 200.0, (1, 2), Point(1, 2), "1", Path("1"), *DTYPES) * 2:
             assert shown(value) == f"{type(value).__name__} {value}"
         assert shown.stats().fills == 8 + len(DTYPES)
+    with cached("1MB")(lambda **options: [*options]) as names:
+        for _ in range(9):
+            assert (names(a=1, b=2), names(b=2, a=1)) == (["a", "b"], ["b", "a"])

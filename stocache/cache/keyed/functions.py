@@ -250,7 +250,7 @@ class CachedFunction:
         if kwargs or not self._plain or len(args) != len(self._signature.parameters):
             bound = self._signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            args = bound.args if self._plain else (*bound.args, tuple(sorted(bound.kwargs.items())))
+            args = bound.args if self._plain else (*bound.args, tuple(bound.kwargs.items()))
         attributes: tuple[Any, ...] = ()
         if self._name:
             obj, kind, own = args[0], _kind_of(args[0]), vars_of(args[0])
