@@ -33,7 +33,7 @@ from stocache.system.generators import GENERATORS, Kept, seed_all
 from stocache.system.hashing import digest
 from stocache.system.loading.code import attributes_in, own_generators, running_codes
 from stocache.system.objects import vars_of
-from stocache.system.walking import parts_of
+from stocache.system.walking import is_own_or_dataset, parts_of
 
 _SLOW_S = 10.0  # after which no further sample is begun, once there are some
 _FEW = 2  # samples of each kind that are loaded in any case
@@ -76,7 +76,7 @@ class Option(NamedTuple):
 
     Attributes:
         plan: the cut.
-        attributes: that are read, and those that are set, to make the part that is cached; see `attributes_in`.
+        attributes: of the dataset and of objects in it that are read, and those that are set, to make the part that is cached.
         size: bytes of that part of a sample.
         saved_s: seconds to make that part, less those to read it from a cache.
         before, after: what runs before the cache and after it, for the user.
@@ -245,7 +245,7 @@ class _Surveyor:
             if _shares(state):
                 raise CannotCut("two variables share an object or memory")
             if held == division:
-                return division, program, state, attributes_in(codes)
+                return division, program, state, _attributes(codes, self._leaf)
             division = held
 
 
@@ -328,12 +328,18 @@ def _may_change(value: object) -> bool:
     return not isinstance(value, int | float | complex | str | bytes | bool | type(None) | slice | np.generic | torch.dtype)
 
 
+def _attributes(codes: Iterable[Any], leaf: object) -> tuple[set[str], set[str]]:
+    reads, sets = attributes_in(codes)
+    held = {name for _, part in parts_of(leaf, follow=is_own_or_dataset) for name in vars_of(part)}
+    return reads & held, sets & held
+
+
 def finish_parts(
     split: Split, parts: Iterable[tuple[Example, Any]], counts: Mapping[Example, int]
 ) -> Iterator[tuple[Example, int, Any, tuple[set[str], set[str]]]]:
     """Finish samples whose cached parts were made elsewhere, for as many seeds as they were loaded with.
 
-    Yield their descriptions, and the attributes that were read, and those that were set; see `attributes_in`.
+    Yield their descriptions, and the attributes that were read, and those that were set; see `Option.attributes`.
     """
     tree = split.bind()
     for example, part in parts:
@@ -344,4 +350,4 @@ def finish_parts(
                     description = _described(split.finish(example.idx, part()), leaf)
                 except Exception as error:
                     description = f"raised {type(error).__name__}: {error}"
-            yield example, again, description, attributes_in(codes)
+            yield example, again, description, _attributes(codes, leaf)
