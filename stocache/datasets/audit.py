@@ -110,7 +110,7 @@ class Audit:
         _live.add(self)
 
     def _enter_process(self) -> None:
-        self._has_loaded, self._own = False, own_generators(self._dataset)
+        self._has_loaded, self._own = False, own_generators(self._dataset, self.values.variables)
         self._seen, self._doubted = -1, False  # the version at the last audit, and whether the dataset may have changed since
         self._requests = self._next = self._extra = 0  # samples wanted in this epoch, when to look, and further audits
         self._left = 0  # cached samples to compare, of the samples that are wanted next
@@ -223,7 +223,7 @@ class Audit:
             return True
         version, began, begins, doubted = self._shared.words[_VERSION], time.monotonic(), self._begins(), self._doubted
         if begins:
-            self._requests, self._extra, self._own = len(indices), 0, own_generators(self._dataset)
+            self._requests, self._extra, self._own = len(indices), 0, own_generators(self._dataset, self.values.variables)
             self._left, self._began, self._took_s = 1, began, 0.0
         elif not self._left and (self._has_time() or (doubted and self._extra < _EXTRA)):
             self._left, self._extra = 1, self._extra + 1
