@@ -339,12 +339,11 @@ class CachedDataset(DatasetProxy[_T]):
 
     def _keeps_types(self, indices: Sequence[Any]) -> bool:
         """Return whether samples depend on the class of these indices: of numpy or torch, when they are computed with them."""
-        kind = type(indices[0]) if isinstance(indices, list) and indices else int
-        if kind is int or not issubclass(kind, bool | np.number | Tensor):
-            return False
-        if kind not in self._by_type:
-            self._by_type[kind] = self._audit.depends_on_type(indices[0])
-        return self._by_type[kind]
+        others = {type(idx): idx for idx in indices if type(idx) is not int} if isinstance(indices, list) else {}
+        for kind, idx in others.items():
+            if kind not in self._by_type:
+                self._by_type[kind] = isinstance(idx, bool | np.number | Tensor) and self._audit.depends_on_type(idx)
+        return any(map(self._by_type.__getitem__, others))
 
     def _numbers(self, indices: Sequence[Any]) -> Sequence[int] | None:
         """Return indices that count from the start; None if they are not all of samples, but pairs, names or outside."""

@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | dict):
         return [*map(_plain, dict.items(value) if isinstance(value, dict) else value)]
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-        return _array_text(value, _WHOLE)
+        return _array_text(value, 8 * _BLOCK)  # a block at least, whatever its dtype
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

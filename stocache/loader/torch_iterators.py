@@ -34,7 +34,6 @@ import torch
 from torch.utils.data import dataloader as torch_dataloader
 
 from stocache.datasets.batches.lazy_batch import LazyBatch
-from stocache.errors import SampleIndexError
 from stocache.loader.workers.requests import ahead
 from stocache.samples.indices import as_array
 from stocache.system.platform import here
@@ -105,8 +104,6 @@ class AheadIterator(MainIterator):
             try:
                 together: LazyBatch = self._dataset.__getitems__(np.concatenate(arrays))
                 return [*together.split(list(map(len, arrays)))]
-            except SampleIndexError:  # which list has it is found out below
-                pass
             except Exception as error:
                 return [error, *map(self._batch, lists[1:])]
         return list(map(self._batch, lists))

@@ -86,9 +86,9 @@ def locate(dataset: Any, idx: int) -> tuple[Any, int]:
         if _is(dataset, Subset):
             dataset, idx = dataset.dataset, int(dataset.indices[idx])
         elif _is(dataset, ConcatDataset):
-            begins, idx = [0, *dataset.cumulative_sizes], idx + (len(dataset) if idx < 0 else 0)
-            number = bisect.bisect_right(begins, idx) - 1
-            dataset, idx = dataset.datasets[number], idx - begins[number]
+            idx += len(dataset) if idx < 0 else 0
+            number = bisect.bisect_right(dataset.cumulative_sizes, idx)
+            dataset, idx = dataset.datasets[number], idx - (dataset.cumulative_sizes[number - 1] if number else 0)
         else:
             return dataset, idx
 
